@@ -244,6 +244,12 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
     assert "Traceback" not in output
 
 
+def test_an_exception_of_all_ranks_has_one_traceback(project: Path) -> None:
+    code, output = failing(project, "raise-all", -1, "raise", "lightning")
+    assert code == 1
+    assert output.count('raise ValueError("boom")') == 1
+
+
 def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
     code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "400")
     assert code == 130, output
