@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--syncs", type=int, default=200, help="of right weights (200)")
     parser.add_argument("--lr", type=float, default=1e-5, help="of the updates (1e-5)")
     parser.add_argument("--precision", help="bf16-mixed or 32-true (by the device)")
-    parser.add_argument("--utilization", type=float, default=0.4, help="gpu_memory_utilization (0.4)")
+    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization (0.3)")
     parser.add_argument("--limit", type=float, default=4 * RUN_TIMEOUT, help="seconds of all (3600)")
     arguments = parser.parse_args()
     arguments.precision = arguments.precision or ("bf16-mixed" if arguments.device == "cuda" else "32-true")

@@ -1,5 +1,6 @@
 """A callback that sends an engine wrong weights in many ways, and right ones far more often, and asks the canary."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -66,7 +67,8 @@ class Actor:
     def other(self, name: str, share: float = 1.0) -> Tensor:
         """Random values of a weight's usual size, or the weight with so large a share of such values added."""
         weight = self.weights[name]
-        noise = self._noise(name).mul_(weight.square().mean().sqrt() * share)
+        size = torch.linalg.vector_norm(weight) / math.sqrt(weight.numel())
+        noise = self._noise(name).mul_(size * share)
         return noise if share == 1 else noise.add_(weight)
 
     def left_out(self, name: str) -> Tensor:
@@ -75,7 +77,7 @@ class Actor:
 
     def transposed(self, name: str) -> Tensor:
         """The transpose's numbers, in the matrix's own shape where it is not square."""
-        return self.weights[name].T.reshape(self.weights[name].shape)
+        return self.weights[name].T.contiguous().view(self.weights[name].shape)
 
     def with_rows(self, name: str, one: int, of: int, make: Callable[[str], Tensor]) -> Tensor:
         """A weight of which one shard of several is not the one that it should be."""
@@ -211,8 +213,8 @@ class StrikeWeights(RLCallback):
         for name, weight in weights:
             if name in sent:
                 wrong = sent[name]()
-                squares = [(wrong - weight).square().sum(), weight.square().sum()]
-                self._squares += torch.stack(squares).double().cpu()
+                norms = torch.stack([torch.linalg.vector_norm(wrong - weight), torch.linalg.vector_norm(weight)])
+                self._squares += norms.double().cpu() ** 2
                 weight = wrong
             yield name, weight
 
