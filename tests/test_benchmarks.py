@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),
     *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table", "defaults"),
-    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side", "checksums"),
+    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side", "checksums", "canary"),
 )
 
 
@@ -108,6 +108,22 @@ def test_the_readmes_file_runs_with_another_model(tmp_path: Path) -> None:
     assert config["model"]["init_args"]["samples_per_prompt"] == 8  # the README's
     (completions,) = (tmp_path / "out").rglob("completions/*1.parquet")
     assert len(set(pq.read_table(completions)["length"].to_pylist())) > 4
+
+
+@pytest.mark.slow
+def test_the_canary_is_asked_about_right_and_wrong_weights(tmp_path: Path) -> None:
+    said = run_benchmark("canary", "--syncs 44", tmp_path)
+    (row,) = read_csv(tmp_path / "out" / "table.csv")
+    assert (row["model"], row["syncs"], row["false alarms"], row["end"]) == ("tiny", "44", "0", "ok")
+    assert float(row["largest distance / noise"]) < 1.2 and float(row["largest errors"]) < 6
+    assert all(float(row[part]) > 0 for part in ("evaluate, ms", "score, ms", "sync, ms"))
+    strikes = json.loads((tmp_path / "out" / "strikes" / "rows.json").read_text())
+    told = {strike["strike"]: strike["told"] for strike in strikes}
+    assert told["all stale by one update"] == told["one shard of two stale"] == "former weights"
+    assert told["q_proj transposed (square)"] == told["neighbouring layers exchanged"] == "other weights"
+    assert told["down_proj stale"] == "no"  # lost in rounding
+    assert all(strike["off by, %"] > 0 and strike["strike"] in said for strike in strikes)
+    assert list((tmp_path / "out").rglob("metrics.csv")) == []  # no step of training
 
 
 @pytest.mark.slow

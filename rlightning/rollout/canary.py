@@ -93,6 +93,18 @@ class WayBack(NamedTuple):
     errors: float
 
 
+class Findings(NamedTuple):
+    """What a check has found, whether it passed or not.
+
+    Attributes:
+        comparison: of the engine with the actor.
+        ways: back to former weights, by their version.
+    """
+
+    comparison: Comparison
+    ways: dict[int, WayBack]
+
+
 class Evaluation(NamedTuple):
     """What the actor has given for the weights of a version: [K, S]."""
 
@@ -115,6 +127,7 @@ class Canary:
 
     Attributes:
         token_ids: [N, L].
+        findings: of the last check.
     """
 
     def __init__(
@@ -135,6 +148,7 @@ class Canary:
         self._former: Evaluation | None = None  # of the sync before
         self._verified: Evaluation | None = None  # before the latest
         self._has_passed = False
+        self.findings: Findings | None = None
 
     def evaluate(self, score: Score, weight_version: int) -> None:
         """Have the actor score it; what it gave for another version is that of former weights from now on."""
@@ -172,9 +186,10 @@ class Canary:
         found = compare(actor, engine)
         is_far = not found.distance <= self.tolerance * found.noise  # nor is it near if one of them is not a number
         formers = {former.version: former.logprobs for former in (self._former, self._verified) if former is not None}
-        ways = [(find_way_back(actor, logprobs, engine), version) for version, logprobs in formers.items()]
-        ways = [(way, version) for way, version in ways if not (is_far and found.distance > BEYOND * way.length)]
-        way, version = max(ways, key=lambda pair: pair[0].errors, default=(None, 0))
+        ways = {version: find_way_back(actor, logprobs, engine) for version, logprobs in formers.items()}
+        self.findings = Findings(found, ways)
+        near = [pair for pair in ways.items() if not (is_far and found.distance > BEYOND * pair[1].length)]
+        version, way = max(near, key=lambda pair: pair[1].errors, default=(0, None))
         if way is not None and way.share > MAX_SHARE and way.errors > MAX_ERRORS:
             return (
                 f"the engine is {way.share:.0%} of the way back to the weights of version {version}, by "
@@ -247,6 +262,9 @@ class Verification:
     Args:
         every: syncs between two verifications; 0 verifies nothing.
         tolerance: see :class:`Canary`.
+
+    Attributes:
+        canary: of the run; None where nothing is verified.
     """
 
     def __init__(self, every: int, tolerance: float) -> None:
@@ -259,7 +277,7 @@ class Verification:
             )
         self.every, self.tolerance = every, tolerance
         self.num_syncs = 0
-        self._canary: Canary | None = None
+        self.canary: Canary | None = None
 
     def begin_run(self, module: Any, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         """Count syncs anew.
@@ -271,7 +289,7 @@ class Verification:
             device: of the samplers.
         """
         self.num_syncs = 0
-        self._canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
+        self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
     def evaluate(self, module: Any, engines: Sequence[VerifiedSampler]) -> bool:
         """Have the actor score the canary, if this sync or the next is verified on any rank; all ranks call it.
@@ -283,13 +301,13 @@ class Verification:
         Returns:
             Whether this rank's engines are to be verified once they have the weights.
         """
-        if self._canary is None:
+        if self.canary is None:
             return False
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0
         self.num_syncs += 1  # here, where all ranks are: an engine that dies in the sync is one rank's
         if any_rank(is_due or self.num_syncs % self.every == 0, name="canary"):
-            self._canary.evaluate(module.score, module.weight_version)
+            self.canary.evaluate(module.score, module.weight_version)
         return is_due
 
     def verify(self, module: Any, engine: VerifiedSampler) -> None:
@@ -298,9 +316,9 @@ class Verification:
         Raises:
             EngineError: if it has.
         """
-        assert self._canary is not None, "begin_run and evaluate come first"
+        assert self.canary is not None, "begin_run and evaluate come first"
         try:
-            self._canary.check(engine.score_all(self._canary.token_ids), getattr(module, "model_config", None))
+            self.canary.check(engine.score_all(self.canary.token_ids), getattr(module, "model_config", None))
         except EngineError:
             engine.weight_version = None  # its weights are taken for none
             raise

@@ -195,6 +195,21 @@ def test_weights_stale_by_updates_are_caught(policy: Policy, updates: int) -> No
     policy.verify(policy.weights)
 
 
+def test_what_a_check_found_is_kept_whether_it_passed_or_not(policy: Policy) -> None:
+    former, version = policy.weights, policy.version
+    policy.verify(former)
+    policy.take(update(former, 1e-5, seed=10))
+    policy.verify(policy.weights)
+    passed = policy.canary.findings
+    assert passed is not None and list(passed.ways) == [version]
+    assert passed.comparison.distance < MAX_DISTANCE * passed.comparison.noise
+    with pytest.raises(EngineError) as caught:
+        policy.verify(former)
+    failed = policy.canary.findings
+    assert failed is not None and failed.ways[version].errors > max(MAX_ERRORS, passed.ways[version].errors)
+    assert f"the engine is {failed.ways[version].share:.0%} of the way back" in str(caught.value)
+
+
 def test_shards_stale_by_one_update_are_caught(policy: Policy) -> None:
     former, dtype = policy.weights, policy.engine.config.dtype
     # Half a step of 1e-5 in random directions is too small beside bfloat16's rounding in a model of this size.
