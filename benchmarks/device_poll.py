@@ -30,6 +30,7 @@ class DevicePoll:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._most = Peak(0, 0)
+        self._reserved = 0
         self._stop = Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -53,7 +54,9 @@ class DevicePoll:
         use = memory_use(self.device)
         if use is not None:
             used, unused = use.total - use.free, use.reserved - use.allocated
-            self._most = Peak(max(self._most.used, used), max(self._most.needed, used - unused))
+            is_steady = use.reserved == self._reserved  # no blocks were given back between the two readings
+            self._most = Peak(max(self._most.used, used), max(self._most.needed, (used - unused) * is_steady))
+            self._reserved = use.reserved
 
 
 class DevicePeaks(CSVTrace):
