@@ -8,17 +8,18 @@ in which nothing of before is trained again.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlightning.environments.environment import LimitReachedError, Message, Policy
+from rlightning.environments.recorder import Recorder
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.seeds import mix_seed
-from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Trajectory, Turn
+from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -50,65 +51,93 @@ class RecordedPolicy:
         request: the group's.
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
+
+    Attributes:
+        temperature: that all of its turns are sampled at in place of the prompt's or the run's; None: that one.
+        has_reached_limit: whether the last request was longer than a sequence may be.
     """
 
     def __init__(
         self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, number: int, max_length: int
     ) -> None:
-        self._sampler, self._tokenizer, self._request = sampler, tokenizer, request
-        self._number, self._max_length = number, max_length
+        self.tokenizer, self.max_length, self.recorder = tokenizer, max_length, Recorder()
+        self.temperature: float | None = None
+        self.has_reached_limit = False
+        self._sampler, self._request, self._number = sampler, request, number
         self._session = secrets.token_hex(8)
-        self._branches: list[Branch] = []
-        self._turns: list[Turn] = []
-        self._has_reached_limit = False
+        self._num_requested = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its turns are sampled."""
+        return self._request.sampling
 
     async def chat(self, *observations: Message) -> Sample:
         """See :meth:`Policy.chat`."""
-        if self._branches:
-            last = next(turn.sample for turn in reversed(self._turns) if turn.sample is not None)
-            added = render_observations(self._tokenizer, observations, last)
-            history = [*self._branches[-1].token_ids, *added]
+        recorder = self.recorder
+        if recorder.branches:
+            last = next(turn.sample for turn in reversed(recorder.turns) if turn.sample is not None)
+            added = render_observations(self.tokenizer, observations, last)
+            history = [*recorder.branches[-1].token_ids, *added]
         elif observations:
-            history = render_messages(self._tokenizer, observations)
+            history = render_messages(self.tokenizer, observations)
         else:
             history = self._request.prompt.token_ids
-        self._turns += [Turn(dict(message)) for message in observations]
-        return await self.sample(history)
+        (sample,) = await self.sample_turns(history, self.sampling, observations=observations)
+        return sample
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""
-        sampling = self._request.sampling
-        room = self._max_length - len(token_ids)
-        if room < 1:
-            self._has_reached_limit = True
-            raise LimitReachedError(f"{len(token_ids)} tokens leave no room in {self._max_length}.")
-        sample = await self._request_sample(
-            token_ids, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        )
-        self.record(token_ids, sample)
+        (sample,) = await self.sample_turns(token_ids, self.sampling)
         return sample
 
-    async def _request_sample(self, token_ids: Sequence[int], sampling: Sampling) -> Sample:
-        num_sampled = sum(turn.sample is not None for turn in self._turns)
-        if sampling.seed is not None:
+    async def sample_turns(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        reason: BranchReason | None = None,
+        observations: Sequence[Mapping[str, Any]] = (),
+        to_message: Callable[[Sample], dict[str, Any]] | None = None,
+    ) -> list[Sample]:
+        """Sample turns that all follow one history, and record them. May be called while other calls are under way.
+
+        Args:
+            token_ids: [L], the history. What goes on from the end of a branch extends it.
+            sampling: how; a seed of its own is mixed with nothing.
+            num_samples: turns; each but the first begins a branch.
+            reason: why a branch begins if the history extends none; None: as far as the tokens tell.
+            observations: messages that the history ends with, for the trajectory's turns.
+            to_message: makes the message of a sample; None: its text.
+
+        Raises:
+            LimitReachedError: the history is as long as it may be.
+        """
+        room = self.max_length - len(token_ids)
+        if room < 1:
+            self.has_reached_limit = True
+            raise LimitReachedError(f"{len(token_ids)} tokens leave no room in {self.max_length}.")
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        if sampling.seed is not None and sampling.seed == self.sampling.seed:
             # The first turn draws what it would if the group were sampled by one request.
-            seed = sampling.seed + self._number
-            sampling = replace(sampling, seed=mix_seed(seed, "turn", num_sampled) if num_sampled else seed)
-        (sample,) = await self._sampler.sample(token_ids, sampling, num_samples=1, session=self._session)
-        return sample
+            seed, is_first = sampling.seed + self._number, self._num_requested == 0 and num_samples == 1
+            sampling = replace(sampling, seed=seed if is_first else mix_seed(seed, "turn", self._num_requested))
+        self._num_requested += num_samples
+        reservation = self.recorder.reserve(token_ids, reason)
+        try:
+            samples = await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=self._session)
+            messages = None if to_message is None else [to_message(sample) for sample in samples]
+        except BaseException:
+            self.recorder.release(reservation)
+            raise
+        self.recorder.record(reservation, samples, observations, messages)
+        self.has_reached_limit = False
+        return samples
 
     def record(self, token_ids: Sequence[int], sample: Sample) -> None:
         """Add a turn that was sampled after ``token_ids``."""
-        known = self._branches[-1].token_ids if self._branches else []
-        is_continued = bool(self._branches) and list(token_ids[: len(known)]) == list(known)
-        if not is_continued:
-            self._branches.append(Branch("history rewritten" if self._branches else "start"))
-            known = []
-        branch = self._branches[-1]
-        if len(token_ids) > len(known):
-            branch.append(list(token_ids[len(known) :]), len(self._turns) - 1 if is_continued else -1)
-        branch.append_sample(sample, len(self._turns))
-        self._turns.append(Turn({"role": "assistant", "content": sample.text}, sample))
+        self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
         """Return the trajectory; one that a limit on tokens has cut is truncated.
@@ -117,12 +146,13 @@ class RecordedPolicy:
             outcome: what the environment has returned.
             seconds: that it took.
         """
-        samples = [turn.sample for turn in self._turns if turn.sample is not None]
-        is_cut = self._has_reached_limit or bool(samples and samples[-1].is_truncated)
+        prompt, turns = self._request.prompt, self.recorder.turns
+        samples = [turn.sample for turn in turns if turn.sample is not None]
+        is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
         return Trajectory(
-            self._request.prompt,
-            tuple(self._branches),
-            tuple(self._turns),
+            prompt if self.temperature is None else prompt._replace(temperature=self.temperature),
+            tuple(self.recorder.branches),
+            tuple(turns),
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,
             reward=outcome.reward,
             turn_rewards=outcome.turn_rewards,

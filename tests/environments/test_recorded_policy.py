@@ -114,7 +114,7 @@ def test_rewritten_history_is_another_branch_not_trained_again(sampler: Transfor
     first_branch, second_branch = policy.finish(Outcome(), 0.1).branches
     assert sum(second_branch.is_sampled) == len(second.token_ids)
     assert list(second_branch.token_ids[-len(second.token_ids) :]) == list(second.token_ids)
-    assert (first_branch.reason, second_branch.reason) == ("start", "history rewritten")
+    assert (first_branch.reason, second_branch.reason) == ("start", "started_over")
 
 
 def test_first_turns_draw_as_one_request_does(sampler: TransformersSampler, prompt: Prompt) -> None:
