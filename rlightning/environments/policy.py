@@ -11,9 +11,10 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
-from rlightning.environments.environment import LimitReachedError, Message, Policy
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.environment import LimitReachedError, Policy, Reply
+from rlightning.environments.messages import Message
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import Sampling, TokenSampler
@@ -21,9 +22,6 @@ from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Trajectory, Turn
 
 log = logging.getLogger(__name__)
-
-_ANSWER = "ANSWER OF THE POLICY"
-"""Stands for its last turn where a chat template is asked what follows that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +44,47 @@ class RecordedPolicy:
 
     Args:
         sampler: samples.
-        tokenizer: the policy's.
+        chat_format: the policy's.
         request: the group's.
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
     """
 
     def __init__(
-        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, number: int, max_length: int
+        self, sampler: TokenSampler, chat_format: ChatFormat, request: GroupRequest, number: int, max_length: int
     ) -> None:
-        self._sampler, self._tokenizer, self._request = sampler, tokenizer, request
+        self._sampler, self._format, self._request = sampler, chat_format, request
         self._number, self._max_length = number, max_length
         self._session = secrets.token_hex(8)
         self._branches: list[Branch] = []
         self._turns: list[Turn] = []
+        self._tools: list[Message] | None = None
         self._has_reached_limit = False
 
-    async def chat(self, *observations: Message) -> Sample:
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
         if self._branches:
+            if tools is not None and list(tools) != self._tools:
+                raise ValueError("Tools are given with the first turn, and stay the same in later ones.")
             last = next(turn.sample for turn in reversed(self._turns) if turn.sample is not None)
-            added = render_observations(self._tokenizer, observations, last)
+            ended = last.finish_reason == "stop"
+            added = self._format.render_observations(observations, sampled=last.token_ids, ended=ended)
             history = [*self._branches[-1].token_ids, *added]
-        elif observations:
-            history = render_messages(self._tokenizer, observations)
+        elif observations or tools:
+            if tools and not observations:
+                raise ValueError("The prompt is rendered without tools: give policy.chat its messages too.")
+            self._tools = list(tools) if tools else None
+            history = self._format.render(observations, self._tools)
         else:
             history = self._request.prompt.token_ids
         self._turns += [Turn(dict(message)) for message in observations]
-        return await self.sample(history)
+        sample = await self.sample(history)
+        if not self._tools:
+            return Reply(sample)
+        turn = len(self._turns) - 1
+        message = self._format.parse(sample.token_ids, self._tools, prompt_ids=history, turn=turn)
+        self._turns[-1] = Turn(message.to_message(), sample)
+        return Reply(sample, message)
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""
@@ -137,18 +148,23 @@ class RecordedGroup:
 
     Args:
         sampler: as of :class:`RecordedPolicy`.
-        tokenizer: as of it.
+        chat_format: as of it.
         request: as of it.
         max_length: as of it.
         timeout: seconds that a trajectory may take; None: any time.
     """
 
     def __init__(
-        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, max_length: int, timeout: float | None
+        self,
+        sampler: TokenSampler,
+        chat_format: ChatFormat,
+        request: GroupRequest,
+        max_length: int,
+        timeout: float | None,
     ) -> None:
         self._sampler, self._request, self._timeout = sampler, request, timeout
         numbers = range(request.num_trajectories)
-        self._policies = [RecordedPolicy(sampler, tokenizer, request, number, max_length) for number in numbers]
+        self._policies = [RecordedPolicy(sampler, chat_format, request, number, max_length) for number in numbers]
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""
@@ -213,38 +229,3 @@ def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") ->
     log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, cut_line(text))
     log.debug("Of prompt %d: %s", prompt.index, details, exc_info=error if isinstance(error, Exception) else None)
     return Outcome(status="failed", error=cut(details) or text)
-
-
-def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Return the tokens of a chat up to the beginning of the policy's first turn.
-
-    Args:
-        tokenizer: the policy's. Without a chat template the messages' contents follow each other as they are.
-        messages: of the chat.
-    """
-    has_template = tokenizer.chat_template is not None
-    if has_template:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    else:
-        text = "".join(message["content"] for message in messages)
-    token_ids: list[int] = tokenizer(text, add_special_tokens=not has_template).input_ids
-    return token_ids
-
-
-def render_observations(tokenizer: Any, observations: Sequence[Message], last: Sample) -> list[int]:
-    """Return the tokens from the end of the policy's last turn to the beginning of its next one.
-
-    Args:
-        tokenizer: the policy's. Without a chat template the messages' contents follow as they are.
-        observations: messages.
-        last: the policy's last turn. If it ended with the token that ends a turn of the chat, that is not repeated.
-    """
-    if tokenizer.chat_template is None:
-        text = "".join(message["content"] for message in observations)
-    else:
-        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *observations]
-        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        text = rendered.rpartition(_ANSWER)[2]
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    is_ended = bool(token_ids) and last.token_ids[-1] == token_ids[0]
-    return token_ids[is_ended:]
