@@ -19,6 +19,10 @@ from rlightning.foreign_text import cut_line
 
 _MARK = "ANSWER OF THE POLICY"
 """Stands for what the policy has sampled where a chat template is asked what follows that."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of it in messages."""
+INSTALL = "pip install --no-deps renderers prime-pydantic-config"
+"""Without dependencies: openai-harmony would overwrite files of the oss-harmony that vLLM brings along."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -86,12 +90,12 @@ class ChatFormat:
         cleaned = self._clean(messages)
         if not self.has_template:
             return self._encode("".join(message["content"] for message in cleaned))
-        text, has_close = self._find_rest(cleaned)
-        is_closed = ended and bool(sampled) and sampled[-1] in self._special_ids
-        if has_close and is_closed:
-            found = self._special_text.search(text)
-            assert found is not None
-            return self._encode(text[found.end() :])
+        close, text = self._find_rest(cleaned)
+        if ended and sampled and sampled[-1] in self._special_ids and close is not None:
+            last = self._tokenizer.convert_ids_to_tokens(int(sampled[-1]))
+            is_known = last in close and text.startswith(close)
+            end = close.find(last) + len(last) if is_known else self._end_of_special(text)
+            return self._encode(text[end:])
         token_ids = self._encode(text)
         is_repeated = ended and bool(sampled) and token_ids[:1] == [sampled[-1]]
         return token_ids[is_repeated:]
@@ -133,28 +137,57 @@ class ChatFormat:
                 "The model's chat template writes tool calls in no form that is known, or has none. Use a model that "
                 "was tuned for chats with tools."
             )
-        if self._family.renderer is not None and not isinstance(self._parser, RenderersParser):
-            raise ConfigError(
-                f"Tool calls of {self._family.name} are read by the package renderers, which is not installed: pip "
-                "install renderers."
-            )
+        if isinstance(self._parser, str):
+            raise ConfigError(f"Tool calls as {self._family.name}'s are read by the package renderers, {self._parser}")
+
+    def try_text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str | None:
+        """Return the text of a conversation without the special tokens that end it; None if the template refuses it."""
+        has_calls = any(message.get("tool_calls") for message in messages)
+        try:
+            text = self.render_text(messages, [_TOOL] if has_calls else None, add_generation_prompt)
+        except ConfigError:
+            return None
+        return re.sub(rf"({self._special_text.pattern}|\s)+\Z", "", text)
+
+    @cached_property
+    def rewrites(self) -> str | None:
+        """What the template changes in earlier turns when others follow; None if it only appends, or there is none."""
+        return find_rewrites(self) if self.has_template else None
 
     def describe(self) -> str:
         """Return in a line how tool calls are read, and what the template changes in earlier turns."""
-        return "The tokenizer has a chat template." if self.has_template else "The tokenizer has no chat template."
+        if not self.has_template:
+            return "Chats: the tokenizer has no chat template, so that contents follow each other as they are."
+        if self._family is None or self._call_style is None:
+            reader = "no tools"
+        elif not self._family.renderers:
+            reader = f"tool calls as {self._family.name}'s"
+        else:
+            reader = f"tool calls as {self._family.name}'s, by the package renderers"
+            if isinstance(self._parser, str):
+                reader += f", {self._parser.rstrip('.')}"
+        if self.rewrites is None:
+            return f"Chats: {reader}; the chat template is append-only, so that histories are what it renders."
+        return (
+            f"Chats: {reader}; the chat template {self.rewrites}. Trajectories keep what was sampled, in one branch, "
+            "unless a client sends its history back changed."
+        )
 
     @cached_property
     def _family(self) -> Any:
         return find_family(self._tokenizer.chat_template) if self.has_template else None
 
     @cached_property
-    def _parser(self) -> RenderersParser | None:
-        if self._family is None or self._family.renderer is None:
+    def _parser(self) -> RenderersParser | str | None:
+        """That of a family which is not read here, or why there is none."""
+        if self._family is None or not self._family.renderers:
             return None
         try:
             return RenderersParser(self._tokenizer, self._family)
         except ImportError:
-            return None
+            return f"which is not installed: {INSTALL}."
+        except ConfigError as error:
+            return f"which refuses the tokenizer: {error}."
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -184,7 +217,13 @@ class ChatFormat:
 
     def _clean(self, messages: Sequence[Message]) -> list[Message]:
         cleaned = clean_messages(list(messages), "The conversation", has_fixed_fields=False)
-        return [self._set_calls(message) if message.get("tool_calls") else message for message in cleaned]
+        named = [self._set_reasoning(message) for message in cleaned]
+        return [self._set_calls(message) if message.get("tool_calls") else message for message in named]
+
+    def _set_reasoning(self, message: Message) -> Message:
+        """Return a message whose reasoning has all names by which templates read it."""
+        reasoning = next((message[name] for name in _REASONING if name in message), None)
+        return message if reasoning is None else {**message, **dict.fromkeys(_REASONING, reasoning)}
 
     def _set_calls(self, message: Message) -> Message:
         """Return a message whose calls have the form that the template takes."""
@@ -220,11 +259,12 @@ class ChatFormat:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return token_ids
 
-    def _find_rest(self, messages: list[Message]) -> tuple[str, bool]:
-        """Return the text from the end of the policy's content to its next turn.
+    def _find_rest(self, messages: list[Message]) -> tuple[str | None, str]:
+        """Return what closes the policy's turn, and the text from there to the beginning of its next one.
 
         Returns:
-            The text, and whether it begins with what closes the policy's turn, which has a special token.
+            The text that closes it where nothing follows, None where that has no special token; and the text with what
+            closes it where the messages follow.
         """
         answers = list(takewhile(lambda message: message["role"] == "tool", messages))
         if answers and self._call_style is not None:
@@ -235,11 +275,10 @@ class ChatFormat:
                     if len(kept) == 1:
                         raise
         history: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}]
-        ended = self._apply(history, None, False).rpartition(_MARK)[2]
-        text = self._apply([*history, *messages], None, True).rpartition(_MARK)[2]
-        return text, self._special_text.search(ended) is not None
+        close, text = self._follow(history, messages)
+        return close if self._special_text.search(close) else None, text
 
-    def _find_rest_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str, bool]:
+    def _find_rest_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
         assert self._call_style is not None
         content, is_text = self._call_style
         calls = []
@@ -251,12 +290,23 @@ class ChatFormat:
             {"role": "user", "content": ""},
             {"role": "assistant", "content": content, "tool_calls": calls},
         ]
-        ended = self._apply(history, None, False).rpartition(_MARK)[2]
-        text = self._apply([*history, *messages], None, True).rpartition(_MARK)[2]
-        if not text.startswith(ended):
+        close, text = self._follow(history, messages)
+        if not text.startswith(close):
             raise ConfigError("The model's chat template changes a tool call once its answer follows.")
-        closes = list(self._special_text.finditer(ended))
-        return text[closes[-1].start() if closes else len(ended.rstrip()) :], bool(closes)
+        specials = list(self._special_text.finditer(close))
+        start = specials[-1].start() if specials else len(close.rstrip())
+        return close[start:] if specials else None, text[start:]
+
+    def _follow(self, history: list[Message], messages: list[Message]) -> tuple[str, str]:
+        """Return the text after the policy's words, if nothing follows and if messages do."""
+        return (
+            self._apply(history, None, False).rpartition(_MARK)[2],
+            self._apply([*history, *messages], None, True).rpartition(_MARK)[2],
+        )
+
+    def _end_of_special(self, text: str) -> int:
+        found = self._special_text.search(text)
+        return 0 if found is None else found.end()
 
     def _is_in_thought(self, prompt_ids: Sequence[int] | None) -> bool:
         if prompt_ids is None:
@@ -269,6 +319,34 @@ class ChatFormat:
         if not self.has_template:
             return False
         return self._apply([{"role": "user", "content": "hi"}], None, True).rstrip().endswith(OPEN_THOUGHT)
+
+
+def find_rewrites(chat_format: ChatFormat) -> str | None:
+    """Return what a chat template changes in earlier turns, found by rendering conversations; None if nothing."""
+    user = {"role": "user", "content": "question"}
+    call = _make_call("look_up", {"word": "x"})
+    answer = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "found"}
+    plain = {"role": "assistant", "content": "words"}
+    thought = {**plain, "reasoning_content": _MARK}
+    for turn, follows in (
+        (plain, user),
+        (thought, user),
+        ({**plain, "tool_calls": [call]}, answer),
+        ({**thought, "tool_calls": [call]}, answer),
+    ):
+        begun = chat_format.try_text([user], add_generation_prompt=True)
+        said = chat_format.try_text([user, turn], add_generation_prompt=False)
+        after = chat_format.try_text([user, turn, follows], add_generation_prompt=True)
+        if begun is None or said is None or after is None:
+            continue
+        has_thought = _MARK in said or begun.endswith(OPEN_THOUGHT)
+        if turn is plain and begun.endswith(OPEN_THOUGHT):
+            continue  # a model that always reasons says no such thing
+        if not (after.startswith(said) and after.startswith(begun)):
+            what = "reasoning" if has_thought and _MARK not in after else "earlier turns"
+            verb = "drops" if what == "reasoning" else "changes"
+            return f"{verb} {what} once {'an answer of a tool' if follows is answer else 'a message'} follows"
+    return None
 
 
 _CALL_TOKENS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")

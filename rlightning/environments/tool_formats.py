@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 MAX_QUOTED = 200
@@ -25,7 +27,8 @@ class Family:
     Attributes:
         name: for users.
         markers: texts that its chat templates have, all of them.
-        renderer: of the package ``renderers``, that reads the form; None: it is read here.
+        renderers: of the package ``renderers``, that read the form, of which the first is taken that knows the
+            tokenizer; (): it is read here.
         find_calls: yields the place and the text of each call in a text, and the names that JSON objects in it have;
             None: the package reads them.
         example: of a call, for the policy.
@@ -33,7 +36,7 @@ class Family:
 
     name: str
     markers: tuple[str, ...]
-    renderer: str | None = None
+    renderers: tuple[str, ...] = ()
     find_calls: "Callable[[str], Iterator[FoundCall]] | None" = None
     example: str = ""
 
@@ -106,13 +109,13 @@ HERMES = Family(
     example='<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>',
 )
 FAMILIES = (
-    Family("gpt-oss", ("<|channel|>", "<|message|>"), "gpt-oss"),
-    Family("Gemma 4", ("<|tool_call>",), "gemma4"),
-    Family("GLM 4.5", ("<arg_key>", "<tool_call>"), "glm-4.5"),
-    Family("MiniMax M2", ("<minimax:tool_call>",), "minimax-m2"),
-    Family("Qwen3-Coder", ("<function=", "<parameter="), "qwen3.5"),
-    Family("DeepSeek V3", ("<｜tool▁calls▁begin｜>",), "deepseek-v3"),  # noqa: RUF001
-    Family("Kimi K2", ("<|tool_calls_section_begin|>",), "kimi-k2"),
+    Family("gpt-oss", ("<|channel|>", "<|message|>"), ("gpt-oss",)),
+    Family("Gemma 4", ("<|tool_call>",), ("gemma4",)),
+    Family("GLM 4.5", ("<arg_key>", "<tool_call>"), ("glm-4.5",)),
+    Family("MiniMax M2", ("<minimax:tool_call>",), ("minimax-m2",)),
+    Family("Qwen3-Coder", ("<function=", "<parameter="), ("qwen3.5", "nemotron-3")),
+    Family("DeepSeek V3", ("<｜tool▁calls▁begin｜>",), ("deepseek-v3",)),  # noqa: RUF001
+    Family("Kimi K2", ("<|tool_calls_section_begin|>",), ("kimi-k2",)),
     HERMES,
     Family(
         "Mistral",
@@ -218,12 +221,20 @@ class RenderersParser:
 
     Raises:
         ImportError: it is not installed.
+        ConfigError: it refuses the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, family: Family) -> None:
         from renderers import config_from_name, create_renderer
 
-        self._renderer = create_renderer(tokenizer, config_from_name(family.renderer))
+        for name in family.renderers:
+            try:
+                self._renderer = create_renderer(tokenizer, config_from_name(name))
+            except Exception as error:  # it asserts what it expects of tokenizers
+                reason = cut_line(error)
+            else:
+                return
+        raise ConfigError(reason)
 
     def parse(
         self,
