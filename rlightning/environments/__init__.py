@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy, PolicyGroup
+from rlightning.environments.environment import Environment, LimitReachedError, Policy, PolicyGroup, Reply
+from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.step_environment import StepEnvironment
@@ -11,14 +12,17 @@ if TYPE_CHECKING:
     from rlightning.environments.worker_environment import WorkerEnvironment
 
 __all__ = [
+    "AssistantMessage",
     "Environment",
     "LimitReachedError",
     "Message",
     "Policy",
     "PolicyGroup",
+    "Reply",
     "SelfCorrection",
     "SingleTurn",
     "StepEnvironment",
+    "ToolCall",
     "WorkerEnvironment",
 ]
 

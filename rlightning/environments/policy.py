@@ -13,8 +13,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlightning.environments.environment import LimitReachedError, Message, Policy
-from rlightning.environments.recorder import Recorder
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.environment import LimitReachedError, Policy, Reply
+from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.recorder import RecordedTurn, Recorder
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import Sampling, TokenSampler
@@ -22,9 +24,6 @@ from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, Trajectory
 
 log = logging.getLogger(__name__)
-
-_ANSWER = "ANSWER OF THE POLICY"
-"""Stands for its last turn where a chat template is asked what follows that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class RecordedPolicy:
 
     Args:
         sampler: samples.
-        tokenizer: the policy's.
+        chat_format: the policy's.
         request: the group's.
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
@@ -58,13 +57,14 @@ class RecordedPolicy:
     """
 
     def __init__(
-        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, number: int, max_length: int
+        self, sampler: TokenSampler, chat_format: ChatFormat, request: GroupRequest, number: int, max_length: int
     ) -> None:
-        self.tokenizer, self.max_length, self.recorder = tokenizer, max_length, Recorder()
+        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder()
         self.temperature: float | None = None
         self.has_reached_limit = False
         self._sampler, self._request, self._number = sampler, request, number
         self._session = secrets.token_hex(8)
+        self._tools: list[Message] | None = None
         self._num_requested = 0
 
     @property
@@ -72,24 +72,37 @@ class RecordedPolicy:
         """How its turns are sampled."""
         return self._request.sampling
 
-    async def chat(self, *observations: Message) -> Sample:
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
         recorder = self.recorder
         if recorder.branches:
+            if tools is not None and list(tools) != self._tools:
+                raise ValueError("Tools are given with the first turn, and stay the same in later ones.")
             last = next(turn.sample for turn in reversed(recorder.turns) if turn.sample is not None)
-            added = render_observations(self.tokenizer, observations, last)
+            ended = last.finish_reason == "stop"
+            added = self.chat_format.render_observations(observations, sampled=last.token_ids, ended=ended)
             history = [*recorder.branches[-1].token_ids, *added]
-        elif observations:
-            history = render_messages(self.tokenizer, observations)
+        elif observations or tools:
+            if tools and not observations:
+                raise ValueError("The prompt is rendered without tools: give policy.chat its messages too.")
+            self._tools = list(tools) if tools else None
+            history = self.chat_format.render(observations, self._tools)
         else:
             history = self._request.prompt.token_ids
-        (sample,) = await self.sample_turns(history, self.sampling, observations=observations)
-        return sample
+        number = len(recorder.turns) + len(observations)
+
+        def read(sample: Sample) -> AssistantMessage:
+            if not self._tools:
+                return AssistantMessage(sample.text)
+            return self.chat_format.parse(sample.token_ids, self._tools, prompt_ids=history, turn=number)
+
+        (turn,) = await self.sample_turns(history, self.sampling, observations=observations, read=read)
+        return Reply(turn.sample, turn.message) if self._tools else Reply(turn.sample)
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""
-        (sample,) = await self.sample_turns(token_ids, self.sampling)
-        return sample
+        (turn,) = await self.sample_turns(token_ids, self.sampling)
+        return turn.sample
 
     async def sample_turns(
         self,
@@ -99,17 +112,17 @@ class RecordedPolicy:
         num_samples: int = 1,
         reason: BranchReason | None = None,
         observations: Sequence[Mapping[str, Any]] = (),
-        to_message: Callable[[Sample], dict[str, Any]] | None = None,
-    ) -> list[Sample]:
+        read: Callable[[Sample], AssistantMessage] | None = None,
+    ) -> list[RecordedTurn]:
         """Sample turns that all follow one history, and record them. May be called while other calls are under way.
 
         Args:
             token_ids: [L], the history. What goes on from the end of a branch extends it.
-            sampling: how; a seed of its own is mixed with nothing.
+            sampling: how. The run's seed stands for a stream of each turn's own.
             num_samples: turns; each but the first begins a branch.
             reason: why a branch begins if the history extends none; None: as far as the tokens tell.
             observations: messages that the history ends with, for the trajectory's turns.
-            to_message: makes the message of a sample; None: its text.
+            read: returns what a sample says; None: its text.
 
         Raises:
             LimitReachedError: the history is as long as it may be.
@@ -127,13 +140,12 @@ class RecordedPolicy:
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             samples = await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=self._session)
-            messages = None if to_message is None else [to_message(sample) for sample in samples]
+            messages = None if read is None else [read(sample) for sample in samples]
         except BaseException:
             self.recorder.release(reservation)
             raise
-        self.recorder.record(reservation, samples, observations, messages)
         self.has_reached_limit = False
-        return samples
+        return self.recorder.record(reservation, samples, observations, messages)
 
     def record(self, token_ids: Sequence[int], sample: Sample) -> None:
         """Add a turn that was sampled after ``token_ids``."""
@@ -167,18 +179,23 @@ class RecordedGroup:
 
     Args:
         sampler: as of :class:`RecordedPolicy`.
-        tokenizer: as of it.
+        chat_format: as of it.
         request: as of it.
         max_length: as of it.
         timeout: seconds that a trajectory may take; None: any time.
     """
 
     def __init__(
-        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, max_length: int, timeout: float | None
+        self,
+        sampler: TokenSampler,
+        chat_format: ChatFormat,
+        request: GroupRequest,
+        max_length: int,
+        timeout: float | None,
     ) -> None:
         self._sampler, self._request, self._timeout = sampler, request, timeout
         numbers = range(request.num_trajectories)
-        self._policies = [RecordedPolicy(sampler, tokenizer, request, number, max_length) for number in numbers]
+        self._policies = [RecordedPolicy(sampler, chat_format, request, number, max_length) for number in numbers]
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""
@@ -243,38 +260,3 @@ def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") ->
     log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, cut_line(text))
     log.debug("Of prompt %d: %s", prompt.index, details, exc_info=error if isinstance(error, Exception) else None)
     return Outcome(status="failed", error=cut(details) or text)
-
-
-def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Return the tokens of a chat up to the beginning of the policy's first turn.
-
-    Args:
-        tokenizer: the policy's. Without a chat template the messages' contents follow each other as they are.
-        messages: of the chat.
-    """
-    has_template = tokenizer.chat_template is not None
-    if has_template:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    else:
-        text = "".join(message["content"] for message in messages)
-    token_ids: list[int] = tokenizer(text, add_special_tokens=not has_template).input_ids
-    return token_ids
-
-
-def render_observations(tokenizer: Any, observations: Sequence[Message], last: Sample) -> list[int]:
-    """Return the tokens from the end of the policy's last turn to the beginning of its next one.
-
-    Args:
-        tokenizer: the policy's. Without a chat template the messages' contents follow as they are.
-        observations: messages.
-        last: the policy's last turn. If it ended with the token that ends a turn of the chat, that is not repeated.
-    """
-    if tokenizer.chat_template is None:
-        text = "".join(message["content"] for message in observations)
-    else:
-        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *observations]
-        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        text = rendered.rpartition(_ANSWER)[2]
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    is_ended = bool(token_ids) and last.token_ids[-1] == token_ids[0]
-    return token_ids[is_ended:]

@@ -6,8 +6,9 @@ again. Requests of one trajectory may be under way at the same time: a branch be
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlightning.environments.messages import AssistantMessage
 from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn
 
 
@@ -24,6 +25,22 @@ class Reservation:
     history: list[int]
     branch: Branch | None
     reason: BranchReason
+
+
+class RecordedTurn(NamedTuple):
+    """A turn of the policy's, where it has been recorded.
+
+    Attributes:
+        sample: of it.
+        message: that it says.
+        branch: that it is trained in.
+        end: of its tokens in the branch.
+    """
+
+    sample: Sample
+    message: AssistantMessage
+    branch: Branch
+    end: int
 
 
 class Recorder:
@@ -74,31 +91,33 @@ class Recorder:
         reservation: Reservation,
         samples: Sequence[Sample],
         observations: Sequence[Mapping[str, Any]] = (),
-        messages: Sequence[dict[str, Any]] | None = None,
-    ) -> None:
+        messages: Sequence[AssistantMessage] | None = None,
+    ) -> list[RecordedTurn]:
         """Add what was sampled: the first of the samples extends the branch, each other one begins a branch.
 
         Args:
             reservation: of the request.
             samples: all after its history.
             observations: messages that the history ends with, which are no turns yet.
-            messages: the samples as messages; None: their texts.
+            messages: what the samples say; None: their texts.
         """
         self.release(reservation)
-        history, branch = reservation.history, reservation.branch
+        history, branch, reason = reservation.history, reservation.branch, reservation.reason
         self.turns += [Turn(dict(message)) for message in observations]
         observed = len(self.turns) - 1
-        for number, sample in enumerate(samples):
+        recorded = []
+        for sample, message in zip(samples, messages or [AssistantMessage(one.text) for one in samples], strict=True):
             if branch is None:
-                branch = Branch("sampled_again" if number else reservation.reason)
+                branch = Branch(reason)
                 branch.append(history)
                 self.branches.append(branch)
-            else:
+            elif len(history) > len(branch.token_ids):
                 branch.append(history[len(branch.token_ids) :], observed)
             branch.append_sample(sample, len(self.turns))
-            message = {"role": "assistant", "content": sample.text} if messages is None else messages[number]
-            self.turns.append(Turn(message, sample))
-            branch = None
+            self.turns.append(Turn(message.to_message(), sample))
+            recorded.append(RecordedTurn(sample, message, branch, len(branch.token_ids)))
+            branch, reason = None, "sampled_again"
+        return recorded
 
     def _find_reason(self, history: list[int]) -> BranchReason:
         """Return why a history begins a new branch, as far as its tokens tell."""

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from rlightning import intervals
+from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import Environment
 from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
 from rlightning.environments.single_turn import SingleTurn
@@ -49,7 +50,7 @@ class EnvironmentRunner:
         max_length: int,
         timeout: float | None = None,
     ) -> None:
-        self._sampler, self._tokenizer = sampler, tokenizer
+        self._sampler, self._chat_format = sampler, ChatFormat(tokenizer)
         self._environments = SingleTurn() if environments is None else environments
         self._max_length, self._timeout = max_length, timeout
         self.loop = LoopThread("environments")
@@ -116,7 +117,7 @@ class EnvironmentRunner:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         started_at = monotonic()
-        group = RecordedGroup(self._sampler, self._tokenizer, request, self._max_length, self._timeout)
+        group = RecordedGroup(self._sampler, self._chat_format, request, self._max_length, self._timeout)
         try:
             outcomes = await environment.run_group(request.prompt, group)
         except RunError:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from rlightning import intervals
 from rlightning.environments.dotted_path import import_object
-from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy
+from rlightning.environments.environment import Environment, LimitReachedError, Policy
+from rlightning.environments.messages import Message
 from rlightning.environments.step_object import StepObject
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value

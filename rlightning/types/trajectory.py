@@ -61,7 +61,8 @@ class Buffers:
 
     def attributes(self) -> dict[str, Any]:
         """Return all attributes by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
+        return {name: getattr(self, name) for name in names}
 
     def __eq__(self, other: object) -> bool:
         """Return whether all attributes are equal."""
