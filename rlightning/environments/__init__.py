@@ -9,9 +9,11 @@ from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.step_environment import StepEnvironment
 
 if TYPE_CHECKING:
+    from rlightning.environments.agent_program import AgentProgram
     from rlightning.environments.worker_environment import WorkerEnvironment
 
 __all__ = [
+    "AgentProgram",
     "AssistantMessage",
     "Environment",
     "LimitReachedError",
@@ -29,6 +31,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what the trainer's process alone uses when it is asked for."""
+    if name == "AgentProgram":
+        from rlightning.environments.agent_program import AgentProgram
+
+        return AgentProgram
     if name == "WorkerEnvironment":
         from rlightning.environments.worker_environment import WorkerEnvironment
 

@@ -46,6 +46,11 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._arguments = dict(template_arguments or {})
 
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's."""
+        return self._tokenizer
+
     @cached_property
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template."""

@@ -86,6 +86,9 @@ class Environment:
     mean. What the policy did wrong is no exception, but a reward.
     """
 
+    runs_in_workers = True
+    """Whether it may run in another process than the trainer's."""
+
     async def check(self) -> None:
         """Raise a :class:`~rlightning.errors.ConfigError` if it cannot run here; called before a run starts."""
 

@@ -54,6 +54,7 @@ class RecordedPolicy:
     Attributes:
         temperature: that all of its turns are sampled at in place of the prompt's or the run's; None: that one.
         has_reached_limit: whether the last request was longer than a sequence may be.
+        num_requested: turns that have been asked for.
     """
 
     def __init__(
@@ -65,12 +66,17 @@ class RecordedPolicy:
         self._sampler, self._request, self._number = sampler, request, number
         self._session = secrets.token_hex(8)
         self._tools: list[Message] | None = None
-        self._num_requested = 0
+        self.num_requested = 0
 
     @property
     def sampling(self) -> Sampling:
         """How its turns are sampled."""
         return self._request.sampling
+
+    @property
+    def stream(self) -> int:
+        """Number of the trajectory's random stream."""
+        return mix_seed(self.sampling.seed or 0, self._request.prompt.index, self._number)
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
@@ -134,9 +140,9 @@ class RecordedPolicy:
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         if sampling.seed is not None and sampling.seed == self.sampling.seed:
             # The first turn draws what it would if the group were sampled by one request.
-            seed, is_first = sampling.seed + self._number, self._num_requested == 0 and num_samples == 1
-            sampling = replace(sampling, seed=seed if is_first else mix_seed(seed, "turn", self._num_requested))
-        self._num_requested += num_samples
+            seed, is_first = sampling.seed + self._number, self.num_requested == 0 and num_samples == 1
+            sampling = replace(sampling, seed=seed if is_first else mix_seed(seed, "turn", self.num_requested))
+        self.num_requested += num_samples
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             samples = await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=self._session)
@@ -161,8 +167,9 @@ class RecordedPolicy:
         prompt, turns = self._request.prompt, self.recorder.turns
         samples = [turn.sample for turn in turns if turn.sample is not None]
         is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
+        is_usual = self.temperature in (None, self.sampling.temperature)
         return Trajectory(
-            prompt if self.temperature is None else prompt._replace(temperature=self.temperature),
+            prompt if is_usual else prompt._replace(temperature=self.temperature),
             tuple(self.recorder.branches),
             tuple(turns),
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,

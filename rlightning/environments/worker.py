@@ -99,6 +99,11 @@ class EnvironmentWorker:
         """
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         kind = find_class(path)
+        if not kind.runs_in_workers:
+            raise ConfigError(
+                f"environment.environment={path} serves the policy from the trainer's process, and does not run in "
+                "workers. Name it as the environment itself; a program that it starts is a process of its own."
+            )
         try:
             self._environment = kind(**arguments)
             await self._environment.check()

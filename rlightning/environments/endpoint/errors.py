@@ -1,6 +1,10 @@
 """The errors that a client of the endpoint gets, in the shape of the API that it speaks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from rlightning.foreign_text import describe_error
 
 TYPES = {
     400: "invalid_request_error",
@@ -35,3 +39,16 @@ class APIError(Exception):
         """Return Anthropic's form of it."""
         kind = "request_too_large" if self.status == 413 else TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise an APIError for a part of a request that is not of the API's form.
+
+    Args:
+        what: the part, for the error.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise APIError(f"{what}: it is not of the API's form ({describe_error(error)}).", param=what) from error

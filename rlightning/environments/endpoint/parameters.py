@@ -14,10 +14,11 @@ from rlightning.types.trajectory import TEMPERATURES
 
 MAX_CHOICES = 64
 """Of a request (``n``)."""
-WITHOUT_EFFECT = frozenset(
-    "user metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier cache_salt "
-    "skip_special_tokens spaces_between_special_tokens include routed_experts_prompt_start request_id".split()
-)
+WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
+    *("safety_identifier", "request_id", "include", "skip_special_tokens", "spaces_between_special_tokens"),
+    "routed_experts_prompt_start",
+}
 """Parameters that do not change what is sampled."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
@@ -41,9 +42,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
 }
 """Parameters that no engine of ours has, by the values with which they change nothing."""
-HANDLED = frozenset(
-    "model temperature max_tokens max_completion_tokens n stop stop_token_ids seed logprobs stream stream_options".split()
-)
 T = TypeVar("T", bound=BaseModel)
 Count = Annotated[int, Field(ge=1)]
 Stop = Annotated[str, Field(min_length=1)]
@@ -99,7 +97,7 @@ def read_asked(
     neutral = {**NEUTRAL, "top_p": (sampling.top_p,), "min_p": (sampling.min_p,)}
     neutral["top_k"] = (sampling.top_k,) if sampling.top_k else (0, -1)
     for name, value in given.items():
-        if name in HANDLED or name in others or name in WITHOUT_EFFECT:
+        if name in Asked.model_fields or name in others or name in WITHOUT_EFFECT:
             continue
         if name not in neutral:
             raise APIError(f"Unknown parameter: '{name}'. {_way_out(name)}", param=name, code="unknown_parameter")
@@ -108,7 +106,7 @@ def read_asked(
             raise APIError(
                 f"{name}={cut_value(value)} {rule}. {_way_out(name)}", param=name, code="unsupported_parameter"
             )
-    return validate(Asked, {name: value for name, value in given.items() if name in HANDLED})
+    return validate(Asked, {name: value for name, value in given.items() if name in Asked.model_fields})
 
 
 def validate(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -121,13 +119,19 @@ def validate(kind: type[T], values: Mapping[str, Any]) -> T:
         raise APIError(f"{place}={cut_value(first['input'])}: {cut_line(first['msg'])}.", param=place) from None
 
 
-def to_sampling(asked: Asked, own: Sampling, trajectory: tuple[int | str, ...], temperature: float | None) -> Sampling:
+def refuse_choices(body: Mapping[str, Any]) -> None:
+    """Raise an APIError for ``n`` in an API that gives one answer."""
+    if "n" in body:
+        raise APIError("Unknown parameter: 'n'.", param="n", code="unknown_parameter")
+
+
+def to_sampling(asked: Asked, own: Sampling, stream: int, temperature: float | None) -> Sampling:
     """Return how a request is sampled.
 
     Args:
         asked: by the request.
         own: the run's, in this trajectory.
-        trajectory: tells the trajectory's random streams apart from others'.
+        stream: number of the trajectory's random stream, so that the same seed draws something else in each.
         temperature: that the trajectory's earlier turns were sampled at; None: there are none.
 
     Raises:
@@ -151,9 +155,9 @@ def to_sampling(asked: Asked, own: Sampling, trajectory: tuple[int | str, ...], 
         max_new_tokens=min(limit for limit in limits if limit is not None),
         stop=(*own.stop, *asked.stops),
         stop_token_ids=(*own.stop_token_ids, *asked.stop_token_ids),
-        seed=own.seed if asked.seed is None else mix_seed(*trajectory, "client", asked.seed),
+        seed=own.seed if asked.seed is None else mix_seed(stream, "client", asked.seed),
     )
 
 
 def _way_out(name: str) -> str:
-    return f"Leave it out, or add '{name}' to the endpoint's ignored parameters (environment.ignored)."
+    return f"Leave it out, or add '{name}' to the endpoint's ignored parameters (environment.endpoint.ignored)."
