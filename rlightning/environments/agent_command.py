@@ -1,4 +1,4 @@
-"""A program that is an agent: started for one trajectory, in a folder of its own, and ended with all that it started."""
+"""A program that is an agent: started for a trajectory, in a folder of its own, and ended with all it started."""
 
 import asyncio
 import contextlib
@@ -168,11 +168,11 @@ async def run_process(
 async def _wait_for_exit(pid: int) -> None:
     """Return when a child has ended, whoever holds its pipes."""
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
+    ended = asyncio.Event()
     descriptor = os.pidfd_open(pid)
-    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+    loop.add_reader(descriptor, ended.set)
     try:
-        await ended
+        await ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)

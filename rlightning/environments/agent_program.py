@@ -155,7 +155,8 @@ class AgentProgram(Environment):
         """Return what the agent makes; a failure of the session ends it, whatever it makes of that."""
         running = asyncio.ensure_future(self._call(prompt, session))
         try:
-            await asyncio.wait([running, session.failure], return_when=asyncio.FIRST_COMPLETED)
+            waiting: list[asyncio.Future[Any]] = [running, session.failure]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 raise session.failure.result()
             return running.result()

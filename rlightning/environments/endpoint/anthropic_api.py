@@ -89,7 +89,7 @@ def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> list[Messag
         for tool in body.get("tools") or []
     ]
     choice = body.get("tool_choice") or {"type": "auto"}
-    return read_tools({"tools": tools, "tool_choice": CHOICES.get(choice.get("type"), choice)}, ignored)
+    return read_tools({"tools": tools, "tool_choice": CHOICES.get(str(choice.get("type")), choice)}, ignored)
 
 
 def _write_message(answers: Answers, stops: list[str], model: str) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def _chat_choice(session: Session, turn: RecordedTurn, asked: Asked, index: int)
 def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a choice in parts, as a stream has them."""
     message, index = choice["message"], choice["index"]
-    deltas = [{"role": "assistant", "content": ""}]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
     deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls", ()))]
     parts = [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]

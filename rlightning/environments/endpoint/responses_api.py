@@ -143,7 +143,7 @@ def _stream(response: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
     yield event("response.created", response=begun)
     for index, item in enumerate(response["output"]):
         place = {"output_index": index, "item_id": item["id"]}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield event("response.output_item.added", output_index=index, item={**item, **empty, "status": "in_progress"})
         if item["type"] == "function_call":
             yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
@@ -153,7 +153,7 @@ def _stream(response: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
         else:
             (part,), at = item["content"], {**place, "content_index": 0}
             kind = "output_text" if part["type"] == "output_text" else "reasoning_text"
-            extra = {"logprobs": []} if kind == "output_text" else {}
+            extra: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
             yield event("response.content_part.added", **at, part={**part, "text": ""})
             yield event(f"response.{kind}.delta", **at, delta=part["text"], **extra)
             yield event(f"response.{kind}.done", **at, text=part["text"], **extra)
