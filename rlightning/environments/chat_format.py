@@ -140,11 +140,12 @@ class ChatFormat:
         if isinstance(self._parser, str):
             raise ConfigError(f"Tool calls as {self._family.name}'s are read by the package renderers, {self._parser}")
 
-    def try_text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str | None:
+    def try_text(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, *, add_generation_prompt: bool
+    ) -> str | None:
         """Return the text of a conversation without the special tokens that end it; None if the template refuses it."""
-        has_calls = any(message.get("tool_calls") for message in messages)
         try:
-            text = self.render_text(messages, [_TOOL] if has_calls else None, add_generation_prompt)
+            text = self.render_text(messages, tools, add_generation_prompt)
         except ConfigError:
             return None
         return re.sub(rf"({self._special_text.pattern}|\s)+\Z", "", text)
@@ -329,14 +330,15 @@ def find_rewrites(chat_format: ChatFormat) -> str | None:
     plain = {"role": "assistant", "content": "words"}
     thought = {**plain, "reasoning_content": _MARK}
     for turn, follows in (
-        (plain, user),
         (thought, user),
+        (plain, user),
         ({**plain, "tool_calls": [call]}, answer),
         ({**thought, "tool_calls": [call]}, answer),
     ):
-        begun = chat_format.try_text([user], add_generation_prompt=True)
-        said = chat_format.try_text([user, turn], add_generation_prompt=False)
-        after = chat_format.try_text([user, turn, follows], add_generation_prompt=True)
+        tools = [_TOOL] if follows is answer else None
+        begun = chat_format.try_text([user], tools, add_generation_prompt=True)
+        said = chat_format.try_text([user, turn], tools, add_generation_prompt=False)
+        after = chat_format.try_text([user, turn, follows], tools, add_generation_prompt=True)
         if begun is None or said is None or after is None:
             continue
         has_thought = _MARK in said or begun.endswith(OPEN_THOUGHT)
