@@ -71,10 +71,9 @@ class RecordedPolicy:
             added = self._format.render_observations(observations, sampled=last.token_ids, ended=ended)
             history = [*self._branches[-1].token_ids, *added]
         elif observations or tools:
-            if tools and not observations:
-                raise ValueError("The prompt is rendered without tools: give policy.chat its messages too.")
             self._tools = list(tools) if tools else None
-            history = self._format.render(observations, self._tools)
+            messages = observations or self._format.prompt_messages(self._request.prompt)
+            history = self._format.render(messages, self._tools)
         else:
             history = self._request.prompt.token_ids
         self._turns += [Turn(dict(message)) for message in observations]
