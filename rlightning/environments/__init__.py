@@ -7,6 +7,7 @@ from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.step_environment import StepEnvironment
+from rlightning.environments.tools import Tools
 
 if TYPE_CHECKING:
     from rlightning.environments.agent_program import AgentProgram
@@ -25,6 +26,7 @@ __all__ = [
     "SingleTurn",
     "StepEnvironment",
     "ToolCall",
+    "Tools",
     "WorkerEnvironment",
 ]
 

@@ -11,11 +11,13 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from rlightning.data.chats import clean_messages
+from rlightning.data.chats import CONTINUES, clean_messages
+from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.tool_formats import CLOSE_THOUGHT, OPEN_THOUGHT, RenderersParser, find_family, read_message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.types.trajectory import Prompt
 
 _MARK = "ANSWER OF THE POLICY"
 """Stands for what the policy has sampled where a chat template is asked what follows that."""
@@ -39,12 +41,35 @@ class ChatFormat:
 
     Args:
         tokenizer: the policy's.
-        template_arguments: of its chat template, such as ``{"enable_thinking": False}``.
+        template_arguments: of its chat template, such as ``{"enable_thinking": False}``; None: those of the prompts.
+        prompt_format: how rows become prompts.
     """
 
-    def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._arguments = dict(template_arguments or {})
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_arguments: Mapping[str, Any] | None = None,
+        *,
+        prompt_format: PromptFormat = USUAL,
+    ) -> None:
+        self._tokenizer, self._prompt_format = tokenizer, prompt_format
+        chosen = prompt_format.chat_template_arguments if template_arguments is None else template_arguments
+        self._arguments = {name: value for name, value in chosen.items() if name != CONTINUES}
+
+    def prompt_messages(self, prompt: Prompt) -> list[Message]:
+        """Return the messages of a prompt.
+
+        Raises:
+            ConfigError: it holds what a chat template has rendered.
+        """
+        where = f"Prompt {prompt.index}"
+        messages = prompt_messages(prompt.columns, self._prompt_format, where)
+        if any(self._special_text.match(message["content"]) for message in messages):
+            raise ConfigError(
+                f"{where} begins with a special token, as if it were rendered already. Tools are described in what the "
+                "chat template renders: give texts or messages."
+            )
+        return messages
 
     @property
     def tokenizer(self) -> Any:
@@ -145,11 +170,12 @@ class ChatFormat:
         if isinstance(self._parser, str):
             raise ConfigError(f"Tool calls as {self._family.name}'s are read by the package renderers, {self._parser}")
 
-    def try_text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str | None:
+    def try_text(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, *, add_generation_prompt: bool
+    ) -> str | None:
         """Return the text of a conversation without the special tokens that end it; None if the template refuses it."""
-        has_calls = any(message.get("tool_calls") for message in messages)
         try:
-            text = self.render_text(messages, [_TOOL] if has_calls else None, add_generation_prompt)
+            text = self.render_text(messages, tools, add_generation_prompt)
         except ConfigError:
             return None
         return re.sub(rf"({self._special_text.pattern}|\s)+\Z", "", text)
@@ -334,14 +360,15 @@ def find_rewrites(chat_format: ChatFormat) -> str | None:
     plain = {"role": "assistant", "content": "words"}
     thought = {**plain, "reasoning_content": _MARK}
     for turn, follows in (
-        (plain, user),
         (thought, user),
+        (plain, user),
         ({**plain, "tool_calls": [call]}, answer),
         ({**thought, "tool_calls": [call]}, answer),
     ):
-        begun = chat_format.try_text([user], add_generation_prompt=True)
-        said = chat_format.try_text([user, turn], add_generation_prompt=False)
-        after = chat_format.try_text([user, turn, follows], add_generation_prompt=True)
+        tools = [_TOOL] if follows is answer else None
+        begun = chat_format.try_text([user], tools, add_generation_prompt=True)
+        said = chat_format.try_text([user, turn], tools, add_generation_prompt=False)
+        after = chat_format.try_text([user, turn, follows], tools, add_generation_prompt=True)
         if begun is None or said is None or after is None:
             continue
         has_thought = _MARK in said or begun.endswith(OPEN_THOUGHT)

@@ -42,8 +42,8 @@ class Policy(Protocol):
         Args:
             observations: messages that follow the policy's last turn. Its first turn answers the prompt if there are
                 none, and otherwise the messages in place of the prompt.
-            tools: schemas, as in chat APIs, of tools that the policy may call; given with the messages of the first
-                turn, they hold for all. The reply's ``message`` has the calls.
+            tools: schemas, as in chat APIs, of tools that the policy may call; given with the first turn, they hold for
+                all. The reply's ``message`` has the calls.
 
         Raises:
             LimitReachedError: the sequence is as long as it may be.
@@ -84,10 +84,14 @@ class Environment:
 
     An exception in it is a failure of the trajectory, which then counts as not sampled: it reaches no loss, baseline or
     mean. What the policy did wrong is no exception, but a reward.
+
+    Attributes:
+        has_tools: whether it gives the policy tools, for which a model needs a chat template that writes calls.
+        runs_in_workers: whether it may run in another process than the trainer's.
     """
 
+    has_tools = False
     runs_in_workers = True
-    """Whether it may run in another process than the trainer's."""
 
     async def check(self) -> None:
         """Raise a :class:`~rlightning.errors.ConfigError` if it cannot run here; called before a run starts."""

@@ -89,10 +89,9 @@ class RecordedPolicy:
             added = self.chat_format.render_observations(observations, sampled=last.token_ids, ended=ended)
             history = [*recorder.branches[-1].token_ids, *added]
         elif observations or tools:
-            if tools and not observations:
-                raise ValueError("The prompt is rendered without tools: give policy.chat its messages too.")
             self._tools = list(tools) if tools else None
-            history = self.chat_format.render(observations, self._tools)
+            messages = observations or self.chat_format.prompt_messages(self._request.prompt)
+            history = self.chat_format.render(messages, self._tools)
         else:
             history = self._request.prompt.token_ids
         number = len(recorder.turns) + len(observations)

@@ -70,19 +70,18 @@ def find_hermes_calls(text: str) -> Iterator[FoundCall]:
 
 def find_llama_calls(text: str) -> Iterator[FoundCall]:
     """Yield the calls of a turn that is JSON: ``{"name": ..., "parameters": {...}}``, several after semicolons."""
-    start = len(text) - len(text.lstrip())
-    marked = text.startswith("<|python_tag|>", start)
-    start += len("<|python_tag|>") * marked
-    if not marked and not re.match(r'\{\s*"(name|type|function|parameters)"\s*:', text[start:]):
+    begins = re.match(r'\s*(<\|python_tag\|>\s*|(?=\{\s*"(name|type|function|parameters)"\s*:))', text)
+    if begins is None:
         return
-    while start < len(text):
+    place = begins.end()
+    while place < len(text):
         try:
-            _, end = json.JSONDecoder().raw_decode(text, start)
+            _, end = json.JSONDecoder().raw_decode(text, place)
         except (ValueError, RecursionError):
-            yield FoundCall(start, text[start:].strip())
+            yield FoundCall(0, text[place:].strip())
             return
-        yield FoundCall(start, text[start:end])
-        start = end + len(re.match(r"[\s;]*", text[end:])[0])  # type: ignore[index]  # it always matches
+        yield FoundCall(0, text[place:end])
+        place = end + len(text[end:]) - len(text[end:].lstrip(" \n;"))
 
 
 def find_mistral_calls(text: str) -> Iterator[FoundCall]:
