@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rlightning.environments.messages import Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut, cut_value
 from rlightning.processes.process_group import end_group
@@ -61,11 +62,12 @@ class AgentCommand:
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ConfigError(f"environment.folder={self.folder} is no folder. Name one whose files the program needs.")
 
-    async def run(self, prompt: Prompt, variables: Mapping[str, str]) -> Outcome:
+    async def run(self, prompt: Prompt, messages: list[Message] | None, variables: Mapping[str, str]) -> Outcome:
         """Run it once.
 
         Args:
-            prompt: that it gets on its standard input, as JSON: ``text``, ``index``, ``columns``.
+            prompt: that it gets on its standard input, as JSON: ``text``, ``index``, ``columns``, ``messages``.
+            messages: of the prompt; None if it is no chat.
             variables: of this trajectory, for its environment.
 
         Raises:
@@ -73,7 +75,7 @@ class AgentCommand:
         """
         environment = {name: value for name, value in os.environ.items() if name != RUN_KEY_VARIABLE}
         environment |= {**variables, **self.variables}
-        given = {"text": prompt.text, "index": prompt.index, "columns": prompt.columns}
+        given = {"text": prompt.text, "index": prompt.index, "columns": prompt.columns, "messages": messages}
         folder = await asyncio.to_thread(self._make_folder)
         try:
             code, output, errors = await run_process(

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from numbers import Real
 from typing import Any
@@ -20,7 +21,7 @@ from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt
 
-GIVEN = ("client", "base_url", "api_key", "model", "prompt")
+GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
 """Parameters of an agent that this environment gives it."""
 RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
 
@@ -30,9 +31,9 @@ class AgentProgram(Environment):
 
     The agent is a function, async or not, whose parameters say what it gets: ``client``, an ``openai.AsyncOpenAI`` (or
     ``openai.OpenAI``, if the function is not async), or ``base_url`` and ``api_key`` for any other client; ``model``,
-    its name for requests; and ``prompt``, a :class:`~rlightning.types.Prompt`. It returns its reward, None where reward
-    functions alone decide, or an :class:`~rlightning.types.Outcome`. Or it is a command: a program with
-    ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (and Anthropic's) in its environment (docs/agents.md).
+    its name for requests; ``prompt``, a :class:`~rlightning.types.Prompt`, and ``messages``, the prompt as a chat. It
+    returns its reward, None where reward functions alone decide, or an :class:`~rlightning.types.Outcome`. Or it is a
+    command: a program with ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (and Anthropic's) in its environment.
 
     An agent that raises, and a program that fails, counts as not sampled, as does any failure of the policy's sampler,
     whatever the agent makes of it.
@@ -173,8 +174,14 @@ class AgentProgram(Environment):
     async def _call(self, prompt: Prompt, session: Session) -> Outcome:
         access = {"base_url": f"{self.endpoint.url}/v1", "api_key": session.key, "model": session.model}
         if self.command is not None:
-            return await self.command.run(prompt, _to_variables(self.endpoint.url, session))
-        named = self._select_arguments({**access, "prompt": prompt})
+            messages = None
+            with suppress(ConfigError):  # of a prompt that is no chat
+                messages = session.policy.chat_format.prompt_messages(prompt)
+            return await self.command.run(prompt, messages, _to_variables(self.endpoint.url, session))
+        given: dict[str, Any] = {**access, "prompt": prompt}
+        if "messages" in self._parameters:
+            given["messages"] = session.policy.chat_format.prompt_messages(prompt)
+        named = self._select_arguments(given)
         is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
             getattr(self._function, "__call__", None)  # noqa: B004  # of an object, whether it is async
         )
