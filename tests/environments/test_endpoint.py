@@ -92,8 +92,8 @@ def test_streams_are_read_by_the_sdk() -> None:
         called = {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}}
         said = {"role": "assistant", "content": "Let me.", "tool_calls": [called]}
         answer = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-        with_helper = client.chat.completions.stream(model="any", messages=[USER, said, answer], tools=[TOOL])
-        async with with_helper as stream:
+        arguments: Any = {"model": "any", "messages": [USER, said, answer], "tools": [TOOL]}
+        async with client.chat.completions.stream(**arguments) as stream:
             final = (await stream.get_final_completion()).choices[0]
         assert (final.message.content, final.finish_reason) == ("3", "stop")
 
@@ -425,15 +425,16 @@ def test_responses_with_tools_are_one_branch(is_stored: bool) -> None:
         arguments: Any = {"model": "any", "instructions": "Add.", "tools": [tool]}
         first = await client.responses.create(input="1+2?", **arguments)
         assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
-        answer = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "3"}  # type: ignore[union-attr]
+        call: Any = first.output[2]
+        answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
         if is_stored:
-            second = await client.responses.create(input=[answer], previous_response_id=first.id, **arguments)  # type: ignore[list-item]
+            second = await client.responses.create(input=[answer], previous_response_id=first.id, **arguments)
         else:
             items: Any = [USER, *(item.model_dump() for item in first.output), answer]
             async with client.responses.stream(input=items, **arguments) as stream:
                 second = await stream.get_final_response()
         assert second.output_text == "It is 3." and second.usage is not None
-        more = {"input": "Sure?", "previous_response_id": second.id}
+        more: Any = {"input": "Sure?", "previous_response_id": second.id}
         assert (await client.responses.create(**more, **arguments)).output_text == "Yes."
 
     trajectory = run(policy, use)

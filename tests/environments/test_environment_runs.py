@@ -197,7 +197,7 @@ def test_an_agent_program_is_trained_as_sampled(
 def test_an_agent_program_is_a_section(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_sums(project)
     (project / "own_agent.py").write_text(AGENT)
-    (project / "agent.yaml").write_text(CONFIG.replace(SECTION, AGENT_SECTION))
+    (project / "agent.yaml").write_text(CONFIG.replace(SECTION, AGENT_SECTION).replace("16}", "16, shuffle: false}"))
     code, errors = fit_here(capsys, "--config", "agent.yaml")
     assert code == 0, errors
     (row,) = read_csv(project / "run" / "metrics" / "version_0" / "metrics.csv")
