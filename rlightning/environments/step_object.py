@@ -82,7 +82,7 @@ class StepObject:
             awaited, self.made = self.made, None
             self.made = await awaited
 
-    async def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+    async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """Call a method, and return what it returns."""
         method = getattr(self.made, name)
         if inspect.iscoroutinefunction(method):

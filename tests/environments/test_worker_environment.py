@@ -332,7 +332,7 @@ def test_section_of_the_page_runs(tmp_path: Path, other_python: str, monkeypatch
     [
         ("Deeds", {}, r"^environment\.environment=Deeds is no dotted path\. Write module\.Class, such as my_package"),
         ("no_package.Deeds", {}, r"=no_package\.Deeds cannot be imported by .*/python: ModuleNotFoundError: No module"),
-        ("worker_cases.Deed", {}, r"Deed: 'worker_cases' has no class 'Deed'\. Did you mean 'Deeds'\?"),
+        ("worker_cases.Deed", {}, r"Deed: 'worker_cases' has no class or function 'Deed'\. Did you mean 'Deeds'\?"),
         ("worker_cases.Other", {}, r"Other is a class that is no environment\. Name a subclass of rlightning\."),
         ("worker_cases.NeedsRoom", {}, r"cannot be made with no arguments: TypeError: .* argument: 'rooms'\. Change"),
         ("worker_cases.NeedsRoom", {"rooms": 0}, r"with the arguments rooms: OSError: no room is free\. Change"),
