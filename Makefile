@@ -10,11 +10,12 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-all compiled check demo clean
+.PHONY: help setup test test-fast test-all compiled check demo demo-agent clean
 
 help:
 	@echo "make setup   make .venv with everything in it (PYTHON=... names a Python, 3.11 or later)"
 	@echo "make demo    train a small model on arithmetic with real rollouts; about 10 minutes on 2 cores"
+	@echo "make demo-agent   train it to use a calculator over several turns; about 5 minutes on 2 cores"
 	@echo "make test    run the tests, of slow variants one a kind; about 9 minutes on 2 cores"
 	@echo "make check   lint, format, types"
 	@echo "make test-fast   the short tests that start no process; about a minute"
@@ -69,6 +70,9 @@ check: setup
 
 demo: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/arithmetic/demo.sh
+
+demo-agent: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/calculator/demo.sh
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

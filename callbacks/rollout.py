@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments import Environment, SingleTurn
 from rlightning.environments.collector import Collector
 from rlightning.errors import ConfigError, check_rules
@@ -22,6 +23,7 @@ from rlightning.protocols import (
     HasDevice,
     HasLongestLimit,
     HasPlan,
+    HasPromptFormat,
     HasPromptLimit,
     HasStrategy,
     HasValidationSets,
@@ -282,6 +284,13 @@ class RolloutCallback(RLCallback, Generator):
             self._seen_version = module.weight_version
 
     # Configuration
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """How the data module's rows become prompts."""
+        datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None
+        found = datamodule.format if has(datamodule, HasPromptFormat) else None
+        return found if isinstance(found, PromptFormat) else USUAL
 
     def _check(self, stage: str) -> int | None:
         """Refuse what cannot work; the longest prompt that the data module lets through."""

@@ -190,6 +190,7 @@ class TransformersRollout(RolloutCallback):
             self.environment,
             max_length=self.max_sequence_length,
             timeout=self.trajectory_timeout,
+            prompt_format=self.prompt_format,
         )
         self._verified = InProcessSampler(self._sampler, runner.loop)
         return runner

@@ -201,6 +201,7 @@ class VLLMRollout(RolloutCallback):
             self.environment,
             max_length=self.max_sequence_length,
             timeout=self.trajectory_timeout,
+            prompt_format=self.prompt_format,
         )
         take_idle_seconds = partial(runner.loop.call, pool.take_idle_seconds)
         collector = Collector(runner, self.in_flight, sync(pool, runner.loop), take_idle_seconds)

@@ -139,6 +139,13 @@ class HasEnvironment(Protocol):
     def environment(self) -> object: ...
 
 
+class HasPromptFormat(Protocol):
+    """Data that says how its rows become prompts: ``rlightning.data.formatting.PromptFormat``."""
+
+    @property
+    def format(self) -> object: ...
+
+
 class HasPromptLimit(Protocol):
     """A data module with the length of its longest prompt; None is whatever the model allows."""
 

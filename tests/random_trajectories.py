@@ -3,9 +3,9 @@
 import random
 from typing import cast, get_args
 
-from rlightning.types import Branch, Prompt, Sample, Status, Trajectory, Turn
+from rlightning.types import Branch, BranchReason, Prompt, Sample, Status, Trajectory, Turn
 
-REASONS = ("compaction", "dropped_thinking", "sub_agent")
+REASONS: tuple[BranchReason, ...] = ("history_edited", "reasoning_dropped", "started_over")
 
 
 def random_sample(draw: random.Random) -> Sample:

@@ -154,6 +154,8 @@ WORKER_FILES = (
     "environments/sandbox_process.py",
     "environments/self_correction.py",
     "environments/single_turn.py",
+    "environments/step_environment.py",
+    "environments/tools.py",
     "environments/worker.py",
     "processes/*.py",
     "rpc/*.py",

@@ -1,4 +1,4 @@
-"""Draws greedy pass@1 of one or more runs of the demo: draw_curves.py OUT.svg RUN_FOLDER [RUN_FOLDER ...]."""
+"""Draws greedy pass@1 of one or more runs of a demo: draw_curves.py OUT.svg RUN_FOLDER [RUN_FOLDER ...]."""
 
 import csv
 import sys
@@ -34,11 +34,11 @@ def draw(curves: list[Curve]) -> str:
         return TOP + (100 - percent) / 100 * (HEIGHT - TOP - BOTTOM)
 
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"><style>{STYLE}</style>']
-    parts.append('<text x="8" y="18">greedy pass@1 on 500 held-out problems, %</text>')
+    parts.append('<text x="8" y="18">greedy pass@1 on held-out problems, %</text>')
     for percent in range(0, 101, 20):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(percent)}" y2="{y(percent)}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(percent) + 4}" text-anchor="end">{percent}</text>')
-    for step in range(0, last_step + 1, 50):
+    for step in range(0, last_step + 1, max(last_step // 5, 1)):
         parts.append(f'<text x="{x(step)}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">rollout step</text>')
     for i, curve in enumerate(curves):

@@ -1,4 +1,4 @@
-"""Says what a run of the demo achieved: python examples/arithmetic/show_result.py FOLDER."""
+"""Says what a run of a demo achieved: python examples/arithmetic/show_result.py FOLDER."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ def main() -> None:
     """Write greedy pass@1 before and after, the way in between, and the last step's completions."""
     folder = Path(sys.argv[1])
     points = read_curve(folder)
-    lines = ["", "Greedy pass@1 on 500 held-out problems, by rollout step:"]
+    lines = ["", "Greedy pass@1 on held-out problems, by rollout step:"]
     lines += [f"  {step:4d} {score:5.1f}%  {'#' * round(score / 2)}" for step, score in points]
     lines += [f"From {points[0][1]:.1f}% to {points[-1][1]:.1f}%: {points[-1][1] - points[0][1]:+.1f} points.", ""]
     completions = parquet.read_table(max((folder / "completions").glob("*.parquet"))).to_pylist()

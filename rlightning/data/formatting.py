@@ -66,6 +66,27 @@ class PromptFormat:
         return replace(self, **absent)
 
 
+USUAL = PromptFormat()
+"""Of prompts that are in the column ``prompt``."""
+
+
+def prompt_messages(columns: Row, prompt_format: PromptFormat, where: str) -> list[Message]:
+    """Return the messages of a row's prompt, as its chat template gets them.
+
+    Args:
+        columns: of the row.
+        prompt_format: how they become a prompt.
+        where: the row is, for errors.
+    """
+    if prompt_format.template is not None:
+        content: Any = _fill_template(prompt_format.template, columns, where)
+    else:
+        content = columns[prompt_format.column]
+    if not isinstance(content, str):
+        content = clean_messages(content, where, has_fixed_fields=True)
+    return _to_messages(content, prompt_format.system)
+
+
 def build_prompts(
     table: RowTable,
     tokenizer: "Tokenizer",

@@ -2,29 +2,41 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy, PolicyGroup
+from rlightning.environments.environment import Environment, LimitReachedError, Policy, PolicyGroup, Reply
+from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.step_environment import StepEnvironment
+from rlightning.environments.tools import Tools
 
 if TYPE_CHECKING:
+    from rlightning.environments.agent_program import AgentProgram
     from rlightning.environments.worker_environment import WorkerEnvironment
 
 __all__ = [
+    "AgentProgram",
+    "AssistantMessage",
     "Environment",
     "LimitReachedError",
     "Message",
     "Policy",
     "PolicyGroup",
+    "Reply",
     "SelfCorrection",
     "SingleTurn",
     "StepEnvironment",
+    "ToolCall",
+    "Tools",
     "WorkerEnvironment",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import what the trainer's process alone uses when it is asked for."""
+    if name == "AgentProgram":
+        from rlightning.environments.agent_program import AgentProgram
+
+        return AgentProgram
     if name == "WorkerEnvironment":
         from rlightning.environments.worker_environment import WorkerEnvironment
 

@@ -36,5 +36,5 @@ def import_object(path: str, what: str) -> Any:
     found = getattr(module, name, None)
     if found is None:
         known = [name for name in vars(module) if not name.startswith("_")]
-        raise ConfigError(f"{what}: '{module_name}' has no class '{name}'. {did_you_mean(name, known)}")
+        raise ConfigError(f"{what}: '{module_name}' has no class or function '{name}'. {did_you_mean(name, known)}")
     return found

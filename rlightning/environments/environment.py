@@ -10,25 +10,40 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol
 
+from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.types.trajectory import Outcome, Prompt, Sample
-
-Message = dict[str, str]
-"""As in chat APIs: ``{"role": "user", "content": "..."}``."""
 
 
 class LimitReachedError(Exception):
     """The trajectory has no room for a further turn. One that ends with this error is truncated, and trained."""
 
 
+class Reply(Sample):
+    """A turn of the policy's: what was sampled, and the message that it says.
+
+    Args:
+        sample: of the turn.
+        message: that it says; None: its text.
+    """
+
+    __slots__ = ("message",)
+
+    def __init__(self, sample: Sample, message: AssistantMessage | None = None) -> None:
+        super().__init__(sample.token_ids, sample.logprobs, sample.weight_versions, sample.text, sample.finish_reason)
+        self.message = message or AssistantMessage(sample.text)
+
+
 class Policy(Protocol):
     """The policy, in one trajectory; every token that it samples is recorded as it was sampled."""
 
-    async def chat(self, *observations: Message) -> Sample:
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """Sample the policy's next turn.
 
         Args:
             observations: messages that follow the policy's last turn. Its first turn answers the prompt if there are
                 none, and otherwise the messages in place of the prompt.
+            tools: schemas, as in chat APIs, of tools that the policy may call; given with the first turn, they hold for
+                all. The reply's ``message`` has the calls.
 
         Raises:
             LimitReachedError: the sequence is as long as it may be.
@@ -69,7 +84,14 @@ class Environment:
 
     An exception in it is a failure of the trajectory, which then counts as not sampled: it reaches no loss, baseline or
     mean. What the policy did wrong is no exception, but a reward.
+
+    Attributes:
+        has_tools: whether it gives the policy tools, for which a model needs a chat template that writes calls.
+        runs_in_workers: whether it may run in another process than the trainer's.
     """
+
+    has_tools = False
+    runs_in_workers = True
 
     async def check(self) -> None:
         """Raise a :class:`~rlightning.errors.ConfigError` if it cannot run here; called before a run starts."""

@@ -8,22 +8,22 @@ in which nothing of before is trained again.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlightning.environments.environment import LimitReachedError, Message, Policy
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.environment import LimitReachedError, Policy, Reply
+from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.recorder import RecordedTurn, Recorder
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.seeds import mix_seed
-from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Trajectory, Turn
+from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, Trajectory
 
 log = logging.getLogger(__name__)
-
-_ANSWER = "ANSWER OF THE POLICY"
-"""Stands for its last turn where a chat template is asked what follows that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,69 +46,115 @@ class RecordedPolicy:
 
     Args:
         sampler: samples.
-        tokenizer: the policy's.
+        chat_format: the policy's.
         request: the group's.
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
+
+    Attributes:
+        temperature: that all of its turns are sampled at in place of the prompt's or the run's; None: that one.
+        has_reached_limit: whether the last request was longer than a sequence may be.
+        num_requested: turns that have been asked for.
     """
 
     def __init__(
-        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, number: int, max_length: int
+        self, sampler: TokenSampler, chat_format: ChatFormat, request: GroupRequest, number: int, max_length: int
     ) -> None:
-        self._sampler, self._tokenizer, self._request = sampler, tokenizer, request
-        self._number, self._max_length = number, max_length
+        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder()
+        self.temperature: float | None = None
+        self.has_reached_limit = False
+        self._sampler, self._request, self._number = sampler, request, number
         self._session = secrets.token_hex(8)
-        self._branches: list[Branch] = []
-        self._turns: list[Turn] = []
-        self._has_reached_limit = False
+        self._tools: list[Message] | None = None
+        self.num_requested = 0
 
-    async def chat(self, *observations: Message) -> Sample:
+    @property
+    def sampling(self) -> Sampling:
+        """How its turns are sampled."""
+        return self._request.sampling
+
+    @property
+    def stream(self) -> int:
+        """Number of the trajectory's random stream."""
+        return mix_seed(self.sampling.seed or 0, self._request.prompt.index, self._number)
+
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
-        if self._branches:
-            last = next(turn.sample for turn in reversed(self._turns) if turn.sample is not None)
-            added = render_observations(self._tokenizer, observations, last)
-            history = [*self._branches[-1].token_ids, *added]
-        elif observations:
-            history = render_messages(self._tokenizer, observations)
+        recorder = self.recorder
+        if recorder.branches:
+            if tools is not None and list(tools) != self._tools:
+                raise ValueError("Tools are given with the first turn, and stay the same in later ones.")
+            last = next(turn.sample for turn in reversed(recorder.turns) if turn.sample is not None)
+            ended = last.finish_reason == "stop"
+            added = self.chat_format.render_observations(observations, sampled=last.token_ids, ended=ended)
+            history = [*recorder.branches[-1].token_ids, *added]
+        elif observations or tools:
+            self._tools = list(tools) if tools else None
+            messages = observations or self.chat_format.prompt_messages(self._request.prompt)
+            history = self.chat_format.render(messages, self._tools)
         else:
             history = self._request.prompt.token_ids
-        self._turns += [Turn(dict(message)) for message in observations]
-        return await self.sample(history)
+        number = len(recorder.turns) + len(observations)
+
+        def read(sample: Sample) -> AssistantMessage:
+            if not self._tools:
+                return AssistantMessage(sample.text)
+            return self.chat_format.parse(sample.token_ids, self._tools, prompt_ids=history, turn=number)
+
+        (turn,) = await self.sample_turns(history, self.sampling, observations=observations, read=read)
+        return Reply(turn.sample, turn.message) if self._tools else Reply(turn.sample)
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""
-        sampling = self._request.sampling
-        room = self._max_length - len(token_ids)
-        if room < 1:
-            self._has_reached_limit = True
-            raise LimitReachedError(f"{len(token_ids)} tokens leave no room in {self._max_length}.")
-        sample = await self._request_sample(
-            token_ids, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        )
-        self.record(token_ids, sample)
-        return sample
+        (turn,) = await self.sample_turns(token_ids, self.sampling)
+        return turn.sample
 
-    async def _request_sample(self, token_ids: Sequence[int], sampling: Sampling) -> Sample:
-        num_sampled = sum(turn.sample is not None for turn in self._turns)
-        if sampling.seed is not None:
+    async def sample_turns(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        reason: BranchReason | None = None,
+        observations: Sequence[Mapping[str, Any]] = (),
+        read: Callable[[Sample], AssistantMessage] | None = None,
+    ) -> list[RecordedTurn]:
+        """Sample turns that all follow one history, and record them. May be called while other calls are under way.
+
+        Args:
+            token_ids: [L], the history. What goes on from the end of a branch extends it.
+            sampling: how. The run's seed stands for a stream of each turn's own.
+            num_samples: turns; each but the first begins a branch.
+            reason: why a branch begins if the history extends none; None: as far as the tokens tell.
+            observations: messages that the history ends with, for the trajectory's turns.
+            read: returns what a sample says; None: its text.
+
+        Raises:
+            LimitReachedError: the history is as long as it may be.
+        """
+        room = self.max_length - len(token_ids)
+        if room < 1:
+            self.has_reached_limit = True
+            raise LimitReachedError(f"{len(token_ids)} tokens leave no room in {self.max_length}.")
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        if sampling.seed is not None and sampling.seed == self.sampling.seed:
             # The first turn draws what it would if the group were sampled by one request.
-            seed = sampling.seed + self._number
-            sampling = replace(sampling, seed=mix_seed(seed, "turn", num_sampled) if num_sampled else seed)
-        (sample,) = await self._sampler.sample(token_ids, sampling, num_samples=1, session=self._session)
-        return sample
+            seed, is_first = sampling.seed + self._number, self.num_requested == 0 and num_samples == 1
+            sampling = replace(sampling, seed=seed if is_first else mix_seed(seed, "turn", self.num_requested))
+        self.num_requested += num_samples
+        reservation = self.recorder.reserve(token_ids, reason)
+        try:
+            samples = await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=self._session)
+            messages = None if read is None else [read(sample) for sample in samples]
+        except BaseException:
+            self.recorder.release(reservation)
+            raise
+        self.has_reached_limit = False
+        return self.recorder.record(reservation, samples, observations, messages)
 
     def record(self, token_ids: Sequence[int], sample: Sample) -> None:
         """Add a turn that was sampled after ``token_ids``."""
-        known = self._branches[-1].token_ids if self._branches else []
-        is_continued = bool(self._branches) and list(token_ids[: len(known)]) == list(known)
-        if not is_continued:
-            self._branches.append(Branch("history rewritten" if self._branches else "start"))
-            known = []
-        branch = self._branches[-1]
-        if len(token_ids) > len(known):
-            branch.append(list(token_ids[len(known) :]), len(self._turns) - 1 if is_continued else -1)
-        branch.append_sample(sample, len(self._turns))
-        self._turns.append(Turn({"role": "assistant", "content": sample.text}, sample))
+        self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
         """Return the trajectory; one that a limit on tokens has cut is truncated.
@@ -117,12 +163,14 @@ class RecordedPolicy:
             outcome: what the environment has returned.
             seconds: that it took.
         """
-        samples = [turn.sample for turn in self._turns if turn.sample is not None]
-        is_cut = self._has_reached_limit or bool(samples and samples[-1].is_truncated)
+        prompt, turns = self._request.prompt, self.recorder.turns
+        samples = [turn.sample for turn in turns if turn.sample is not None]
+        is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
+        is_usual = self.temperature in (None, self.sampling.temperature)
         return Trajectory(
-            self._request.prompt,
-            tuple(self._branches),
-            tuple(self._turns),
+            prompt if is_usual else prompt._replace(temperature=self.temperature),
+            tuple(self.recorder.branches),
+            tuple(turns),
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,
             reward=outcome.reward,
             turn_rewards=outcome.turn_rewards,
@@ -137,18 +185,23 @@ class RecordedGroup:
 
     Args:
         sampler: as of :class:`RecordedPolicy`.
-        tokenizer: as of it.
+        chat_format: as of it.
         request: as of it.
         max_length: as of it.
         timeout: seconds that a trajectory may take; None: any time.
     """
 
     def __init__(
-        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, max_length: int, timeout: float | None
+        self,
+        sampler: TokenSampler,
+        chat_format: ChatFormat,
+        request: GroupRequest,
+        max_length: int,
+        timeout: float | None,
     ) -> None:
         self._sampler, self._request, self._timeout = sampler, request, timeout
         numbers = range(request.num_trajectories)
-        self._policies = [RecordedPolicy(sampler, tokenizer, request, number, max_length) for number in numbers]
+        self._policies = [RecordedPolicy(sampler, chat_format, request, number, max_length) for number in numbers]
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""
@@ -213,38 +266,3 @@ def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") ->
     log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, cut_line(text))
     log.debug("Of prompt %d: %s", prompt.index, details, exc_info=error if isinstance(error, Exception) else None)
     return Outcome(status="failed", error=cut(details) or text)
-
-
-def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Return the tokens of a chat up to the beginning of the policy's first turn.
-
-    Args:
-        tokenizer: the policy's. Without a chat template the messages' contents follow each other as they are.
-        messages: of the chat.
-    """
-    has_template = tokenizer.chat_template is not None
-    if has_template:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    else:
-        text = "".join(message["content"] for message in messages)
-    token_ids: list[int] = tokenizer(text, add_special_tokens=not has_template).input_ids
-    return token_ids
-
-
-def render_observations(tokenizer: Any, observations: Sequence[Message], last: Sample) -> list[int]:
-    """Return the tokens from the end of the policy's last turn to the beginning of its next one.
-
-    Args:
-        tokenizer: the policy's. Without a chat template the messages' contents follow as they are.
-        observations: messages.
-        last: the policy's last turn. If it ended with the token that ends a turn of the chat, that is not repeated.
-    """
-    if tokenizer.chat_template is None:
-        text = "".join(message["content"] for message in observations)
-    else:
-        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *observations]
-        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        text = rendered.rpartition(_ANSWER)[2]
-    token_ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    is_ended = bool(token_ids) and last.token_ids[-1] == token_ids[0]
-    return token_ids[is_ended:]

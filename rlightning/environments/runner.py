@@ -9,6 +9,8 @@ from time import monotonic
 from typing import Any
 
 from rlightning import intervals
+from rlightning.data.formatting import USUAL, PromptFormat
+from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import Environment
 from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
 from rlightning.environments.single_turn import SingleTurn
@@ -32,6 +34,7 @@ class EnvironmentRunner:
     Args:
         sampler: samples the policy's turns.
         tokenizer: the policy's.
+        prompt_format: of the prompts, whose chat template has these arguments in later turns too.
         environments: one, or several by the names that prompts have in their column ``environment``; None: SingleTurn.
         max_length: tokens of the longest sequence.
         timeout: seconds that a trajectory may take; None: any time.
@@ -48,8 +51,9 @@ class EnvironmentRunner:
         *,
         max_length: int,
         timeout: float | None = None,
+        prompt_format: PromptFormat = USUAL,
     ) -> None:
-        self._sampler, self._tokenizer = sampler, tokenizer
+        self._sampler, self._chat_format = sampler, ChatFormat(tokenizer, prompt_format=prompt_format)
         self._environments = SingleTurn() if environments is None else environments
         self._max_length, self._timeout = max_length, timeout
         self.loop = LoopThread("environments")
@@ -82,6 +86,10 @@ class EnvironmentRunner:
         """Raise a ConfigError if an environment cannot run here; call it before a run starts."""
         for environment in self._all_environments():
             self.loop.run(environment.check())
+            if environment.has_tools:
+                self._chat_format.check_tools()
+        if any(not isinstance(environment, SingleTurn) for environment in self._all_environments()):
+            log.info(self._chat_format.describe())
 
     def close(self) -> None:
         """Cancel what is under way, close the environments, and end the thread. May be called twice."""
@@ -116,7 +124,7 @@ class EnvironmentRunner:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         started_at = monotonic()
-        group = RecordedGroup(self._sampler, self._tokenizer, request, self._max_length, self._timeout)
+        group = RecordedGroup(self._sampler, self._chat_format, request, self._max_length, self._timeout)
         try:
             outcomes = await environment.run_group(request.prompt, group)
         except RunError:

@@ -5,7 +5,6 @@ Workers of environments import this file in other interpreters: Python 3.10 and 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -13,10 +12,10 @@ from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
-from rlightning import intervals
 from rlightning.environments.dotted_path import import_object
-from rlightning.environments.environment import Environment, LimitReachedError, Message, Policy
-from rlightning.environments.step_object import StepObject
+from rlightning.environments.environment import Environment, LimitReachedError, Policy
+from rlightning.environments.messages import Message
+from rlightning.environments.step_object import Closing, StepObject
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt, Status
@@ -54,7 +53,7 @@ class StepEnvironment(Environment):
     ) -> None:
         check_rules({f"StepEnvironment: max_turns={max_turns} must be at least 1": max_turns >= 1})
         self.environment, self.arguments, self.max_turns = environment, dict(arguments or {}), max_turns
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Closing()
 
     @property
     def _name(self) -> str:
@@ -80,8 +79,7 @@ class StepEnvironment(Environment):
 
     async def close(self) -> None:
         """Wait for objects that are being closed."""
-        if self._closing:
-            await asyncio.wait(self._closing, timeout=intervals.CANCEL_GRACE)
+        await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory with an object of its own, which is closed however it ends."""
@@ -91,10 +89,7 @@ class StepEnvironment(Environment):
             check_methods(game.made, self._name)
             return await self._play(game, prompt, policy)
         finally:
-            closing = asyncio.ensure_future(game.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-            await asyncio.wait([closing], timeout=intervals.CANCEL_GRACE)  # not longer: it may hang
+            await self._closing.close(game)
 
     async def _play(self, game: StepObject, prompt: Prompt, policy: Policy) -> Outcome:
         is_gymnasium = "options" in inspect.signature(game.made.reset).parameters

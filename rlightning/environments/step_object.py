@@ -15,6 +15,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
 
+from rlightning import intervals
 from rlightning.foreign_text import describe_error
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class StepObject:
             awaited, self.made = self.made, None
             self.made = await awaited
 
-    async def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+    async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """Call a method, and return what it returns."""
         method = getattr(self.made, name)
         if inspect.iscoroutinefunction(method):
@@ -105,3 +106,24 @@ class StepObject:
             log.warning("%s could not be closed after a trajectory: %s", kind, describe_error(error), exc_info=True)
         finally:
             self._thread.end()
+
+
+class Closing:
+    """Closes objects after their trajectories, and waits for each a moment only, as its methods may hang."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self, *objects: StepObject) -> None:
+        """Close the objects of a trajectory."""
+        tasks = [asyncio.ensure_future(one.close()) for one in objects]
+        self._tasks.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._tasks.discard)
+        if tasks:
+            await asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE)
+
+    async def wait(self) -> None:
+        """Wait for objects that are being closed."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=intervals.CANCEL_GRACE)

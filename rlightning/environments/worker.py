@@ -16,7 +16,8 @@ from typing import Any
 
 from rlightning import intervals
 from rlightning.environments.dotted_path import import_object
-from rlightning.environments.environment import Environment, LimitReachedError, Message
+from rlightning.environments.environment import Environment, LimitReachedError, Reply
+from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
 from rlightning.rpc.peer import Peer, RemoteError
@@ -49,19 +50,25 @@ class RemotePolicy:
     def __init__(self, trainer: Peer, key: int) -> None:
         self._trainer, self._key = trainer, key
 
-    async def chat(self, *observations: Message) -> Sample:
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
-        return await self._request("chat", *observations)
+        sample, message = await self._request("chat", None if tools is None else list(tools), *observations)
+        content, reasoning, calls, errors = message
+        tool_calls = tuple(ToolCall(*call) for call in calls)
+        return Reply(_read_sample(sample), AssistantMessage(content, reasoning, tool_calls, tuple(errors)))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""
-        return await self._request("sample", [int(token) for token in token_ids])
+        return _read_sample(await self._request("sample", [int(token) for token in token_ids]))
 
-    async def _request(self, method: str, *arguments: Any) -> Sample:
+    async def _request(self, method: str, *arguments: Any) -> Any:
         with raise_limits():
-            sent = await self._trainer.call("request", self._key, method, *arguments)
-        token_ids, logprobs, weight_versions, text, finish_reason = sent
-        return Sample(array("q", token_ids), array("f", logprobs), array("i", weight_versions), text, finish_reason)
+            return await self._trainer.call("request", self._key, method, *arguments)
+
+
+def _read_sample(sent: list[Any]) -> Sample:
+    token_ids, logprobs, weight_versions, text, finish_reason = sent
+    return Sample(array("q", token_ids), array("f", logprobs), array("i", weight_versions), text, finish_reason)
 
 
 class EnvironmentWorker:
@@ -92,6 +99,11 @@ class EnvironmentWorker:
         """
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         kind = find_class(path)
+        if not kind.runs_in_workers:
+            raise ConfigError(
+                f"environment.environment={path} serves the policy from the trainer's process, and does not run in "
+                "workers. Name it as the environment itself; a program that it starts is a process of its own."
+            )
         try:
             self._environment = kind(**arguments)
             await self._environment.check()

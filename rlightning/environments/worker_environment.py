@@ -9,10 +9,11 @@ import sysconfig
 from collections.abc import Awaitable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rlightning import intervals
-from rlightning.environments.environment import Environment, Message, Policy, PolicyGroup
+from rlightning.environments.environment import Environment, Policy, PolicyGroup
+from rlightning.environments.messages import Message
 from rlightning.environments.policy import failed_outcome
 from rlightning.environments.worker import raise_limits
 from rlightning.errors import ConfigError, EnvironmentFailedError, RunError, check_rules
@@ -24,6 +25,8 @@ from rlightning.rpc.connection import encode
 from rlightning.rpc.peer import Method
 from rlightning.rpc.worker_pool import WorkerError, WorkerHungError, WorkerPool
 from rlightning.types.trajectory import Outcome, Prompt, Sample
+
+Made = TypeVar("Made")
 
 OLDEST_PYTHON = (3, 10)
 """That a worker runs in."""
@@ -202,22 +205,26 @@ def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
         errors: gets those that no trajectory can go on with; the worker gets them too.
     """
 
-    async def send(request: Awaitable[Sample]) -> list[Any]:
+    async def get(request: Awaitable[Made]) -> Made:
         try:
-            sample = await request
+            return await request
         except RunError as error:
             errors.append(error)
             raise
-        arrays = (sample.token_ids, sample.logprobs, sample.weight_versions)
-        return [*(array.tobytes() for array in arrays), sample.text, sample.finish_reason]
 
-    async def chat(*observations: Message) -> list[Any]:
-        return await send(policy.chat(*observations))
+    async def chat(tools: list[Message] | None, *observations: Message) -> list[Any]:
+        reply = await get(policy.chat(*observations, tools=tools))
+        return [_to_plain(reply), reply.message]
 
     async def sample(token_ids: list[int]) -> list[Any]:
-        return await send(policy.sample(token_ids))
+        return _to_plain(await get(policy.sample(token_ids)))
 
     return {"chat": chat, "sample": sample}
+
+
+def _to_plain(sample: Sample) -> list[Any]:
+    arrays = (sample.token_ids, sample.logprobs, sample.weight_versions)
+    return [*(array.tobytes() for array in arrays), sample.text, sample.finish_reason]
 
 
 def check_interpreter(python: str) -> None:

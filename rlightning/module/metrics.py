@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from math import comb
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from rlightning.objectives.advantages import has_signal
-from rlightning.types import RolloutBatch
+from rlightning.types import BranchReason, RolloutBatch
 
+BRANCHES = "environment/branches/"
+REASONS = [reason for reason in get_args(BranchReason) if reason != "start"]
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks, or takes its maximum."""
 
@@ -64,7 +67,7 @@ class RunningMeans:
 def rollout_metrics(
     batch: RolloutBatch, all_sum: Reduce, all_max: Reduce, *, compared: Tensor | None = None
 ) -> dict[str, float]:
-    """Rewards, signal and lengths of a rollout; a reward of NaN is one that failed.
+    """Rewards, signal, lengths and branches of a rollout; a reward of NaN is one that failed.
 
     Args:
         batch: with rewards, before failed or signal-less ones were taken out.
@@ -84,8 +87,12 @@ def rollout_metrics(
     means.add({"reward/failed": failed, "completion/length": lengths, "completion/truncated": truncated})
     for name, component in batch.scores.items():
         means.add({f"reward/{name}": component.nan_to_num()}, ~component.isnan())
+    for reason in REASONS:
+        began = torch.tensor([one == reason for one in batch.reasons], device=lengths.device).float()
+        means.add({f"{BRANCHES}{reason}": torch.zeros_like(lengths).index_add_(0, batch.trajectory_ids, began)})
     means.add_max("completion/length_max", lengths)
     result = means.compute(all_sum, all_max)
+    result = {name: value for name, value in result.items() if value or not name.startswith(BRANCHES)}
     variance = result.pop("reward_squared") - result["reward/mean"] ** 2
     return result | {"reward/std": max(variance, 0.0) ** 0.5}
 

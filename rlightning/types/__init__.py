@@ -2,7 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from rlightning.types.trajectory import Branch, Outcome, Prompt, Sample, Status, Trajectory, Turn, single_turns
+from rlightning.types.trajectory import (
+    Branch,
+    BranchReason,
+    Outcome,
+    Prompt,
+    Sample,
+    Status,
+    Trajectory,
+    Turn,
+    single_turns,
+)
 
 if TYPE_CHECKING:
     from rlightning.types.axes import axis
@@ -10,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Branch",
+    "BranchReason",
     "LossTotals",
     "Outcome",
     "Prompt",

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlightning.errors import ConfigError
 from rlightning.types import axes
 from rlightning.types.axes import Axis, axis
-from rlightning.types.trajectory import Branch, Prompt, Sample, Trajectory
+from rlightning.types.trajectory import Branch, BranchReason, Prompt, Sample, Trajectory
 
 UNITS: dict[Axis, str] = {"T": "tokens", "N": "sequences", "M": "trajectories", "G": "groups"}
 """What there is an entry for along an axis."""
@@ -92,7 +92,7 @@ class RolloutBatch:
     trajectory_ids: Tensor = field(metadata=axis("N"))
     completion_lengths: Tensor = field(metadata=axis("M"))
     group_ids: Tensor = field(metadata=axis("M"))
-    reasons: list[str] = field(metadata=axis("N"))
+    reasons: list[BranchReason] = field(metadata=axis("N"))
     trajectories: list[Trajectory] = field(metadata=axis("M"))
     rewards: Tensor | None = field(default=None, metadata=axis("M"))
     group_lengths: Tensor | None = field(default=None, metadata=axis("M"))

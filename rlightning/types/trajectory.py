@@ -16,6 +16,18 @@ TEMPERATURES = (0.01, 2.0)
 
 FinishReason = Literal["stop", "length"]
 Status = Literal["finished", "truncated", "timeout", "aborted", "failed"]
+BranchReason = Literal[
+    "start",
+    "sampled_again",
+    "history_edited",
+    "reasoning_dropped",
+    "system_changed",
+    "tools_changed",
+    "started_over",
+]
+"""Why a branch begins: the trajectory does; or its history was continued more than once (``n``, parallel requests, a
+retry), or was rewritten: turns were changed or left out, only the policy's earlier reasoning was left out, only the
+system message or the tools were changed, or a request shares no turn of the policy's with any before (a sub-agent)."""
 
 
 class Prompt(NamedTuple):
@@ -49,7 +61,8 @@ class Buffers:
 
     def attributes(self) -> dict[str, Any]:
         """Return all attributes by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
+        return {name: getattr(self, name) for name in names}
 
     def __eq__(self, other: object) -> bool:
         """Return whether all attributes are equal."""
@@ -116,7 +129,7 @@ class Branch(Buffers):
     is trained in exactly one branch.
 
     Args:
-        reason: why it began: "start", or such as "compaction", "dropped_thinking", "sub_agent".
+        reason: why it began.
 
     Attributes:
         token_ids: [L] int64.
@@ -128,8 +141,8 @@ class Branch(Buffers):
 
     __slots__ = ("is_sampled", "logprobs", "reason", "token_ids", "turns", "weight_versions")
 
-    def __init__(self, reason: str = "start") -> None:
-        self.reason = reason
+    def __init__(self, reason: BranchReason = "start") -> None:
+        self.reason: BranchReason = reason
         self.token_ids: array[int] = array("q")
         self.is_sampled: array[int] = array("b")
         self.logprobs: array[float] = array("f")
@@ -278,6 +291,7 @@ def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]])
 def to_plain(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory without its prompt in plain types, which every way of saving a checkpoint takes."""
     return {
+        "temperature": trajectory.prompt.temperature,
         "branches": [_plain_buffers(branch) for branch in trajectory.branches],
         "turns": [(turn.message, turn.sample and _plain_buffers(turn.sample)) for turn in trajectory.turns],
         "status": trajectory.status,
@@ -305,6 +319,8 @@ def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
                 values.extend(saved[name])
         branches.append(branch)
     turns = tuple(Turn(message, sample and Sample(**sample)) for message, sample in plain["turns"])
+    plain = dict(plain)
+    prompt = prompt._replace(temperature=plain.pop("temperature", prompt.temperature))  # what it was sampled at
     return Trajectory(**{**plain, "prompt": prompt, "branches": tuple(branches), "turns": turns})
 
 

@@ -1,5 +1,6 @@
 """Runs with environments of several turns: through the real Trainer and the command line."""
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tiny import make_data, write_sums
 
 from rlightning.callbacks import CompletionsTable, TransformersRollout, VLLMRollout
 from rlightning.data import PromptDataModule
-from rlightning.environments import Environment, Policy, SelfCorrection
+from rlightning.environments import AgentProgram, Environment, Policy, SelfCorrection, WorkerEnvironment
 from rlightning.errors import ConfigError
 from rlightning.report.trajectories import read_trajectories
 from rlightning.types import Outcome, Prompt
@@ -149,3 +150,66 @@ def test_environment_stands_beside_rollout(project: Path, capsys: pytest.Capture
     assert code == 2 and "error: environment: this run has no rollout, which environments need." in errors
     code, errors = fit_here(capsys, *elsewhere, "--environment.verdikt", "no")
     assert code == 2 and "environment.verdikt: there is no such key. Did you mean 'verdict'?" in errors
+
+
+AGENT = """\
+async def agent(client, prompt, bonus=0.0):
+    messages = [{"role": "user", "content": prompt.columns["prompt"]}]
+    first = await client.chat.completions.create(model="any", messages=messages)
+    messages += [first.choices[0].message, {"role": "user", "content": "+"}]
+    last = await client.chat.completions.create(model="any", messages=messages)
+    if prompt.index % 4 == 1:
+        await client.chat.completions.create(model="any", messages=messages[:1])
+    return (last.choices[0].message.content or "").count("1") + bonus
+"""
+AGENT_SECTION = """\
+environment:
+  class_path: AgentProgram
+  init_args: {agent: own_agent.agent, arguments: {bonus: 0.5}, endpoint: {ignored: [top_p]}}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_agent_program_is_trained_as_sampled(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    (tmp_path / "own_agent.py").write_text(AGENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment, witness = AgentProgram("own_agent.agent"), Witness()
+    if engine == "vllm":
+        settings = {"kv_cache_memory_bytes": 1 << 28}
+        rollout: Any = VLLMRollout(environment=environment, max_new_tokens=8, seed=0, engine=settings)
+    else:
+        rollout = make_rollout(environment)
+    make_trainer(tmp_path, 2, rollout, witness).fit(make_module(folder, rewards=[]), make_data(tmp_path))
+    for batch, metrics in zip(witness.batches, witness.steps, strict=True):
+        assert metrics["policy/rollout_gap_max"] < (1e-4 if engine == "vllm" else 1e-5)
+        assert metrics["environment/branches/sampled_again"] == 0.25
+        assert batch.num_trajectories == 8 and batch.reasons.count("start") == 8
+        for one in batch.trajectories:
+            assert one.metrics["branches"] == (2 if one.prompt.index % 4 == 1 else 1)
+            assert one.metrics["turns"] == len(one.samples) == one.metrics["branches"] + 1
+        assert int(batch.is_sampled.sum()) == sum(one.num_sampled for one in batch.trajectories)
+
+
+@pytest.mark.processes
+def test_an_agent_program_is_a_section(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sums(project)
+    (project / "own_agent.py").write_text(AGENT)
+    (project / "agent.yaml").write_text(CONFIG.replace(SECTION, AGENT_SECTION).replace("16}", "16, shuffle: false}"))
+    code, errors = fit_here(capsys, "--config", "agent.yaml")
+    assert code == 0, errors
+    (row,) = read_csv(project / "run" / "metrics" / "version_0" / "metrics.csv")
+    assert float(row["environment/branches/sampled_again"]) == 0.25
+    workers = {"environment": "rlightning.environments.AgentProgram", "arguments": {"agent": "own_agent.agent"}}
+    environment = WorkerEnvironment(**workers)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"AgentProgram serves the policy from the trainer's process"):
+        asyncio.run(_check(environment))
+
+
+async def _check(environment: Environment) -> None:
+    try:
+        await environment.check()
+    finally:
+        await environment.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from python_tool import PythonTool
 
-from rlightning.environments import Message, python_sandbox
+from rlightning.environments import Message, Reply, python_sandbox
 from rlightning.environments.python_sandbox import CodeRunner, Isolation, PythonSandbox, SandboxError, SandboxResult
 from rlightning.errors import ConfigError
 from rlightning.types import Prompt, Sample
@@ -281,9 +281,9 @@ class ScriptedPolicy:
     def __init__(self, *texts: str) -> None:
         self.texts, self.observations = list(texts), list[Message]()
 
-    async def chat(self, *observations: Message) -> Sample:
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         self.observations += observations
-        return Sample([1], [0.0], [0], self.texts.pop(0), "stop")
+        return Reply(Sample([1], [0.0], [0], self.texts.pop(0), "stop"))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         raise NotImplementedError

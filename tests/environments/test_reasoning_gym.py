@@ -3,12 +3,14 @@
 import asyncio
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 from test_step_environment import PROMPT, CannedPolicy, play
 
+from rlightning.environments import Message, Reply
 from rlightning.environments.reasoning_gym import ReasoningGym
 from rlightning.errors import ConfigError
 from rlightning.types import Sample
@@ -19,9 +21,9 @@ class Answers(CannedPolicy):
         super().__init__()
         self.text = text
 
-    async def chat(self, *observations: dict[str, str]) -> Sample:
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         self.heard.append(observations)
-        return Sample([7], [-0.1], [2], self.text, "stop")
+        return Reply(Sample([7], [-0.1], [2], self.text, "stop"))
 
 
 def test_question_is_scored_by_its_task() -> None:

@@ -15,7 +15,8 @@ from programs import run_python
 from torch import Tensor
 
 from rlightning.environments import Environment, LimitReachedError, Policy
-from rlightning.environments.policy import GroupRequest, RecordedGroup, RecordedPolicy, render_observations
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.policy import GroupRequest, RecordedGroup, RecordedPolicy
 from rlightning.models import load_config, load_policy, load_tokenizer, packed_logprobs
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampling
@@ -64,15 +65,17 @@ def prompt(folder: str) -> Prompt:
 def make_policy(
     sampler: TransformersSampler, prompt: Prompt, number: int = 0, sampling: Sampling = SAMPLING
 ) -> RecordedPolicy:
-    return RecordedPolicy(sampler, sampler.files.tokenizer, GroupRequest(prompt, sampling, 2), number, 96)
+    return RecordedPolicy(sampler, ChatFormat(sampler.files.tokenizer), GroupRequest(prompt, sampling, 2), number, 96)
 
 
 def test_observation_follows_turn_in_the_templates_form(sampler: TransformersSampler) -> None:
     tokenizer = sampler.files.tokenizer
-    cut = Sample([5], [0.0], [0], "x", "length")
-    assert tokenizer.decode(render_observations(tokenizer, [MESSAGE], cut)) == "\nuser: no\nassistant: "
-    ended = Sample(tokenizer("\n").input_ids, [0.0], [0], "", "stop")  # by what ends a turn in the template
-    assert tokenizer.decode(render_observations(tokenizer, [MESSAGE], ended)) == "user: no\nassistant: "
+    chat_format = ChatFormat(tokenizer)
+    cut = chat_format.render_observations([MESSAGE], sampled=[5], ended=False)
+    assert tokenizer.decode(cut) == "\nuser: no\nassistant: "
+    (newline,) = tokenizer("\n").input_ids  # what ends a turn in the template
+    ended = chat_format.render_observations([MESSAGE], sampled=[newline], ended=True)
+    assert tokenizer.decode(ended) == "user: no\nassistant: "
 
 
 def test_turns_are_one_branch_of_exactly_what_was_sampled(
@@ -114,7 +117,7 @@ def test_rewritten_history_is_another_branch_not_trained_again(sampler: Transfor
     first_branch, second_branch = policy.finish(Outcome(), 0.1).branches
     assert sum(second_branch.is_sampled) == len(second.token_ids)
     assert list(second_branch.token_ids[-len(second.token_ids) :]) == list(second.token_ids)
-    assert (first_branch.reason, second_branch.reason) == ("start", "history rewritten")
+    assert (first_branch.reason, second_branch.reason) == ("start", "started_over")
 
 
 def test_first_turns_draw_as_one_request_does(sampler: TransformersSampler, prompt: Prompt) -> None:
@@ -159,7 +162,7 @@ class Scripted(Environment):
 
 def test_failures_and_deadlines_are_one_trajectorys_alone(sampler: TransformersSampler, prompt: Prompt) -> None:
     request = GroupRequest(prompt, SAMPLING, 4)
-    group = RecordedGroup(sampler, sampler.files.tokenizer, request, 96, timeout=2.0)
+    group = RecordedGroup(sampler, ChatFormat(sampler.files.tokenizer), request, 96, timeout=2.0)
     outcomes = asyncio.run(Scripted().run_group(prompt, group))
     found: list[Trajectory] = group.finish(outcomes, 1.0)
     assert [one.status for one in found][:3] == ["failed", "timeout", "truncated"]

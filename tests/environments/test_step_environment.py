@@ -20,7 +20,8 @@ from step_cases import AsyncGame, Game, GymnasiumGame
 from tiny import make_data, write_sums
 
 from rlightning.callbacks import TransformersRollout
-from rlightning.environments import LimitReachedError, Message, StepEnvironment, WorkerEnvironment
+from rlightning.environments import LimitReachedError, Message, Reply, StepEnvironment, WorkerEnvironment
+from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.models import load_config, load_policy
 from rlightning.parallel.sharding import named_weights
@@ -47,11 +48,11 @@ class CannedPolicy:
     def __init__(self, num_turns: int = 99) -> None:
         self.num_turns, self.heard = num_turns, list[tuple[Message, ...]]()
 
-    async def chat(self, *observations: Message) -> Sample:
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         if len(self.heard) == self.num_turns:
             raise LimitReachedError("9 tokens leave no room in 9.")
         self.heard.append(observations)
-        return Sample([7], [-0.1], [2], "7", "stop")
+        return Reply(Sample([7], [-0.1], [2], "7", "stop"))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         raise NotImplementedError
@@ -70,7 +71,9 @@ def play(environment: Any, policy: CannedPolicy | None = None, prompt: Prompt = 
 def play_group(environment: StepEnvironment, number: int, timeout: float) -> list[Trajectory]:
     """Attempt the prompt; a game is over before the policy is told anything, which has no tokenizer."""
     sampler: Any = CannedSampler()
-    group = RecordedGroup(sampler, None, GroupRequest(PROMPT, Sampling(max_new_tokens=4), number), 64, timeout)
+    group = RecordedGroup(
+        sampler, ChatFormat(None), GroupRequest(PROMPT, Sampling(max_new_tokens=4), number), 64, timeout
+    )
     return group.finish(asyncio.run(environment.run_group(PROMPT, group)), 0.0)
 
 
@@ -149,7 +152,9 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersSa
 def attempt(sampler: TransformersSampler, environment: Any) -> list[Trajectory]:
     tokenizer = sampler.files.tokenizer
     prompt = Prompt(3, PROMPT.text, tokenizer(PROMPT.text).input_ids, PROMPT.columns)
-    group = RecordedGroup(sampler, tokenizer, GroupRequest(prompt, Sampling(max_new_tokens=6, seed=11), 2), 192, 120.0)
+    group = RecordedGroup(
+        sampler, ChatFormat(tokenizer), GroupRequest(prompt, Sampling(max_new_tokens=6, seed=11), 2), 192, 120.0
+    )
 
     async def run() -> list[Outcome]:
         outcomes: list[Outcome] = await environment.run_group(prompt, group)

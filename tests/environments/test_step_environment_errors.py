@@ -21,7 +21,7 @@ from rlightning.errors import ConfigError
         (
             "step_cases.Gamer",
             {},
-            "environment=step_cases.Gamer: 'step_cases' has no class 'Gamer'. Did you mean 'Game'",
+            "environment=step_cases.Gamer: 'step_cases' has no class or function 'Gamer'. Did you mean 'Game'",
         ),
         ("step_cases.number", {}, "environment=step_cases.number is neither a class nor a function"),
         ("step_cases.OnlyReset", {}, "environment=step_cases.OnlyReset: OnlyReset has no method 'step'. Define reset"),

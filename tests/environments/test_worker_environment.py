@@ -16,7 +16,8 @@ import msgpack
 import pytest
 import yaml
 
-from rlightning.environments import Environment, LimitReachedError, Message, SelfCorrection, WorkerEnvironment
+from rlightning.environments import Environment, LimitReachedError, Message, Reply, SelfCorrection, WorkerEnvironment
+from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
 from rlightning.rollout import Sampling
@@ -48,8 +49,8 @@ class CannedPolicy:
         self.text, self.error = text, error
         self.num_turns = self.num_cancelled = 0
 
-    async def chat(self, *observations: Message) -> Sample:
-        return await self.sample([])
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
+        return Reply(await self.sample([]))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         self.num_turns += 1
@@ -115,7 +116,7 @@ def test_two_turns_are_those_in_process_bit_for_bit(sampler: Any) -> None:
         for index, text in enumerate(("user: hi\nassistant: ", "user: 1+1\nassistant: ")):
             prompt = Prompt(index, text, sampler.files.tokenizer(text).input_ids, {"answer": "x"})
             request = GroupRequest(prompt, Sampling(max_new_tokens=6, seed=11 + index), 3)
-            group = RecordedGroup(sampler, sampler.files.tokenizer, request, 96, timeout=120.0)
+            group = RecordedGroup(sampler, ChatFormat(sampler.files.tokenizer), request, 96, timeout=120.0)
             groups.append(group.finish(await environment.run_group(prompt, group), 0.0))
         await environment.close()
         return groups
@@ -239,7 +240,7 @@ def test_more_trajectories_than_places_wait_without_timing_out(tmp_path: Path) -
         await environment.check()
         prompt = make_prompt("slow")
         request = GroupRequest(prompt, Sampling(max_new_tokens=4), 20)
-        group = RecordedGroup(Canned(), None, request, 64, timeout=2.0)  # type: ignore[arg-type]
+        group = RecordedGroup(Canned(), ChatFormat(None), request, 64, timeout=2.0)  # type: ignore[arg-type]
         outcomes = await environment.run_group(prompt, group)
         assert [outcome.status for outcome in outcomes] == ["finished"] * 20
         assert len({outcome.metrics["pid"] for outcome in outcomes}) == 2
@@ -331,7 +332,7 @@ def test_section_of_the_page_runs(tmp_path: Path, other_python: str, monkeypatch
     [
         ("Deeds", {}, r"^environment\.environment=Deeds is no dotted path\. Write module\.Class, such as my_package"),
         ("no_package.Deeds", {}, r"=no_package\.Deeds cannot be imported by .*/python: ModuleNotFoundError: No module"),
-        ("worker_cases.Deed", {}, r"Deed: 'worker_cases' has no class 'Deed'\. Did you mean 'Deeds'\?"),
+        ("worker_cases.Deed", {}, r"Deed: 'worker_cases' has no class or function 'Deed'\. Did you mean 'Deeds'\?"),
         ("worker_cases.Other", {}, r"Other is a class that is no environment\. Name a subclass of rlightning\."),
         ("worker_cases.NeedsRoom", {}, r"cannot be made with no arguments: TypeError: .* argument: 'rooms'\. Change"),
         ("worker_cases.NeedsRoom", {"rooms": 0}, r"with the arguments rooms: OSError: no room is free\. Change"),

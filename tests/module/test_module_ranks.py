@@ -62,7 +62,7 @@ class Branching(ActorGenerator):
             return Trajectory.single_turn(prompt, self._complete(prompt, number, sampling))
         shorter = prompt._replace(index=prompt.index + 100, token_ids=prompt.token_ids[number - 1 :])
         samples = [self._complete(start, number, sampling) for start in (prompt, shorter)]
-        branches = (Branch(), Branch("compaction"))
+        branches = (Branch(), Branch("history_edited"))
         for place, (branch, start, sample) in enumerate(zip(branches, (prompt, shorter), samples, strict=True)):
             branch.append(start.token_ids)
             branch.append_sample(sample, place)

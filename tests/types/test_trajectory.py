@@ -25,7 +25,7 @@ RANDOM = st.integers(0, 2**32).map(random.Random)
 def two_branches() -> Trajectory:
     """A prompt 1 2, an answer 3 4, an observation 5, then a new history 1 2 6 with the answer 4, and 7 8."""
     first, second = Sample([3, 4], [-0.5, -0.25], [0, 0], "a", "stop"), Sample([7, 8], [-1, -2], [1, 1], "b", "length")
-    one, other = Branch(), Branch("compaction")
+    one, other = Branch(), Branch("history_edited")
     one.append([1, 2])
     one.append_sample(first, 0)
     one.append([5], 1)
@@ -50,7 +50,7 @@ def test_two_branches_are_packed_by_hand() -> None:
     assert batch.cu_seqlens.tolist() == [0, 5, 11, 13] and batch.trajectory_ids.tolist() == [0, 0, 1]
     assert (batch.num_sequences, batch.num_trajectories) == (3, 2)
     assert batch.completion_lengths.tolist() == [4, 1] and batch.sampled_lengths.tolist() == [2, 2, 1]
-    assert batch.group_ids.tolist() == [0, 1] and batch.reasons == ["start", "compaction", "start"]
+    assert batch.group_ids.tolist() == [0, 1] and batch.reasons == ["start", "history_edited", "start"]
     values = torch.tensor([1.0, 2.0])
     assert batch.to_tokens(values).tolist() == [1.0] * 11 + [2.0] * 2
     assert batch.to_tokens(torch.tensor([1.0, 2.0, 3.0]), axis="N").tolist() == [1.0] * 5 + [2.0] * 6 + [3.0] * 2
@@ -70,7 +70,7 @@ def test_selected_sequence_keeps_what_is_its_trajectorys() -> None:
     assert part.rewards is not None and part.rewards.tolist() == [7.0, 5.0]
     assert part.completion_lengths.tolist() == [1, 4] and part.sampled_lengths.tolist() == [1, 2]
     whole = batch.select([1, 0])
-    assert whole.trajectory_ids.tolist() == [0, 1, 1] and whole.reasons == ["start", "start", "compaction"]
+    assert whole.trajectory_ids.tolist() == [0, 1, 1] and whole.reasons == ["start", "start", "history_edited"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,211 @@
+"""A program that is an agent: started for a trajectory, in a folder of its own, and ended with all it started."""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rlightning.environments.messages import Message
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut, cut_value
+from rlightning.processes.process_group import end_group
+from rlightning.run_key import RUN_KEY_VARIABLE
+from rlightning.types.trajectory import Outcome, Prompt
+
+RewardSource = Literal["last_line", "exit_code", "none"]
+MAX_OUTPUT_BYTES = 1 << 16
+"""Of the end of what a program writes; the rest is read and dropped."""
+START = """\
+import fcntl, os, select, signal, sys
+lifeline = int(sys.argv[1])
+fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+if select.select([lifeline], [], [], 0)[0]:
+    os.killpg(0, signal.SIGKILL)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a command in its own place, which the system kills with its group once the trainer has closed the lifeline."""
+
+
+class AgentCommand:
+    """A command that is run for each trajectory.
+
+    Args:
+        command: program and arguments. ``{name}`` stands for the prompt's column of that name.
+        folder: whose files are copied into each trajectory's folder; None: that is empty.
+        variables: of the program's environment, beside the trainer's own.
+        reward: what its reward is read from.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
+    ) -> None:
+        # Files are named from where the trainer was started, and the program runs elsewhere.
+        self.command = [str(Path(part).absolute()) if Path(part).is_file() else part for part in command]
+        self.folder, self.variables, self.reward = folder, dict(variables), reward
+
+    def check(self) -> None:
+        """Raise a ConfigError if there is no such program or folder."""
+        if shutil.which(self.command[0]) is None:
+            raise ConfigError(
+                f"environment.command: there is no program '{self.command[0]}'. Install it, or write its path."
+            )
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ConfigError(f"environment.folder={self.folder} is no folder. Name one whose files the program needs.")
+
+    async def run(self, prompt: Prompt, messages: list[Message] | None, variables: Mapping[str, str]) -> Outcome:
+        """Run it once.
+
+        Args:
+            prompt: that it gets on its standard input, as JSON: ``text``, ``index``, ``columns``, ``messages``.
+            messages: of the prompt; None if it is no chat.
+            variables: of this trajectory, for its environment.
+
+        Raises:
+            ChildProcessError: it failed.
+        """
+        environment = {name: value for name, value in os.environ.items() if name != RUN_KEY_VARIABLE}
+        environment |= {**variables, **self.variables}
+        given = {"text": prompt.text, "index": prompt.index, "columns": prompt.columns, "messages": messages}
+        folder = await asyncio.to_thread(self._make_folder)
+        try:
+            code, output, errors = await run_process(
+                [_fill(part, prompt.columns) for part in self.command],
+                stdin=json.dumps(given, default=str).encode(),
+                folder=folder,
+                environment=environment,
+            )
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return self._read_reward(code, output, errors)
+
+    def _make_folder(self) -> str:
+        folder = tempfile.mkdtemp(prefix="rlightning.agent.")
+        if self.folder is not None:
+            shutil.copytree(self.folder, folder, dirs_exist_ok=True, symlinks=True)
+        return folder
+
+    def _read_reward(self, code: int, output: str, errors: str) -> Outcome:
+        if self.reward == "exit_code" and code in (0, 1):
+            return Outcome(reward=1.0 - code)
+        if code != 0:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise ChildProcessError(f"the program ended with {how}\n{cut(errors or output).strip()}")
+        if self.reward != "last_line":
+            return Outcome()
+        last = output.rstrip().rpartition("\n")[2]
+        try:
+            said = json.loads(last)
+            fields = said if isinstance(said, dict) else {"reward": said}
+            reward, metrics = fields.get("reward"), fields.get("metrics", {})
+            outcome = Outcome(
+                None if reward is None else float(reward),
+                metrics={str(name): float(value) for name, value in metrics.items()},
+            )
+        except (ValueError, TypeError, AttributeError):
+            outcome = Outcome(math.nan)
+        if outcome.reward is not None and not math.isfinite(outcome.reward):
+            raise ChildProcessError(
+                f"the program's last line is {cut_value(last)}, and has to be its reward: a number, or JSON such as "
+                '{"reward": 1.0}'
+            )
+        return outcome
+
+
+async def run_process(
+    command: Sequence[str], *, stdin: bytes, folder: str, environment: Mapping[str, str]
+) -> tuple[int, str, str]:
+    """Run a command to its end, and end what it leaves behind; a cancellation ends all of it.
+
+    Args:
+        command: program and arguments.
+        stdin: its standard input.
+        folder: where it runs.
+        environment: its variables.
+
+    Returns:
+        Its exit code, minus the signal's number if one ended it, and the ends of its output and of its errors.
+    """
+    lifeline, ours = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", START, str(lifeline), *command],
+            cwd=folder,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[lifeline],
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(lifeline)
+    assert process.stdin is not None
+    readers = [asyncio.ensure_future(_read_tail(pipe)) for pipe in (process.stdout, process.stderr)]
+    writer = asyncio.ensure_future(_write(process.stdin, stdin))
+    try:
+        await _wait_for_exit(process.pid)
+    finally:
+        # What it has left holds its pipes open, and would go on.
+        os.close(ours)
+        await asyncio.shield(asyncio.to_thread(end_group, process.pid))
+        code = process.wait()
+        writer.cancel()
+        output, errors = [tail.decode(errors="replace") for tail in await asyncio.gather(*readers)]
+    return code, output, errors
+
+
+async def _wait_for_exit(pid: int) -> None:
+    """Return when a child has ended, whoever holds its pipes."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def _read_tail(pipe: Any) -> bytes:
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
+    )
+    tail = b""
+    try:
+        while chunk := await stream.read(MAX_OUTPUT_BYTES):
+            tail = (tail + chunk)[-MAX_OUTPUT_BYTES:]
+    finally:
+        transport.close()
+    return tail
+
+
+async def _write(pipe: Any, data: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    with contextlib.suppress(ConnectionError):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+def _fill(part: str, columns: Mapping[str, Any]) -> str:
+    """Return an argument with the columns' values in place of their names in braces."""
+    for name, value in columns.items():
+        part = part.replace(f"{{{name}}}", str(value))
+    return part

@@ -1,0 +1,388 @@
+"""Chats as tokens: rendered by the tokenizer's chat template, and read back from what was sampled.
+
+A conversation is rendered once, at its start. What the policy samples after that stays as it was sampled, and only the
+messages that follow it are rendered, in the form that the template gives them there.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from rlightning.data.chats import CONTINUES, clean_messages
+from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
+from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.tool_formats import CLOSE_THOUGHT, OPEN_THOUGHT, RenderersParser, find_family, read_message
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
+from rlightning.types.trajectory import Prompt
+
+_MARK = "ANSWER OF THE POLICY"
+"""Stands for what the policy has sampled where a chat template is asked what follows that."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of it in messages."""
+INSTALL = "pip install --no-deps renderers prime-pydantic-config"
+"""Without dependencies: openai-harmony would overwrite files of the oss-harmony that vLLM brings along."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+"""That templates are tried with."""
+
+
+class ChatFormat:
+    """The form in which a policy reads and writes chats. Without a chat template, contents follow each other.
+
+    Args:
+        tokenizer: the policy's.
+        template_arguments: of its chat template, such as ``{"enable_thinking": False}``; None: those of the prompts.
+        prompt_format: how rows become prompts.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_arguments: Mapping[str, Any] | None = None,
+        *,
+        prompt_format: PromptFormat = USUAL,
+    ) -> None:
+        self._tokenizer, self._prompt_format = tokenizer, prompt_format
+        chosen = prompt_format.chat_template_arguments if template_arguments is None else template_arguments
+        self._arguments = {name: value for name, value in chosen.items() if name != CONTINUES}
+
+    def prompt_messages(self, prompt: Prompt) -> list[Message]:
+        """Return the messages of a prompt.
+
+        Raises:
+            ConfigError: it holds what a chat template has rendered.
+        """
+        where = f"Prompt {prompt.index}"
+        messages = prompt_messages(prompt.columns, self._prompt_format, where)
+        if any(self._special_text.match(message["content"]) for message in messages):
+            raise ConfigError(
+                f"{where} begins with a special token, as if it were rendered already. Tools are described in what the "
+                "chat template renders: give texts or messages."
+            )
+        return messages
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's."""
+        return self._tokenizer
+
+    @cached_property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self._tokenizer.chat_template is not None
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the tokens of a conversation.
+
+        Args:
+            messages: as in chat APIs.
+            tools: schemas of the tools, as in chat APIs.
+            add_generation_prompt: whether the policy's turn begins at the end.
+
+        Raises:
+            ConfigError: the template refuses it, or it has other contents than text.
+        """
+        text = self.render_text(messages, tools, add_generation_prompt)
+        return self._encode(text, add_special_tokens=not self.has_template)
+
+    def render_text(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a conversation; see :meth:`render`."""
+        cleaned = self._clean(messages)
+        if not self.has_template:
+            if tools:
+                self.check_tools()
+            return "".join(message["content"] for message in cleaned)
+        return self._apply(cleaned, tools, add_generation_prompt)
+
+    def render_observations(self, messages: Sequence[Message], *, sampled: Sequence[int], ended: bool) -> list[int]:
+        """Return the tokens from the end of the policy's turn to the beginning of its next one.
+
+        Args:
+            messages: that follow; answers of tools have the ``name`` of their tool, and come first.
+            sampled: tokens of the policy's turn.
+            ended: whether the policy ended it, rather than a limit. The token that ends a turn is not repeated then; it
+                is added if a limit or a stop string came before it.
+        """
+        cleaned = self._clean(messages)
+        if not self.has_template:
+            return self._encode("".join(message["content"] for message in cleaned))
+        close, text = self._find_rest(cleaned)
+        if ended and sampled and sampled[-1] in self._special_ids and close is not None:
+            last = self._tokenizer.convert_ids_to_tokens(int(sampled[-1]))
+            is_known = last in close and text.startswith(close)
+            end = close.find(last) + len(last) if is_known else self._end_of_special(text)
+            return self._encode(text[end:])
+        token_ids = self._encode(text)
+        is_repeated = ended and bool(sampled) and token_ids[:1] == [sampled[-1]]
+        return token_ids[is_repeated:]
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Message] | None = None,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        turn: int = 0,
+    ) -> AssistantMessage:
+        """Return what the tokens of a turn of the policy's say.
+
+        Args:
+            token_ids: as they were sampled.
+            tools: that the conversation has; their schemas say which arguments are texts, where the form does not.
+            prompt_ids: that the turn was sampled after; None: after the template's usual beginning of a turn.
+            turn: its number in the trajectory, that the ids of its calls have.
+        """
+        call_ids = (f"call{turn:03d}{number:02d}" for number in range(100))  # nine characters, as Mistral's
+        if isinstance(self._parser, RenderersParser):
+            return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
+        kept = {self._tokenizer.convert_tokens_to_ids(token) for token in (OPEN_THOUGHT, CLOSE_THOUGHT, *_CALL_TOKENS)}
+        hidden = self._special_ids - kept
+        text = self._tokenizer.decode([token for token in token_ids if token not in hidden], skip_special_tokens=False)
+        family = self._family if tools else None
+        return read_message(text, family, call_ids, in_thought=self._is_in_thought(prompt_ids))
+
+    def check_tools(self) -> None:
+        """Raise a ConfigError if the policy cannot be given tools."""
+        if not self.has_template:
+            raise ConfigError(
+                "Tools need a chat template, and the model's tokenizer has none. Use a model that was tuned for chats "
+                "with tools, or set tokenizer.chat_template and save it."
+            )
+        if self._family is None or self._call_style is None:
+            raise ConfigError(
+                "The model's chat template writes tool calls in no form that is known, or has none. Use a model that "
+                "was tuned for chats with tools."
+            )
+        if isinstance(self._parser, str):
+            raise ConfigError(f"Tool calls as {self._family.name}'s are read by the package renderers, {self._parser}")
+
+    def try_text(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, *, add_generation_prompt: bool
+    ) -> str | None:
+        """Return the text of a conversation without the special tokens that end it; None if the template refuses it."""
+        try:
+            text = self.render_text(messages, tools, add_generation_prompt)
+        except ConfigError:
+            return None
+        return re.sub(rf"({self._special_text.pattern}|\s)+\Z", "", text)
+
+    @cached_property
+    def rewrites(self) -> str | None:
+        """What the template changes in earlier turns when others follow; None if it only appends, or there is none."""
+        return find_rewrites(self) if self.has_template else None
+
+    def describe(self) -> str:
+        """Return in a line how tool calls are read, and what the template changes in earlier turns."""
+        if not self.has_template:
+            return "Chats: the tokenizer has no chat template, so that contents follow each other as they are."
+        if self._family is None or self._call_style is None:
+            reader = "no tools"
+        elif not self._family.renderers:
+            reader = f"tool calls as {self._family.name}'s"
+        else:
+            reader = f"tool calls as {self._family.name}'s, by the package renderers"
+            if isinstance(self._parser, str):
+                reader += f", {self._parser.rstrip('.')}"
+        if self.rewrites is None:
+            return f"Chats: {reader}; the chat template is append-only, so that histories are what it renders."
+        return (
+            f"Chats: {reader}; the chat template {self.rewrites}. Trajectories keep what was sampled, in one branch, "
+            "unless a client sends its history back changed."
+        )
+
+    @cached_property
+    def _family(self) -> Any:
+        return find_family(self._tokenizer.chat_template) if self.has_template else None
+
+    @cached_property
+    def _parser(self) -> RenderersParser | str | None:
+        """That of a family which is not read here, or why there is none."""
+        if self._family is None or not self._family.renderers:
+            return None
+        try:
+            return RenderersParser(self._tokenizer, self._family)
+        except ImportError:
+            return f"which is not installed: {INSTALL}."
+        except ConfigError as error:
+            return f"which refuses the tokenizer: {error}."
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._tokenizer.added_tokens_decoder
+        return frozenset(self._tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    @cached_property
+    def _special_text(self) -> re.Pattern[str]:
+        texts = sorted(self._tokenizer.convert_ids_to_tokens(sorted(self._special_ids)), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    @cached_property
+    def _call_style(self) -> tuple[str | None, bool] | None:
+        """How the template takes messages with calls: their content, and whether arguments are JSON text."""
+        for content in ("", None):
+            for is_text in (False, True):
+                arguments: Any = {"word": _MARK}
+                call = _make_call("look_up", json.dumps(arguments) if is_text else arguments)
+                message = {"role": "assistant", "content": content, "tool_calls": [call]}
+                try:
+                    text = self._apply([{"role": "user", "content": "hi"}, message], [_TOOL], False)
+                except ConfigError:
+                    continue
+                if _MARK in text and "{'word'" not in text:
+                    return content, is_text
+        return None
+
+    def _clean(self, messages: Sequence[Message]) -> list[Message]:
+        cleaned = clean_messages(list(messages), "The conversation", has_fixed_fields=False)
+        named = [self._set_reasoning(message) for message in cleaned]
+        return [self._set_calls(message) if message.get("tool_calls") else message for message in named]
+
+    def _set_reasoning(self, message: Message) -> Message:
+        """Return a message whose reasoning has all names by which templates read it."""
+        reasoning = next((message[name] for name in _REASONING if name in message), None)
+        return message if reasoning is None else {**message, **dict.fromkeys(_REASONING, reasoning)}
+
+    def _set_calls(self, message: Message) -> Message:
+        """Return a message whose calls have the form that the template takes."""
+        content, is_text = self._call_style or ("", False)
+        calls = []
+        for call in message["tool_calls"]:
+            function = dict(call.get("function", call))
+            arguments = function.get("arguments", {})
+            if is_text and not isinstance(arguments, str):
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            elif not is_text and isinstance(arguments, str):
+                try:
+                    function["arguments"] = json.loads(arguments or "{}")
+                except ValueError as error:
+                    raise ConfigError(f"The arguments of a tool call are no JSON: {cut_line(error)}.") from error
+            calls.append({**call, "function": function})
+        return {**message, "content": message["content"] or content, "tool_calls": calls}
+
+    def _apply(self, messages: list[Message], tools: Sequence[Message] | None, add_generation_prompt: bool) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._arguments,
+            )
+        except Exception as error:  # a template is a program of the model's author, which may raise anything
+            raise ConfigError(f"The model's chat template refuses the conversation: {cut_line(error)}.") from error
+        return str(text)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        return token_ids
+
+    def _find_rest(self, messages: list[Message]) -> tuple[str | None, str]:
+        """Return what closes the policy's turn, and the text from there to the beginning of its next one.
+
+        Returns:
+            The text that closes it where nothing follows, None where that has no special token; and the text with what
+            closes it where the messages follow.
+        """
+        answers = list(takewhile(lambda message: message["role"] == "tool", messages))
+        if answers and self._call_style is not None:
+            for kept in (answers, answers[-1:]):  # some templates take one call a message
+                try:
+                    return self._find_rest_of_calls(kept, messages)
+                except ConfigError:
+                    if len(kept) == 1:
+                        raise
+        history: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}]
+        close, text = self._follow(history, messages)
+        return close if self._special_text.search(close) else None, text
+
+    def _find_rest_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
+        assert self._call_style is not None
+        content, is_text = self._call_style
+        calls = []
+        for answer in answers:
+            arguments: Any = {"word": _MARK}
+            call = _make_call(answer.get("name", "look_up"), json.dumps(arguments) if is_text else arguments)
+            calls.append({**call, "id": answer.get("tool_call_id", call["id"])})
+        history: list[Message] = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": content, "tool_calls": calls},
+        ]
+        close, text = self._follow(history, messages)
+        if not text.startswith(close):
+            raise ConfigError("The model's chat template changes a tool call once its answer follows.")
+        specials = list(self._special_text.finditer(close))
+        start = specials[-1].start() if specials else len(close.rstrip())
+        return close[start:] if specials else None, text[start:]
+
+    def _follow(self, history: list[Message], messages: list[Message]) -> tuple[str, str]:
+        """Return the text after the policy's words, if nothing follows and if messages do."""
+        return (
+            self._apply(history, None, False).rpartition(_MARK)[2],
+            self._apply([*history, *messages], None, True).rpartition(_MARK)[2],
+        )
+
+    def _end_of_special(self, text: str) -> int:
+        found = self._special_text.search(text)
+        return 0 if found is None else found.end()
+
+    def _is_in_thought(self, prompt_ids: Sequence[int] | None) -> bool:
+        if prompt_ids is None:
+            return self._opens_thought
+        end = self._tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False)
+        return bool(end.rstrip().endswith(OPEN_THOUGHT))
+
+    @cached_property
+    def _opens_thought(self) -> bool:
+        if not self.has_template:
+            return False
+        return self._apply([{"role": "user", "content": "hi"}], None, True).rstrip().endswith(OPEN_THOUGHT)
+
+
+def find_rewrites(chat_format: ChatFormat) -> str | None:
+    """Return what a chat template changes in earlier turns, found by rendering conversations; None if nothing."""
+    user = {"role": "user", "content": "question"}
+    call = _make_call("look_up", {"word": "x"})
+    answer = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "found"}
+    plain = {"role": "assistant", "content": "words"}
+    thought = {**plain, "reasoning_content": _MARK}
+    for turn, follows in (
+        (thought, user),
+        (plain, user),
+        ({**plain, "tool_calls": [call]}, answer),
+        ({**thought, "tool_calls": [call]}, answer),
+    ):
+        tools = [_TOOL] if follows is answer else None
+        begun = chat_format.try_text([user], tools, add_generation_prompt=True)
+        said = chat_format.try_text([user, turn], tools, add_generation_prompt=False)
+        after = chat_format.try_text([user, turn, follows], tools, add_generation_prompt=True)
+        if begun is None or said is None or after is None:
+            continue
+        has_thought = _MARK in said or begun.endswith(OPEN_THOUGHT)
+        if turn is plain and begun.endswith(OPEN_THOUGHT):
+            continue  # a model that always reasons says no such thing
+        if not (after.startswith(said) and after.startswith(begun)):
+            what = "reasoning" if has_thought and _MARK not in after else "earlier turns"
+            verb = "drops" if what == "reasoning" else "changes"
+            return f"{verb} {what} once {'an answer of a tool' if follows is answer else 'a message'} follows"
+    return None
+
+
+_CALL_TOKENS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
+
+
+def _make_call(name: str, arguments: Any) -> Message:
+    return {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}

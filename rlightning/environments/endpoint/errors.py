@@ -1,0 +1,54 @@
+"""The errors that a client of the endpoint gets, in the shape of the API that it speaks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlightning.foreign_text import describe_error
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+"""By HTTP status, in OpenAI's and Anthropic's words; any other is the server's own."""
+
+
+class APIError(Exception):
+    """A request that is not served; nothing of it reaches the trajectory.
+
+    Args:
+        message: what the client is told, in a line.
+        status: of HTTP.
+        param: the parameter that is at fault.
+        code: OpenAI's word for it.
+    """
+
+    def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+
+    def to_openai(self) -> dict[str, Any]:
+        """Return OpenAI's form of it."""
+        kind = TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def to_anthropic(self) -> dict[str, Any]:
+        """Return Anthropic's form of it."""
+        kind = "request_too_large" if self.status == 413 else TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise an APIError for a part of a request that is not of the API's form.
+
+    Args:
+        what: the part, for the error.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise APIError(f"{what}: it is not of the API's form ({describe_error(error)}).", param=what) from error

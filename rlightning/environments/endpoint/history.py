@@ -1,0 +1,238 @@
+"""Finds what a session has seen already in the messages that a client sends, and says why where it has not."""
+
+import json
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlightning.environments.endpoint.errors import APIError
+from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.recorder import RecordedTurn
+from rlightning.foreign_text import cut_value
+from rlightning.types.trajectory import BranchReason, Sample
+
+THOUGHT = re.compile(r"\s*(?:<think>)?.*?</think>", re.DOTALL)
+"""At the start of a text whose reasoning was not read apart."""
+SYSTEM = ("system", "developer")
+
+
+class Known(NamedTuple):
+    """A message, in the form in which it is compared: without what clients change without meaning to.
+
+    Attributes:
+        role: of it; a developer's is the system's.
+        text: its content without white space around it.
+        calls: names and arguments of its tool calls, as JSON; "" for none.
+        reasoning: of the policy's, not compared where a client does not send it.
+    """
+
+    role: str
+    text: str
+    calls: str
+    reasoning: str
+
+    def matches(self, recorded: "Known") -> bool:
+        """Return whether a client's message is the recorded one."""
+        return self[:3] == recorded[:3] and self.reasoning in ("", recorded.reasoning)
+
+    def without_thought(self) -> "Known":
+        """Return it without reasoning, in its text either."""
+        return self._replace(text=THOUGHT.sub("", self.text, count=1).strip(), reasoning="")
+
+
+class Past(NamedTuple):
+    """A conversation up to a turn of the policy's.
+
+    Attributes:
+        tools: that it had, as JSON.
+        messages: of it, the last one the policy's.
+        turn: the last one.
+    """
+
+    tools: str
+    messages: tuple[Known, ...]
+    turn: RecordedTurn
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """[L], as they were sampled and rendered."""
+        return self.turn.branch.token_ids[: self.turn.end]
+
+    @property
+    def sample(self) -> Sample:
+        """Of its last turn."""
+        return self.turn.sample
+
+
+class Found(NamedTuple):
+    """What a session has seen of a conversation.
+
+    Attributes:
+        past: that it goes on from; None: it has to be rendered anew.
+        num_new: messages at its end that are no turns of the trajectory yet.
+        reason: why a branch begins, if one does.
+    """
+
+    past: Past | None
+    num_new: int
+    reason: BranchReason
+
+
+class Histories:
+    """The conversations of one session."""
+
+    def __init__(self) -> None:
+        self._pasts: list[Past] = []
+        self._beginnings: set[tuple[str, tuple[Known, ...]]] = set()
+
+    def find(self, messages: Sequence[Known], tools: str) -> Found:
+        """Find the longest recorded conversation that one goes on from.
+
+        Args:
+            messages: of the conversation.
+            tools: that it has, as JSON.
+        """
+        own = tuple(messages)
+        fitting = [past for past in self._pasts if past.tools == tools and _begins(own, past.messages)]
+        if fitting:
+            past = max(fitting, key=lambda one: (len(one.messages), one.turn.end == len(one.turn.branch.token_ids)))
+            num_new = len(own) - len(past.messages)
+            if num_new and all(message.role != "assistant" for message in own[-num_new:]):
+                return Found(past, num_new, "sampled_again")
+        begun = (tools, own) in self._beginnings
+        if not any(message.role == "assistant" for message in own):
+            self._beginnings.add((tools, own))
+        known = {message[:3] for past in self._pasts for message in past.messages}
+        num_new = next((i for i, message in enumerate(reversed(own)) if message[:3] in known), len(own))
+        return Found(None, num_new, "sampled_again" if begun else self._find_reason(own, tools))
+
+    def add(self, messages: Sequence[Known], tools: str, turn: RecordedTurn, received: Known) -> None:
+        """Remember a turn of the policy's.
+
+        Args:
+            messages: that it answers.
+            tools: of the conversation, as JSON.
+            turn: that was recorded.
+            received: its message, as the client gets it.
+        """
+        self._pasts.append(Past(tools, (*messages, received), turn))
+
+    def _find_reason(self, own: tuple[Known, ...], tools: str) -> BranchReason:
+        if any(past.tools != tools and _begins(own, past.messages) for past in self._pasts):
+            return "tools_changed"
+        talk = _without_system(own)
+        pasts = [_without_system(past.messages) for past in self._pasts]
+        if any(_begins(talk, past) for past in pasts):
+            return "system_changed"
+        thoughtless = tuple(message.without_thought() for message in talk)
+        if any(_begins(thoughtless, tuple(message.without_thought() for message in past)) for past in pasts):
+            return "reasoning_dropped"
+        answers = {message[:3] for past in pasts for message in past if message.role == "assistant"}
+        is_edited = any(message[:3] in answers for message in own)
+        has_answers = any(message.role == "assistant" for message in own)
+        return "history_edited" if is_edited or has_answers else "started_over"
+
+
+def read_known(message: Mapping[str, Any]) -> Known:
+    """Return a message, cleaned by :func:`clean`, in the form in which it is compared."""
+    calls = [
+        {"name": call["function"].get("name"), "arguments": _read_arguments(call["function"].get("arguments"))}
+        for call in message.get("tool_calls", ())
+    ]
+    reasoning = str(message.get("reasoning_content", "")).strip()
+    text = message["content"].strip()
+    return Known(message["role"], text, to_json(calls) if calls else "", reasoning)
+
+
+def clean(messages: Any) -> list[Message]:
+    """Return the messages of a request with the fields that chat templates read, and no others.
+
+    Answers of tools get the name of the tool that was called.
+
+    Raises:
+        APIError: they are none, or hold something else than text.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise APIError(f"messages={cut_value(messages)} has to be a list of messages.", param="messages")
+    cleaned = [_clean(message, f"messages.{place}") for place, message in enumerate(messages)]
+    if cleaned[-1]["role"] == "assistant":
+        raise APIError(
+            "messages: the last message is the assistant's, and a turn of the policy's cannot be continued. End with "
+            "another one's.",
+            param="messages",
+        )
+    names: dict[str, str] = {}
+    for message in cleaned:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return cleaned
+
+
+def to_json(value: Any) -> str:
+    """Return a value in the one form in which it is compared."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def received_message(message: AssistantMessage) -> Known:
+    """Return the policy's message, as the client gets it, in the form in which it is compared."""
+    return read_known(message.to_message())
+
+
+def _clean(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise APIError(f"{where}={cut_value(message)} has to be a message with a role.", param=where)
+    role = "system" if message["role"] in SYSTEM else message["role"]
+    cleaned: Message = {"role": role, "content": "\n".join(_read_parts(message.get("content"), f"{where}.content"))}
+    if message.get("function_call"):
+        raise APIError(f"{where}.function_call is not supported. Use tool_calls.", param=f"{where}.function_call")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if role == "assistant" and isinstance(reasoning, str):
+        cleaned["reasoning_content"] = reasoning
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            cleaned[name] = message[name]
+    if calls := message.get("tool_calls"):
+        cleaned["tool_calls"] = [_clean_call(call, f"{where}.tool_calls") for call in calls]
+    return cleaned
+
+
+def _clean_call(call: Any, where: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise APIError(f"{where}: {cut_value(call)} is no call of a function.", param=where)
+    arguments = _read_arguments(function.get("arguments"))
+    if not isinstance(arguments, Mapping):
+        raise APIError(f"{where}: the arguments {cut_value(arguments)} are no JSON object.", param=where)
+    named = {"name": function["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": str(call.get("id", "")), "type": "function", "function": named}
+
+
+def _read_parts(content: Any, where: str) -> Iterator[str]:
+    if content is None:
+        return
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type", "part") if isinstance(part, Mapping) else type(part).__name__
+            raise APIError(f"{where}: {kind} is not supported; the policy reads text alone.", param=where)
+        yield text
+
+
+def _read_arguments(arguments: Any) -> Any:
+    """Return what the arguments of a call say; a text that is no JSON stays one."""
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments or "{}")
+        except ValueError:
+            return arguments
+    return {} if arguments is None else arguments
+
+
+def _begins(messages: tuple[Known, ...], past: tuple[Known, ...]) -> bool:
+    return len(past) <= len(messages) and all(map(Known.matches, messages, past))
+
+
+def _without_system(messages: tuple[Known, ...]) -> tuple[Known, ...]:
+    return tuple(message for message in messages if message.role != "system")

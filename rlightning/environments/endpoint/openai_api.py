@@ -1,0 +1,176 @@
+"""OpenAI's routes: chats, completions, and vLLM's own route for tokens."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rlightning.environments.endpoint.errors import APIError
+from rlightning.environments.endpoint.parameters import Asked, read_asked
+from rlightning.environments.endpoint.session import Answers, Session
+from rlightning.environments.messages import Message
+from rlightning.environments.recorder import RecordedTurn
+from rlightning.foreign_text import cut_value
+
+Reply = dict[str, Any] | list[tuple[str | None, Any]]
+"""A body, or the events of a stream: each with its name, where the API has one, and its data."""
+DONE = (None, "[DONE]")
+
+
+async def complete_chat(session: Session, body: Mapping[str, Any]) -> Reply:
+    """Answer ``/v1/chat/completions``."""
+    others = ("messages", "tools", "tool_choice")
+    asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=others)
+    tools = read_tools(body, session.ignored)
+    answers = await session.chat(asked, body.get("messages"), tools)
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": session.model}
+    choices = [_chat_choice(session, turn, asked, index) for index, turn in enumerate(answers.turns)]
+    if asked.stream:
+        return list(_stream(head, "chat.completion.chunk", map(_chat_deltas, choices), answers, asked))
+    return {**head, "object": "chat.completion", "choices": choices, "usage": count_usage(answers)}
+
+
+async def complete_text(session: Session, body: Mapping[str, Any]) -> Reply:
+    """Answer ``/v1/completions``."""
+    asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
+    answers = await session.complete(asked, _read_prompt(body.get("prompt")))
+    head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": session.model}
+    choices = [
+        {
+            "index": index,
+            "text": turn.message.content,
+            "finish_reason": turn.sample.finish_reason,
+            "logprobs": _text_logprobs(session, turn) if asked.wants_logprobs else None,
+        }
+        for index, turn in enumerate(answers.turns)
+    ]
+    if asked.stream:
+        return list(_stream(head, "text_completion", ([choice] for choice in choices), answers, asked))
+    return {**head, "object": "text_completion", "choices": choices, "usage": count_usage(answers)}
+
+
+async def generate_tokens(session: Session, body: Mapping[str, Any]) -> Reply:
+    """Answer ``/inference/v1/generate``: vLLM's route, with tokens named ``token_id:<id>`` as renderers reads them."""
+    unknown = [name for name in body if name not in ("token_ids", "sampling_params", "model", "stream", "cache_salt")]
+    if unknown:
+        raise APIError(f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter")
+    if body.get("stream"):
+        raise APIError("stream=True is not supported here.", param="stream", code="unsupported_parameter")
+    parameters = body.get("sampling_params") or {}
+    if not isinstance(parameters, Mapping):
+        raise APIError("sampling_params has to be an object.", param="sampling_params")
+    asked = read_asked(parameters, session.policy.sampling, ignored=session.ignored)
+    answers = await session.complete(asked, _read_tokens(body.get("token_ids"), "token_ids"))
+    choices = [
+        {
+            "index": index,
+            "token_ids": list(turn.sample.token_ids),
+            "finish_reason": turn.sample.finish_reason,
+            "logprobs": {"content": _token_logprobs(turn, lambda token: f"token_id:{token}")},
+        }
+        for index, turn in enumerate(answers.turns)
+    ]
+    return {
+        "request_id": secrets.token_hex(12),
+        "model": session.model,
+        "choices": choices,
+        "usage": count_usage(answers),
+    }
+
+
+def list_models(session: Session) -> dict[str, Any]:
+    """Answer ``/v1/models``."""
+    limit = session.policy.max_length
+    one = {"id": session.model, "object": "model", "created": 0, "owned_by": "rlightning", "max_model_len": limit}
+    return {"object": "list", "data": [one]}
+
+
+def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> list[Message] | None:
+    """Return the schemas of a request's tools; None where the policy is not to call any."""
+    choice = None if "tool_choice" in ignored else body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise APIError(
+            f"tool_choice={cut_value(choice)} is not supported: what the policy writes is not constrained. Use auto or "
+            "none, or add 'tool_choice' to the endpoint's ignored parameters (environment.endpoint.ignored).",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(map(_is_function, tools)):
+        raise APIError(f"tools={cut_value(tools)} has to be a list of functions.", param="tools")
+    return tools if tools and choice != "none" else None
+
+
+def count_usage(answers: Answers) -> dict[str, int]:
+    """Return the tokens of a request: the prompt's, and those of all choices."""
+    sampled = sum(len(turn.sample.token_ids) for turn in answers.turns)
+    num_prompt = answers.num_prompt_tokens
+    return {"prompt_tokens": num_prompt, "completion_tokens": sampled, "total_tokens": num_prompt + sampled}
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _chat_choice(session: Session, turn: RecordedTurn, asked: Asked, index: int) -> dict[str, Any]:
+    message = turn.message.to_message()
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
+    logprobs = {"content": _token_logprobs(turn, session.decode)} if asked.wants_logprobs else None
+    is_call = "tool_calls" in message and turn.sample.finish_reason == "stop"
+    reason = "tool_calls" if is_call else turn.sample.finish_reason
+    return {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
+
+
+def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a choice in parts, as a stream has them."""
+    message, index = choice["message"], choice["index"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+    deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls", ()))]
+    parts = [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
+    last = {"index": index, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
+    return [*parts, last]
+
+
+def _stream(
+    head: dict[str, Any], kind: str, choices: Iterator[list[dict[str, Any]]], answers: Answers, asked: Asked
+) -> Iterator[tuple[str | None, Any]]:
+    for parts in choices:
+        for part in parts:
+            yield None, {**head, "object": kind, "choices": [part]}
+    if asked.stream_options.include_usage:
+        yield None, {**head, "object": kind, "choices": [], "usage": count_usage(answers)}
+    yield DONE
+
+
+def _token_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> list[dict[str, Any]]:
+    pairs = zip(turn.sample.token_ids, turn.sample.logprobs, strict=True)
+    names = [(name(token), logprob) for token, logprob in pairs]
+    return [
+        {"token": one, "logprob": logprob, "bytes": list(one.encode()), "top_logprobs": []} for one, logprob in names
+    ]
+
+
+def _text_logprobs(session: Session, turn: RecordedTurn) -> dict[str, Any]:
+    tokens = [session.decode(token) for token in turn.sample.token_ids]
+    starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    logprobs = list(turn.sample.logprobs)
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": starts}
+
+
+def _read_prompt(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    return _read_tokens(prompt, "prompt")
+
+
+def _read_tokens(tokens: Any, name: str) -> list[int]:
+    if not isinstance(tokens, list) or not all(
+        isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in tokens
+    ):
+        raise APIError(f"{name}={cut_value(tokens)} has to be one prompt, a text or token ids.", param=name)
+    return tokens

@@ -1,0 +1,163 @@
+"""How a request wants to be sampled. What cannot be honoured is refused with an error that names it."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from rlightning.environments.endpoint.errors import APIError
+from rlightning.foreign_text import cut_line, cut_value
+from rlightning.rollout import Sampling
+from rlightning.seeds import mix_seed
+from rlightning.types.trajectory import TEMPERATURES
+
+MAX_CHOICES = 64
+"""Of a request (``n``)."""
+WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
+    *("safety_identifier", "request_id", "include", "skip_special_tokens", "spaces_between_special_tokens"),
+    "routed_experts_prompt_start",
+}
+"""Parameters that do not change what is sampled."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+}
+"""Parameters that no engine of ours has, by the values with which they change nothing."""
+T = TypeVar("T", bound=BaseModel)
+Count = Annotated[int, Field(ge=1)]
+Stop = Annotated[str, Field(min_length=1)]
+
+
+class StreamOptions(BaseModel):
+    """How an answer is streamed."""
+
+    include_usage: bool | None = None
+
+
+class Asked(BaseModel):
+    """What a request asks for, beside its history; the names are OpenAI's."""
+
+    model: str | None = None
+    temperature: float | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: Stop | list[Stop] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    seed: int | None = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def stops(self) -> list[str]:
+        """Strings that end a turn, and are no part of what the client gets."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return self.logprobs is not False
+
+
+def read_asked(
+    body: Mapping[str, Any], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
+) -> Asked:
+    """Return what a request asks for.
+
+    Args:
+        body: of the request.
+        sampling: the run's.
+        ignored: parameters that are passed over, whatever they say.
+        others: parameters that the route reads by itself.
+
+    Raises:
+        APIError: a parameter is of the wrong type, or cannot be honoured.
+    """
+    given = {name: value for name, value in body.items() if value is not None and name not in ignored}
+    neutral = {**NEUTRAL, "top_p": (sampling.top_p,), "min_p": (sampling.min_p,)}
+    neutral["top_k"] = (sampling.top_k,) if sampling.top_k else (0, -1)
+    for name, value in given.items():
+        if name in Asked.model_fields or name in others or name in WITHOUT_EFFECT:
+            continue
+        if name not in neutral:
+            raise APIError(f"Unknown parameter: '{name}'. {_way_out(name)}", param=name, code="unknown_parameter")
+        if value not in neutral[name]:
+            rule = f"is not supported, other than {cut_value(neutral[name][0])}"
+            raise APIError(
+                f"{name}={cut_value(value)} {rule}. {_way_out(name)}", param=name, code="unsupported_parameter"
+            )
+    return validate(Asked, {name: value for name, value in given.items() if name in Asked.model_fields})
+
+
+def validate(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return a model of these values; an APIError names the first wrong one."""
+    try:
+        return kind.model_validate(values, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part) in values)
+        raise APIError(f"{place}={cut_value(first['input'])}: {cut_line(first['msg'])}.", param=place) from None
+
+
+def refuse_choices(body: Mapping[str, Any]) -> None:
+    """Raise an APIError for ``n`` in an API that gives one answer."""
+    if "n" in body:
+        raise APIError("Unknown parameter: 'n'.", param="n", code="unknown_parameter")
+
+
+def to_sampling(asked: Asked, own: Sampling, stream: int, temperature: float | None) -> Sampling:
+    """Return how a request is sampled.
+
+    Args:
+        asked: by the request.
+        own: the run's, in this trajectory.
+        stream: number of the trajectory's random stream, so that the same seed draws something else in each.
+        temperature: that the trajectory's earlier turns were sampled at; None: there are none.
+
+    Raises:
+        APIError: the temperature is none, or another than that of the earlier turns.
+    """
+    wanted = own.temperature if asked.temperature is None else asked.temperature
+    lowest, highest = TEMPERATURES
+    if wanted != own.temperature and not lowest <= wanted <= highest:
+        rule = f"has to be from {lowest} to {highest:g}: what is sampled greedily cannot be trained"
+        raise APIError(f"temperature={wanted} {rule}. {_way_out('temperature')}", param="temperature")
+    if temperature not in (None, wanted):
+        raise APIError(
+            f"temperature={wanted} differs from {temperature}, at which earlier turns of this session were sampled: a "
+            f"trajectory has one temperature. {_way_out('temperature')}",
+            param="temperature",
+        )
+    limits = [own.max_new_tokens, asked.max_tokens, asked.max_completion_tokens]
+    return replace(
+        own,
+        temperature=wanted,
+        max_new_tokens=min(limit for limit in limits if limit is not None),
+        stop=(*own.stop, *asked.stops),
+        stop_token_ids=(*own.stop_token_ids, *asked.stop_token_ids),
+        seed=own.seed if asked.seed is None else mix_seed(stream, "client", asked.seed),
+    )
+
+
+def _way_out(name: str) -> str:
+    return f"Leave it out, or add '{name}' to the endpoint's ignored parameters (environment.endpoint.ignored)."

@@ -1,0 +1,285 @@
+"""The endpoint's server: it authenticates clients, bounds what they send, and answers them on one event loop."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
+from rlightning.environments.endpoint.errors import APIError
+from rlightning.environments.endpoint.openai_api import Reply
+from rlightning.environments.endpoint.session import Session
+from rlightning.environments.environment import LimitReachedError
+from rlightning.environments.policy import RecordedPolicy
+from rlightning.errors import ConfigError, check_rules
+from rlightning.foreign_text import describe_error
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+log = logging.getLogger(__name__)
+
+Route = Callable[[Session, Mapping[str, Any]], Awaitable[Reply]]
+ROUTES: Mapping[str, Route] = {
+    "/v1/chat/completions": openai_api.complete_chat,
+    "/v1/completions": openai_api.complete_text,
+    "/v1/responses": responses_api.respond,
+    "/v1/messages": anthropic_api.create_message,
+    "/inference/v1/generate": openai_api.generate_tokens,
+}
+LOOPBACK = "127.0.0.1"
+KEEP_ALIVE_SECONDS = 120
+"""For which a client's idle connection stays open: tools may take long between two requests."""
+CLOSE_SECONDS = 5.0
+
+
+class Endpoint:
+    """An OpenAI-compatible server, and Anthropic's messages, on the event loop that starts it.
+
+    Each trajectory has a session with a key of its own, and what its requests sample is recorded in it.
+
+    Args:
+        host: to listen at; others than this host's own programs reach it only if this says so.
+        port: to listen at; 0: a free one.
+        keeps_reasoning: whether the policy goes on reading its earlier reasoning in turns that follow, so that a
+            trajectory stays one branch. Otherwise the chat template decides, as it does in other servers.
+        ignored: parameters of requests that are passed over where they cannot be honoured, such as ``top_p``.
+        max_request_bytes: of a request's body.
+        max_connections: at once.
+        max_requests: of a session at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        keeps_reasoning: bool = True,
+        ignored: Iterable[str] = (),
+        max_request_bytes: int = 16 << 20,
+        max_connections: int = 4096,
+        max_requests: int = 64,
+    ) -> None:
+        check_rules(
+            {
+                f"endpoint.port={port} must be from 0 to 65535": 0 <= port < 1 << 16,
+                f"endpoint.max_request_bytes={max_request_bytes} must be at least 1": max_request_bytes >= 1,
+                f"endpoint.max_connections={max_connections} must be at least 1": max_connections >= 1,
+                f"endpoint.max_requests={max_requests} must be at least 1": max_requests >= 1,
+            }
+        )
+        self.host, self.port, self.keeps_reasoning = host, port, keeps_reasoning
+        self.ignored = frozenset(ignored)
+        self.max_request_bytes, self.max_connections, self.max_requests = (
+            max_request_bytes,
+            max_connections,
+            max_requests,
+        )
+        self._sessions: dict[str, Session] = {}
+        self._serving: tuple[Any, asyncio.Task[None]] | None = None
+        self._url = ""
+
+    @property
+    def url(self) -> str:
+        """Where it listens, without a path; only after :meth:`start`."""
+        return self._url
+
+    def check(self) -> None:
+        """Raise a ConfigError if this interpreter has no HTTP server."""
+        _import_server()
+
+    async def start(self) -> None:
+        """Listen, unless it does already.
+
+        Raises:
+            ConfigError: it cannot listen there, or no HTTP server is installed.
+        """
+        if self._serving is not None:
+            return
+        uvicorn, app = _import_server(), self._make_app()
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.host, self.port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"endpoint.host={self.host}, endpoint.port={self.port} cannot be listened at: {error.strerror}. Give "
+                "an address of this host; port 0 takes a free one."
+            ) from error
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            limit_concurrency=self.max_connections,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # those are the trainer's
+        task = asyncio.ensure_future(server.serve([listener]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.005)
+        self._serving = server, task
+        host = f"[{self.host}]" if family == socket.AF_INET6 else self.host
+        self._url = f"http://{host}:{listener.getsockname()[1]}"
+        log.info("Agents reach the policy at %s.", self._url)
+
+    async def close(self) -> None:
+        """End it, and what is under way. May be called twice."""
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        server, task = serving
+        for session in list(self._sessions.values()):
+            session.close()
+        server.should_exit = server.force_exit = True
+        _, pending = await asyncio.wait([task], timeout=CLOSE_SECONDS)
+        for one in pending:
+            one.cancel()
+
+    @contextlib.asynccontextmanager
+    async def open(self, policy: RecordedPolicy) -> AsyncIterator[Session]:
+        """Serve a trajectory's session until the context ends.
+
+        Args:
+            policy: of the trajectory.
+        """
+        await self.start()
+        session = Session(policy, keeps_reasoning=self.keeps_reasoning, ignored=self.ignored)
+        self._sessions[session.id] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[session.id]
+            session.close()
+
+    def _make_app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route as Path_
+
+        posts = [Path_(path, partial(self._answer, route), methods=["POST"]) for path, route in ROUTES.items()]
+        models = Path_("/v1/models", partial(self._answer, None), methods=["GET"])
+        return Starlette(routes=[*posts, models], exception_handlers={404: _answer_unknown, 405: _answer_unknown})
+
+    async def _answer(self, route: Route | None, request: "Request") -> "Response":
+        from starlette.responses import JSONResponse, Response
+
+        is_anthropic = request.url.path == "/v1/messages"
+        try:
+            session = self._authenticate(request.headers)
+            if route is None:
+                return JSONResponse(openai_api.list_models(session))
+            body = await self._read_body(request)
+            reply = await self._run(route, session, body, request)
+        except APIError as error:
+            shape = error.to_anthropic() if is_anthropic else error.to_openai()
+            # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
+            return JSONResponse(shape, error.status, headers={"x-should-retry": "false"})
+        if reply is None:
+            return Response(status_code=499)  # nobody gets it
+        if isinstance(reply, list):
+            return Response("".join(map(_write_event, reply)), media_type="text/event-stream")
+        return JSONResponse(reply)
+
+    def _authenticate(self, headers: Mapping[str, str]) -> Session:
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        parts = given.split("-", 2)
+        session = self._sessions.get(parts[1]) if len(parts) == 3 else None
+        # The identifier is no secret, and the key that it finds is compared in constant time.
+        if session is None or not hmac.compare_digest(session.key.encode(), given.encode()):
+            raise APIError("The API key is of no session that is open.", 401, code="invalid_api_key")
+        return session
+
+    async def _read_body(self, request: "Request") -> Mapping[str, Any]:
+        read = bytearray()
+        async for chunk in request.stream():
+            read += chunk
+            if len(read) > self.max_request_bytes:
+                raise APIError(f"The request has more than {self.max_request_bytes} bytes.", 413)
+        try:
+            body = json.loads(read)
+        except (ValueError, RecursionError) as error:
+            raise APIError(f"The request is no JSON: {describe_error(error)}.") from error
+        if not isinstance(body, dict):
+            raise APIError("The request has to be a JSON object.")
+        return body
+
+    async def _run(self, route: Route, session: Session, body: Mapping[str, Any], request: "Request") -> Reply | None:
+        """Return what a route answers; None if the client has gone before."""
+        if session.failure.done():
+            raise APIError("The session has failed; its trajectory is over.", 500)
+        if len(session.requests) >= self.max_requests:
+            raise APIError(f"{self.max_requests} requests of the session are under way.", 429)
+        work = asyncio.ensure_future(_call(route, session, body))
+        session.requests.add(work)
+        work.add_done_callback(session.requests.discard)
+        gone = asyncio.ensure_future(_wait_until_gone(request))
+        try:
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                session.num_abandoned += 1
+                return None
+            if work.cancelled():
+                raise APIError("The session was closed.", 503)
+            return work.result()
+        finally:
+            gone.cancel()
+            work.cancel()
+
+
+async def _call(route: Route, session: Session, body: Mapping[str, Any]) -> Reply:
+    """Call a route; what fails, other than by the request itself, ends the session."""
+    try:
+        return await route(session, body)
+    except LimitReachedError as error:
+        limit = session.policy.max_length
+        raise APIError(
+            f"This model's maximum context length is {limit} tokens. {error} Shorten the messages.",
+            param="messages",
+            code="context_length_exceeded",
+        ) from error
+    except APIError:
+        raise
+    except Exception as error:
+        session.fail(error)
+        raise APIError(f"The policy cannot be sampled from: {describe_error(error)}", 500) from error
+
+
+async def _wait_until_gone(request: "Request") -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer_unknown(request: "Request", error: Exception) -> "Response":
+    from starlette.responses import JSONResponse
+
+    path = f"{request.method} {request.url.path}"
+    return JSONResponse(APIError(f"There is no {path}; there are {', '.join(ROUTES)}.", 404).to_openai(), 404)
+
+
+def _write_event(event: tuple[str | None, Any]) -> str:
+    name, data = event
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+
+
+def _import_server() -> Any:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError(
+            f"The endpoint for agents needs an HTTP server, and {error.name} is not installed: pip install "
+            "'rlightning[agents]'."
+        ) from error
+    return uvicorn

@@ -1,0 +1,181 @@
+"""One trajectory's use of the endpoint: what its requests sample, and what of it they have seen."""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlightning.environments.endpoint.errors import APIError
+from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, received_message, to_json
+from rlightning.environments.endpoint.parameters import Asked, to_sampling
+from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.policy import RecordedPolicy
+from rlightning.environments.recorder import RecordedTurn
+from rlightning.errors import ConfigError
+from rlightning.rollout import Sampling
+from rlightning.types.trajectory import Sample
+
+
+class Answers(NamedTuple):
+    """What a request is answered with.
+
+    Attributes:
+        turns: one a choice; their messages are as the client gets them.
+        num_prompt_tokens: that the policy read.
+    """
+
+    turns: list[RecordedTurn]
+    num_prompt_tokens: int
+
+
+class Session:
+    """Serves one trajectory.
+
+    Args:
+        policy: of the trajectory.
+        keeps_reasoning: whether the policy goes on reading its earlier reasoning, whatever the chat template does.
+        ignored: parameters of requests that are passed over.
+
+    Attributes:
+        id: public part of the key.
+        key: that clients authenticate with.
+        model: what the policy is called: its name on the hub, or that of the folder it was loaded from.
+        responses: of ``/v1/responses``, by id: the messages up to each.
+        failure: set when no request can be answered any more.
+        num_abandoned: requests whose client has gone before they were answered.
+    """
+
+    def __init__(self, policy: RecordedPolicy, *, keeps_reasoning: bool, ignored: frozenset[str]) -> None:
+        self.id = secrets.token_hex(8)
+        self.key = f"sk-{self.id}-{secrets.token_urlsafe(24)}"
+        self.policy, self.ignored = policy, ignored
+        name = str(getattr(policy.chat_format.tokenizer, "name_or_path", "") or "policy")
+        self.model = Path(name).name if Path(name).is_dir() else name
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.requests: set[asyncio.Task[Any]] = set()
+        self.num_abandoned = 0
+        self.responses: dict[str, list[Message]] = {}
+        self._keeps_reasoning = keeps_reasoning
+        self._histories = Histories()
+        self._texts: list[tuple[str, RecordedTurn]] = []
+
+    def fail(self, error: Exception) -> None:
+        """End the session: nothing of it can become a reward."""
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+    def close(self) -> None:
+        """Cancel what is under way."""
+        for request in self.requests:
+            request.cancel()
+
+    async def chat(self, asked: Asked, messages: Any, tools: Sequence[Message] | None) -> Answers:
+        """Answer a conversation.
+
+        Args:
+            asked: by the request.
+            messages: of it.
+            tools: schemas; None where the policy's calls are not read.
+
+        Raises:
+            APIError: the messages cannot be rendered.
+        """
+        cleaned = clean(messages)
+        known, tools_key = [read_known(message) for message in cleaned], to_json(tools or [])
+        found = self._without_dropped_reasoning(self._histories.find(known, tools_key), cleaned, tools)
+        new = cleaned[len(cleaned) - found.num_new :]
+        history = self._render(found, cleaned, new, tools)
+        number = self.policy.num_requested
+
+        def read(sample: Sample) -> AssistantMessage:
+            return self._read(sample, history, tools, asked.stops, number)
+
+        turns = await self.policy.sample_turns(
+            history, self._sampling(asked), num_samples=asked.n, reason=found.reason, observations=new, read=read
+        )
+        for turn in turns:
+            self._histories.add(known, tools_key, turn, received_message(turn.message))
+        return Answers(turns, len(history))
+
+    async def complete(self, asked: Asked, prompt: str | list[int]) -> Answers:
+        """Continue a text, or tokens. A text that begins with an earlier one goes on from its tokens."""
+        history = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+        if not history:
+            raise APIError("prompt: the prompt has no token.", param="prompt")
+
+        def read(sample: Sample) -> AssistantMessage:
+            return AssistantMessage(cut_at_stops(sample.text, asked.stops))
+
+        turns = await self.policy.sample_turns(history, self._sampling(asked), num_samples=asked.n, read=read)
+        if isinstance(prompt, str):
+            self._texts += [(prompt + turn.message.content, turn) for turn in turns]
+        return Answers(turns, len(history))
+
+    def decode(self, token_id: int) -> str:
+        """Return the text of a token."""
+        return str(self.policy.chat_format.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def _tokenize(self, text: str) -> list[int]:
+        tokenizer = self.policy.chat_format.tokenizer
+        seen = [(known, turn) for known, turn in self._texts if text.startswith(known)]
+        if not seen:
+            token_ids: list[int] = tokenizer(text).input_ids
+            return token_ids
+        known, turn = max(seen, key=lambda one: len(one[0]))
+        rest = tokenizer(text[len(known) :], add_special_tokens=False).input_ids
+        return [*turn.branch.token_ids[: turn.end], *rest]
+
+    def _sampling(self, asked: Asked) -> Sampling:
+        policy = self.policy
+        sampling = to_sampling(asked, policy.sampling, policy.stream, policy.temperature)
+        policy.temperature = sampling.temperature
+        return sampling
+
+    def _without_dropped_reasoning(
+        self, found: Found, messages: list[Message], tools: Sequence[Message] | None
+    ) -> Found:
+        """Return what was found, but for a past whose reasoning the chat template leaves out by now."""
+        if self._keeps_reasoning or found.past is None:
+            return found
+        thoughts = [message.reasoning for message in found.past.messages if message.reasoning]
+        if not thoughts or all(thought in self._render_text(messages, tools) for thought in thoughts):
+            return found
+        return Found(None, found.num_new, "reasoning_dropped")
+
+    def _render(
+        self, found: Found, messages: list[Message], new: list[Message], tools: Sequence[Message] | None
+    ) -> list[int]:
+        chat_format = self.policy.chat_format
+        try:
+            if tools:
+                chat_format.check_tools()
+            if found.past is None:
+                return chat_format.render(messages, tools)
+            sample = found.past.sample
+            ended = sample.finish_reason == "stop"
+            added = chat_format.render_observations(new, sampled=sample.token_ids, ended=ended)
+            return [*found.past.token_ids, *added]
+        except ConfigError as error:
+            raise APIError(error.line, param="messages") from error
+
+    def _render_text(self, messages: list[Message], tools: Sequence[Message] | None) -> str:
+        try:
+            return self.policy.chat_format.render_text(messages, tools)
+        except ConfigError as error:
+            raise APIError(error.line, param="messages") from error
+
+    def _read(
+        self, sample: Sample, history: list[int], tools: Sequence[Message] | None, stops: Sequence[str], number: int
+    ) -> AssistantMessage:
+        """Return a turn as the client gets it: calls that cannot be read are text, and stop strings are left out."""
+        parse = self.policy.chat_format.parse
+        message = parse(sample.token_ids, tools, prompt_ids=history, turn=number)
+        if message.errors:
+            message = parse(sample.token_ids, None, prompt_ids=history, turn=number)
+        return message._replace(content=cut_at_stops(message.content, stops))
+
+
+def cut_at_stops(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of the strings that end it."""
+    return text[: min((place for place in map(text.find, stops) if place >= 0), default=len(text))]

@@ -1,0 +1,53 @@
+"""Messages of chats, as environments exchange them with the policy.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+"""As in chat APIs: ``{"role": "user", "content": "..."}``."""
+
+
+class ToolCall(NamedTuple):
+    """A call that the policy wrote.
+
+    Attributes:
+        id: that the tool's answer refers to.
+        name: of the tool.
+        arguments: JSON of an object.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+class AssistantMessage(NamedTuple):
+    """What the tokens of a turn of the policy's say.
+
+    Attributes:
+        content: the text without reasoning and tool calls.
+        reasoning: None where it has none.
+        tool_calls: those that could be read, in their order.
+        errors: what is wrong with each of the others, in words for the policy.
+    """
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    def to_message(self) -> Message:
+        """Return it as in chat APIs; ``reasoning_content`` and ``tool_calls`` only where it has them."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message

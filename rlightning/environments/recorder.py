@@ -1,0 +1,135 @@
+"""Records a trajectory: its turns, and its branches, each token as it was sampled.
+
+A request that goes on from the end of a branch extends it; any other begins a new branch, whose history is not trained
+again. Requests of one trajectory may be under way at the same time: a branch belongs to one of them until it has ended.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rlightning.environments.messages import AssistantMessage
+from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """The end of a branch, or of a new one, for one request.
+
+    Attributes:
+        history: [L] token ids that the policy reads.
+        branch: that the sample extends; None if it begins a new one.
+        reason: why a new one begins.
+    """
+
+    history: list[int]
+    branch: Branch | None
+    reason: BranchReason
+
+
+class RecordedTurn(NamedTuple):
+    """A turn of the policy's, where it has been recorded.
+
+    Attributes:
+        sample: of it.
+        message: that it says.
+        branch: that it is trained in.
+        end: of its tokens in the branch.
+    """
+
+    sample: Sample
+    message: AssistantMessage
+    branch: Branch
+    end: int
+
+
+class Recorder:
+    """The turns and branches of one trajectory.
+
+    Attributes:
+        branches: in the order in which they began.
+        turns: in the order in which they ended.
+    """
+
+    def __init__(self) -> None:
+        self.branches: list[Branch] = []
+        self.turns: list[Turn] = []
+        self._is_started = False
+        self._reserved: set[int] = set()
+        """``id`` of branches that a request is about to extend."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Turns of the policy's."""
+        return sum(turn.sample is not None for turn in self.turns)
+
+    def reserve(self, history: Sequence[int], reason: BranchReason | None = None) -> Reservation:
+        """Find the branch that a request goes on from, and keep it for the request: :meth:`record` or :meth:`release`.
+
+        Args:
+            history: [L] token ids that the policy reads.
+            reason: why a new branch begins if none can be extended; None: as far as the tokens tell.
+        """
+        history = list(history)
+        free = [branch for branch in self.branches if id(branch) not in self._reserved and _begins(history, branch)]
+        if free:
+            branch = max(free, key=lambda one: len(one.token_ids))
+            self._reserved.add(id(branch))
+            return Reservation(history, branch, branch.reason)
+        if not self._is_started:
+            reason = "start"
+        self._is_started = True
+        return Reservation(history, None, reason or self._find_reason(history))
+
+    def release(self, reservation: Reservation) -> None:
+        """Let other requests extend the branch of a request that was not answered."""
+        if reservation.branch is not None:
+            self._reserved.discard(id(reservation.branch))
+
+    def record(
+        self,
+        reservation: Reservation,
+        samples: Sequence[Sample],
+        observations: Sequence[Mapping[str, Any]] = (),
+        messages: Sequence[AssistantMessage] | None = None,
+    ) -> list[RecordedTurn]:
+        """Add what was sampled: the first of the samples extends the branch, each other one begins a branch.
+
+        Args:
+            reservation: of the request.
+            samples: all after its history.
+            observations: messages that the history ends with, which are no turns yet.
+            messages: what the samples say; None: their texts.
+        """
+        self.release(reservation)
+        history, branch, reason = reservation.history, reservation.branch, reservation.reason
+        self.turns += [Turn(dict(message)) for message in observations]
+        observed = len(self.turns) - 1
+        recorded = []
+        for sample, message in zip(samples, messages or [AssistantMessage(one.text) for one in samples], strict=True):
+            if branch is None:
+                branch = Branch(reason)
+                branch.append(history)
+                self.branches.append(branch)
+            elif len(history) > len(branch.token_ids):
+                branch.append(history[len(branch.token_ids) :], observed)
+            branch.append_sample(sample, len(self.turns))
+            self.turns.append(Turn(message.to_message(), sample))
+            recorded.append(RecordedTurn(sample, message, branch, len(branch.token_ids)))
+            branch, reason = None, "sampled_again"
+        return recorded
+
+    def _find_reason(self, history: list[int]) -> BranchReason:
+        """Return why a history begins a new branch, as far as its tokens tell."""
+        for branch in self.branches:
+            known = branch.token_ids
+            first = branch.is_sampled.index(1)
+            if list(known[:first]) == history[:first]:
+                is_changed = any(one != other for one, other in zip(known, history, strict=False))
+                return "history_edited" if is_changed else "sampled_again"
+        return "started_over"
+
+
+def _begins(history: list[int], branch: Branch) -> bool:
+    known = branch.token_ids
+    return len(known) <= len(history) and history[: len(known)] == list(known)

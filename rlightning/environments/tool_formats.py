@@ -1,0 +1,259 @@
+"""How families of models write tool calls and reasoning, and how to read them from sampled tokens.
+
+Three forms, in which calls are JSON, are read here: Hermes's (Qwen2.5, Qwen3 and others), Llama 3's and Mistral's. The
+package ``renderers`` reads those with a grammar of their own. vLLM's parsers are not used: importing them changes
+torch's compiler settings and the environment variables of the trainer's process.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlightning.environments.messages import AssistantMessage, Message, ToolCall
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
+
+OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+MAX_QUOTED = 200
+"""Characters of a call that cannot be read, in what the policy is told of it."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that write tool calls in one form.
+
+    Attributes:
+        name: for users.
+        markers: texts that its chat templates have, all of them.
+        renderers: of the package ``renderers``, that read the form, of which the first is taken that knows the
+            tokenizer; (): it is read here.
+        find_calls: yields the place and the text of each call in a text, and the names that JSON objects in it have;
+            None: the package reads them.
+        example: of a call, for the policy.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    renderers: tuple[str, ...] = ()
+    find_calls: "Callable[[str], Iterator[FoundCall]] | None" = None
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class FoundCall:
+    """A place in a text where a call begins.
+
+    Attributes:
+        start: of it in the text.
+        text: JSON, as the policy wrote it.
+        is_closed: whether it came to its end.
+        name: of the tool, where that stands outside of the JSON.
+    """
+
+    start: int
+    text: str
+    is_closed: bool = True
+    name: str | None = None
+
+
+class ToolCallError(ValueError):
+    """A call that cannot be read; the message is for the policy."""
+
+
+def find_hermes_calls(text: str) -> Iterator[FoundCall]:
+    """Yield the calls ``<tool_call>{...}</tool_call>``."""
+    for found in re.finditer(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL):
+        yield FoundCall(found.start(), found[1].strip(), bool(found[2]))
+
+
+def find_llama_calls(text: str) -> Iterator[FoundCall]:
+    """Yield the calls of a turn that is JSON: ``{"name": ..., "parameters": {...}}``, several after semicolons."""
+    begins = re.match(r'\s*(<\|python_tag\|>\s*|(?=\{\s*"(name|type|function|parameters)"\s*:))', text)
+    if begins is None:
+        return
+    place = begins.end()
+    while place < len(text):
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, place)
+        except (ValueError, RecursionError):
+            yield FoundCall(0, text[place:].strip())
+            return
+        yield FoundCall(0, text[place:end])
+        place = end + len(text[end:]) - len(text[end:].lstrip(" \n;"))
+
+
+def find_mistral_calls(text: str) -> Iterator[FoundCall]:
+    """Yield the calls ``[TOOL_CALLS][{...}, ...]``, or of newer models ``[TOOL_CALLS]name[ARGS]{...}``."""
+    for found in re.finditer(r"\[TOOL_CALLS\]\s*(.*?)\s*(?=\[TOOL_CALLS\]|\Z)", text, re.DOTALL):
+        name, separator, arguments = found[1].partition("[ARGS]")
+        if separator:
+            yield FoundCall(found.start(), arguments.strip(), name=name.strip())
+            continue
+        try:
+            calls = json.loads(found[1])
+        except (ValueError, RecursionError):
+            calls = None
+        if isinstance(calls, list):
+            yield from (FoundCall(found.start(), json.dumps(call)) for call in calls)
+        else:
+            yield FoundCall(found.start(), found[1])
+
+
+HERMES = Family(
+    "Hermes",
+    ("<tool_call>",),
+    find_calls=find_hermes_calls,
+    example='<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>',
+)
+FAMILIES = (
+    Family("gpt-oss", ("<|channel|>", "<|message|>"), ("gpt-oss",)),
+    Family("Gemma 4", ("<|tool_call>",), ("gemma4",)),
+    Family("GLM 4.5", ("<arg_key>", "<tool_call>"), ("glm-4.5",)),
+    Family("MiniMax M2", ("<minimax:tool_call>",), ("minimax-m2",)),
+    Family("Qwen3-Coder", ("<function=", "<parameter="), ("qwen3.5", "nemotron-3")),
+    Family("DeepSeek V3", ("<｜tool▁calls▁begin｜>",), ("deepseek-v3",)),  # noqa: RUF001
+    Family("Kimi K2", ("<|tool_calls_section_begin|>",), ("kimi-k2",)),
+    HERMES,
+    Family(
+        "Mistral",
+        ("[TOOL_CALLS]",),
+        find_calls=find_mistral_calls,
+        example='[TOOL_CALLS][{"name": "...", "arguments": {...}}]',
+    ),
+    Family(
+        "Llama 3",
+        ("<|start_header_id|>", '"parameters"'),
+        find_calls=find_llama_calls,
+        example='{"name": "...", "parameters": {...}}',
+    ),
+)
+"""A chat template's is the first of which it has the markers."""
+
+
+def find_family(chat_template: str) -> Family | None:
+    """Return the family whose form a chat template writes; None where it writes none that is known."""
+    return next((f for f in FAMILIES if all(marker in chat_template for marker in f.markers)), None)
+
+
+def read_message(text: str, family: Family | None, call_ids: Iterator[str], *, in_thought: bool) -> AssistantMessage:
+    """Return what a text of the policy's says.
+
+    Args:
+        text: of a turn, without the token that ends it.
+        family: that says how calls are written; None: there are none.
+        call_ids: of the calls.
+        in_thought: whether the text begins inside of a thought.
+    """
+    reasoning = None
+    body = text.lstrip()
+    if in_thought or body.startswith(OPEN_THOUGHT):
+        thought, _, text = body.removeprefix(OPEN_THOUGHT).partition(CLOSE_THOUGHT)
+        reasoning, text = thought.strip("\n"), text.lstrip("\n")
+    found = list(family.find_calls(text)) if family is not None and family.find_calls is not None else []
+    if not found:
+        return AssistantMessage(text, reasoning)
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    for one in found:
+        try:
+            name, arguments = read_call(one)
+        except ToolCallError as error:
+            errors.append(f"{error} It began: {one.text[:MAX_QUOTED]}\nWrite calls as {family.example}")  # type: ignore[union-attr]
+        else:
+            calls.append(ToolCall(next(call_ids), name, arguments))
+    return AssistantMessage(text[: found[0].start].rstrip(), reasoning, tuple(calls), tuple(errors))
+
+
+def read_call(found: FoundCall) -> tuple[str, str]:
+    """Return the name and the arguments, as JSON, of a call.
+
+    Raises:
+        ToolCallError: it has none.
+    """
+    if not found.is_closed:
+        raise ToolCallError("A tool call has no end.")
+    call = load_json(found.text)
+    if found.name is not None:
+        call = {"name": found.name, "arguments": call}
+    if not isinstance(call, dict):
+        raise ToolCallError("A tool call is no JSON object.")
+    name = call.get("name")
+    if not isinstance(name, str) or not name:
+        raise ToolCallError('A tool call has no "name".')
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = load_json(arguments)
+    if not isinstance(arguments, dict):
+        raise ToolCallError(f'The "arguments" of the call of {name} are no JSON object.')
+    return name, dump_arguments(arguments)
+
+
+def load_json(text: str) -> Any:
+    """Return what JSON of the policy's says; a ToolCallError where it is none."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ToolCallError("A tool call has half of a surrogate pair.") from None
+    except (ValueError, RecursionError) as error:
+        raise ToolCallError(f"A tool call is no JSON ({error}).") from None
+    return value
+
+
+def dump_arguments(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as JSON."""
+    return json.dumps(dict(arguments), ensure_ascii=False)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+class RenderersParser:
+    """Reads the tokens of a family's by the package ``renderers``.
+
+    Args:
+        tokenizer: the policy's.
+        family: that the package knows.
+
+    Raises:
+        ImportError: it is not installed.
+        ConfigError: it refuses the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, family: Family) -> None:
+        from renderers import config_from_name, create_renderer
+
+        for name in family.renderers:
+            try:
+                self._renderer = create_renderer(tokenizer, config_from_name(name))
+            except Exception as error:  # it asserts what it expects of tokenizers
+                reason = cut_line(error)
+            else:
+                return
+        raise ConfigError(reason)
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Message] | None,
+        prompt_ids: Sequence[int] | None,
+        call_ids: Iterator[str],
+    ) -> AssistantMessage:
+        """Return what the tokens of a turn say."""
+        parsed = self._renderer.parse_response(
+            list(token_ids),
+            tools=[tool.get("function", tool) for tool in tools] if tools else None,
+            prompt_ids=None if prompt_ids is None else list(prompt_ids),
+        )
+        calls: list[ToolCall] = []
+        errors: list[str] = []
+        for call in parsed.tool_calls:
+            if call.name and isinstance(call.arguments, dict) and call.status in ("ok", "unknown_tool"):
+                calls.append(ToolCall(call.id or next(call_ids), call.name, dump_arguments(call.arguments)))
+            else:
+                kind = str(call.status).replace("_", " ")
+                errors.append(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
+        return AssistantMessage(parsed.content, parsed.reasoning_content or None, tuple(calls), tuple(errors))

@@ -1,0 +1,276 @@
+"""An environment that gives the policy Python functions to call.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from rlightning.environments.dotted_path import import_object
+from rlightning.environments.environment import Environment, LimitReachedError, Policy
+from rlightning.environments.messages import AssistantMessage, Message, ToolCall
+from rlightning.environments.python_sandbox import SandboxError
+from rlightning.environments.step_object import Closing, SerialThread, StepObject
+from rlightning.environments.tool_schema import describe_tool, find_mistakes
+from rlightning.errors import ConfigError, check_rules, did_you_mean
+from rlightning.foreign_text import cut, describe_error
+from rlightning.types.trajectory import Outcome, Prompt, Status
+
+BROKEN = (ConnectionError, MemoryError, SandboxError)
+"""Exceptions of tools that are no fault of the policy's: they fail the trajectory, which then counts as not sampled."""
+
+
+@dataclass
+class Tool:
+    """A function that the policy may call.
+
+    Attributes:
+        schema: of it.
+        function: None for a method.
+        owner: the class whose method it is; None for a function.
+    """
+
+    schema: Message
+    function: Callable[..., Any] | None = None
+    owner: type | None = None
+
+
+@dataclass
+class Counts:
+    """Of a trajectory.
+
+    Attributes:
+        turns: of the policy.
+        tool_calls: that it wrote, those that could not be read included.
+        tool_failures: calls that got an error.
+    """
+
+    turns: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return them as a trajectory's metrics."""
+        return {name: float(value) for name, value in vars(self).items()}
+
+
+@dataclass
+class _Attempt:
+    """What the calls of one trajectory need.
+
+    Attributes:
+        objects: by their class.
+        counts: so far.
+    """
+
+    objects: dict[type, StepObject] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+
+
+class Tools(Environment):
+    """Lets the policy call functions until it writes a turn without calls; reward functions see that turn.
+
+    A tool is a function with type hints and a docstring, async or not; what is not async runs in a thread of its own.
+    Or it is a class, whose public methods are tools: each trajectory makes its own object, calls the methods that are
+    not async in one thread, and closes it in the end, by its method ``close`` if it has one. A class that takes
+    ``prompt`` gets the trajectory's.
+
+    The calls of a turn run at once. One that cannot be read, names no tool, has wrong arguments, raises an exception or
+    takes too long gets the error as its answer.
+
+    Args:
+        tools: functions and classes, or their dotted paths.
+        max_turns: of the policy, after which a trajectory is truncated.
+        max_failures: of calls, after more than which a trajectory is truncated.
+        tool_timeout: seconds of a call.
+        max_result_characters: of a call's answer, whose middle is left out beyond that.
+    """
+
+    has_tools = True
+
+    def __init__(
+        self,
+        tools: Sequence[str | Callable[..., Any]],
+        *,
+        max_turns: int = 8,
+        max_failures: int = 8,
+        tool_timeout: float = 60.0,
+        max_result_characters: int = 8000,
+    ) -> None:
+        rules = {
+            f"Tools: max_turns={max_turns} must be at least 1": max_turns >= 1,
+            f"Tools: max_failures={max_failures} must be at least 0": max_failures >= 0,
+            f"Tools: tool_timeout={tool_timeout} must be above 0 seconds": tool_timeout > 0,
+            f"Tools: max_result_characters={max_result_characters} must be at least 1": max_result_characters >= 1,
+            "Tools: tools must name at least one": bool(tools) and not isinstance(tools, str),
+        }
+        check_rules(rules)
+        self.tools, self.max_turns, self.max_failures = list(tools), max_turns, max_failures
+        self.tool_timeout, self.max_result_characters = tool_timeout, max_result_characters
+        self._closing = Closing()
+
+    @cached_property
+    def _tools(self) -> dict[str, Tool]:
+        found: dict[str, Tool] = {}
+        for given in self.tools:
+            what = f"Tools: tools={given if isinstance(given, str) else getattr(given, '__qualname__', given)}"
+            for tool in find_tools(import_object(given, what) if isinstance(given, str) else given, what):
+                name = tool.schema["function"]["name"]
+                if name in found:
+                    raise ConfigError(f"{what}: there is another tool of the name '{name}'. Rename one of the two.")
+                found[name] = tool
+        return found
+
+    async def check(self) -> None:
+        """Raise a ConfigError if a tool cannot be found, or its signature says too little."""
+        _ = self._tools
+
+    async def close(self) -> None:
+        """Wait for objects that are being closed."""
+        await self._closing.wait()
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory, with objects of its own of the tools that are classes."""
+        attempt = _Attempt()
+        owners = dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None)
+        try:
+            for owner in owners:
+                attempt.objects[owner] = StepObject()
+                takes_prompt = "prompt" in inspect.signature(owner).parameters
+                await attempt.objects[owner].make(owner, {"prompt": prompt} if takes_prompt else {})
+            status = await self._talk(policy, attempt)
+        finally:
+            await self._closing.close(*attempt.objects.values())
+        return Outcome(status=status, metrics=attempt.counts.metrics())
+
+    async def _talk(self, policy: Policy, attempt: _Attempt) -> Status:
+        counts, observations = attempt.counts, list[Message]()
+        while True:
+            schemas = None if counts.turns else [tool.schema for tool in self._tools.values()]
+            try:
+                reply = await policy.chat(*observations, tools=schemas)
+            except LimitReachedError as error:
+                if not counts.turns:  # nothing was sampled
+                    raise ValueError(f"the policy cannot begin: {error}") from None
+                return "truncated"
+            counts.turns += 1
+            message = reply.message
+            if not message.tool_calls and not message.errors:
+                return "finished"
+            counts.tool_calls += len(message.tool_calls) + len(message.errors)
+            if counts.turns == self.max_turns:
+                return "truncated"
+            observations = await self._answer(message, attempt)
+            if counts.tool_failures > self.max_failures:
+                return "truncated"
+
+    async def _answer(self, message: AssistantMessage, attempt: _Attempt) -> list[Message]:
+        """Make the calls of a turn, and return what answers them."""
+        answers = await gather([self._call(call, attempt) for call in message.tool_calls])
+        observations = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+            for call, text in zip(message.tool_calls, answers, strict=True)
+        ]
+        attempt.counts.tool_failures += len(message.errors)
+        turn, known = attempt.counts.turns, next(iter(self._tools))
+        for number, error in enumerate(message.errors):
+            call_id = f"fail{turn:03d}{number:02d}"
+            observations.append({"role": "tool", "tool_call_id": call_id, "name": known, "content": f"Error: {error}"})
+        return observations
+
+    async def _call(self, call: ToolCall, attempt: _Attempt) -> str:
+        """Return the answer to a call, or what is wrong with it."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return self._fail(attempt, f"There is no tool {call.name}. {did_you_mean(call.name, self._tools)}")
+        arguments = json.loads(call.arguments)
+        mistake = find_mistakes(tool.schema["function"]["parameters"], arguments)
+        if mistake is not None:
+            return self._fail(attempt, mistake)
+        try:
+            return await asyncio.wait_for(self._run(tool, call.name, arguments, attempt), self.tool_timeout)
+        except asyncio.TimeoutError:  # in Python 3.10 it is none of Python's own
+            return self._fail(attempt, f"{call.name} took more than {self.tool_timeout:g} s.")
+
+    async def _run(self, tool: Tool, name: str, arguments: dict[str, Any], attempt: _Attempt) -> str:
+        try:
+            if tool.owner is not None:
+                result = await attempt.objects[tool.owner].call(name, **arguments)
+            else:
+                assert tool.function is not None
+                result = await call_function(tool.function, arguments)
+        except BROKEN:
+            raise
+        except Exception as error:  # what a tool raises is for the policy to read
+            return self._fail(attempt, describe_error(error))
+        return cut(write_result(result), self.max_result_characters)
+
+    def _fail(self, attempt: _Attempt, reason: str) -> str:
+        attempt.counts.tool_failures += 1
+        return cut(f"Error: {reason}", self.max_result_characters)
+
+
+def find_tools(given: Any, what: str) -> Iterator[Tool]:
+    """Yield the tool that a function is, or those that the methods of a class are.
+
+    Args:
+        given: the function or the class.
+        what: names it in errors.
+
+    Raises:
+        ConfigError: it is neither, or a signature says too little.
+    """
+    if not isinstance(given, type):
+        if not inspect.isroutine(given):
+            raise ConfigError(f"{what} is a {type(given).__name__}, and no function or class. Name a function.")
+        yield Tool(describe_tool(given, what), function=given)
+        return
+    needed = [p.name for p in inspect.signature(given).parameters.values() if p.default is p.empty and p.kind < 2]
+    if [name for name in needed if name != "prompt"]:
+        raise ConfigError(f"{what}: the class needs the argument '{needed[0]}'. It may take 'prompt', and no other.")
+    names = dict.fromkeys(name for kind in reversed(given.__mro__[:-1]) for name in vars(kind))
+    public = [name for name in names if not name.startswith("_") and name != "close"]
+    methods = [getattr(given, name) for name in public if inspect.isroutine(getattr(given, name))]
+    if not methods:
+        raise ConfigError(f"{what}: the class has no public methods, which would be its tools. Add one.")
+    for method in methods:
+        yield Tool(describe_tool(method, what), owner=given)
+
+
+async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Return what a function returns; one that is not async runs in a thread of its own, as it may block."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    thread = SerialThread()
+    try:
+        result = await thread.run(lambda: function(**arguments))
+    finally:
+        thread.end()
+    return await result if inspect.isawaitable(result) else result
+
+
+def write_result(result: Any) -> str:
+    """Return what a tool has returned as a text: JSON, unless it is one."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # such as keys that are no texts
+        return str(result)
+
+
+async def gather(calls: Sequence[Awaitable[str]]) -> list[str]:
+    """Return the results of calls that run at once; if one raises an exception, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

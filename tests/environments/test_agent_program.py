@@ -1,0 +1,208 @@
+"""Agents as environments: functions and programs that reach the policy through the endpoint."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import my_agents
+import pytest
+from agent_cases import ScriptedSampler
+from chat_templates import make_tokenizer
+from waiting import still_running
+
+from rlightning.environments import AgentProgram
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.errors import ConfigError, EngineError, RequestRefusedError
+from rlightning.rollout import Sampling
+from rlightning.types import Outcome, Prompt, RolloutBatch, Trajectory
+
+PROMPT = Prompt(3, "1+1=", [1, 2], {"prompt": "1+1=", "answer": "2"})
+
+
+def attempt(
+    environment: AgentProgram,
+    *said: str,
+    error: Exception | None = None,
+    num_trajectories: int = 1,
+    max_length: int = 512,
+    timeout: float | None = 60.0,
+) -> list[Trajectory]:
+    tokenizer = make_tokenizer("qwen2.5")
+    sampler = ScriptedSampler(tokenizer, *said, end="<|im_end|>")
+    sampler.error = error
+    request = GroupRequest(PROMPT, Sampling(max_new_tokens=16, seed=3), num_trajectories)
+    group = RecordedGroup(sampler, ChatFormat(tokenizer), request, max_length, timeout)  # type: ignore[arg-type]
+
+    async def run() -> list[Outcome]:
+        await environment.check()
+        try:
+            return await environment.run_group(PROMPT, group)
+        finally:
+            await environment.close()
+
+    trajectories = group.finish(asyncio.run(run()), 0.0)
+    RolloutBatch.pack([[one for one in trajectories if one.branches]])
+    return trajectories
+
+
+@pytest.mark.parametrize(
+    ("agent", "arguments", "reward", "turns"),
+    [
+        (my_agents.two_turns, {}, 2 / 8, 2),
+        ("my_agents.two_turns", {}, 2 / 8, 2),
+        (my_agents.by_address, {"bonus": 0.5}, 3.5, 1),
+        (my_agents.by_client, {}, None, 1),
+    ],
+)
+def test_functions_say_by_their_parameters_what_they_get(
+    agent: Any, arguments: dict[str, Any], reward: float | None, turns: int
+) -> None:
+    (one,) = attempt(AgentProgram(agent, arguments), "111", "1 1")
+    assert (one.status, one.reward, one.error) == ("finished", reward, None)
+    assert (one.metrics["turns"], one.metrics["branches"], len(one.branches)) == (turns, 1, 1)
+
+
+def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
+    environment = AgentProgram(my_agents.two_turns, max_trajectories=3)
+    trajectories = attempt(environment, *["1"] * 16, num_trajectories=8)
+    assert [(one.status, one.num_sampled, len(one.branches)) for one in trajectories] == [("finished", 4, 1)] * 8
+
+
+@pytest.mark.parametrize(
+    ("agent", "error", "status", "reason"),
+    [
+        (my_agents.swallows, RequestRefusedError("ValueError: no"), "failed", "The engine refused a request"),
+        (my_agents.idle, None, "failed", "the agent ended without a turn of the policy's"),
+        (
+            my_agents.no_number,
+            None,
+            "failed",
+            "the agent returned 'good', and has to return a number, None or an Outcome",
+        ),
+        (my_agents.grows, None, "truncated", None),
+    ],
+)
+def test_what_fails_is_never_a_reward(agent: Any, error: Any, status: str, reason: str | None) -> None:
+    environment = AgentProgram(agent)
+    if agent is my_agents.idle:
+        environment.check = environment.endpoint.start  # type: ignore[method-assign]  # it would be refused
+    (one,) = attempt(environment, *["1"] * 99, error=error)
+    assert (one.status, one.reward) == (status, None)
+    assert one.error is None if reason is None else reason in str(one.error)
+
+
+def test_a_dead_engine_ends_the_run_whatever_the_agent_returns() -> None:
+    with pytest.raises(EngineError, match="gone"):
+        attempt(AgentProgram(my_agents.swallows), error=EngineError("The engine is gone."))
+
+
+@pytest.mark.parametrize(("own", "run_s"), [(0.5, 60.0), (None, 0.5)])
+def test_an_agent_that_takes_too_long_was_not_sampled(own: float | None, run_s: float) -> None:
+    (one,) = attempt(AgentProgram(my_agents.waits, timeout=own), "1", timeout=run_s)
+    assert (one.status, one.reward) == ("timeout", None) and "took more than 0.5 s" in str(one.error)
+    assert one.num_sampled > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: AgentProgram(), r"^AgentProgram needs one of agent \(a function\) and command \(a program\)\.$"),
+        (lambda: AgentProgram("my_agents.nothing"), r"'my_agents' has no class 'nothing'"),
+        (lambda: AgentProgram(my_agents.idle), r"agent=idle has neither a parameter 'client' nor 'base_url'\. Define"),
+        (lambda: AgentProgram(my_agents.by_address, {"extra": 1}), r"got an unexpected keyword argument 'extra'"),
+        (lambda: AgentProgram(command=["no-such-program"]), r"there is no program 'no-such-program'\. Install it"),
+        (lambda: AgentProgram(command=["true"], folder="/nowhere"), r"^environment\.folder=/nowhere is no folder"),
+        (lambda: AgentProgram(my_agents.two_turns, endpoint={"prot": 1}), r"unexpected keyword argument 'prot'"),
+        (lambda: AgentProgram(my_agents.two_turns, endpoint={"host": "203.0.113.1"}), r"cannot be listened at: "),
+    ],
+)
+def test_mistakes_are_one_line(make: Callable[[], AgentProgram], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        asyncio.run(make().check())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trainer_without_a_server_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"uvicorn is not installed: pip install 'rlightning\[agents\]'\.$"):
+        asyncio.run(AgentProgram(my_agents.two_turns).check())
+
+
+PROGRAM = """\
+import json, os, sys, urllib.request
+given = json.load(sys.stdin)
+assert given["columns"]["answer"] == "2" and given["messages"][0]["content"] == "1+1="
+assert os.listdir() == ["notes.txt"] and open("notes.txt").read() == "here" and sys.argv[1] == "2 is right"
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": given["messages"]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+open("left.txt", "w").write(answer)
+print("x" * 300_000)
+"""
+
+
+def run_program(folder: Path, code: str, **arguments: Any) -> Trajectory:
+    program, files = folder / "agent.py", folder / "files"
+    program.write_text(PROGRAM + code)
+    files.mkdir(exist_ok=True)
+    (files / "notes.txt").write_text("here")
+    command = [sys.executable, str(program), "{answer} is right"]
+    (one,) = attempt(AgentProgram(command=command, folder=str(files), **arguments), "2")
+    assert [path.name for path in files.iterdir()] == ["notes.txt"]
+    return one
+
+
+@pytest.mark.parametrize(
+    ("code", "reward", "expected", "metrics"),
+    [
+        ('print(json.dumps({"reward": len(answer) / 4, "metrics": {"tries": 2}}))', "last_line", 0.25, {"tries": 2.0}),
+        ("print(0.5)", "last_line", 0.5, {}),
+        ("print('null')", "last_line", None, {}),
+        ("sys.exit(0)", "exit_code", 1.0, {}),
+        ("sys.exit(1)", "exit_code", 0.0, {}),
+        ("", "none", None, {}),
+    ],
+)
+def test_programs_give_their_reward(
+    tmp_path: Path, code: str, reward: Any, expected: float | None, metrics: dict[str, float]
+) -> None:
+    one = run_program(tmp_path, code, reward=reward)
+    assert (one.status, one.reward, one.error) == ("finished", expected, None)
+    assert one.metrics == {"turns": 1.0, "branches": 1.0, "abandoned_requests": 0.0} | metrics
+
+
+@pytest.mark.parametrize(
+    ("code", "reward", "reason"),
+    [
+        ("raise KeyError('no')", "last_line", "exit code 1"),
+        ("sys.exit(2)", "exit_code", "exit code 2"),
+        ("os.kill(os.getpid(), 9)", "none", "signal 9"),
+        ("print('good')", "last_line", "the program's last line is 'good', and has to be its reward"),
+        ("print('NaN')", "last_line", "the program's last line is 'NaN'"),
+    ],
+)
+def test_programs_that_fail_were_not_sampled(tmp_path: Path, code: str, reward: Any, reason: str) -> None:
+    one = run_program(tmp_path, code, reward=reward)
+    assert (one.status, one.reward) == ("failed", None) and reason in str(one.error)
+
+
+def test_nothing_of_a_program_is_left_after_its_time(tmp_path: Path) -> None:
+    code = f"""
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"])
+open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(600)
+"""
+    one = run_program(tmp_path, code, timeout=3.0)
+    assert one.status == "timeout" and one.num_sampled > 0
+    assert still_running(map(int, (tmp_path / "pids").read_text().split())) == []
+
+
+def test_a_child_that_holds_its_pipes_delays_nothing(tmp_path: Path) -> None:
+    assert run_program(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '600'])\nprint(1.0)").reward == 1.0
