@@ -367,6 +367,9 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
+    in_object = [i for i, line in enumerate(lines) if line.startswith("Type collections.abc.Callable")]
+    if in_object:  # of an object of a class in place of a function: what is wrong with its arguments
+        lines = [re.sub(r"\. Got value: Namespace\(.*", "", line) for line in lines[in_object[-1] + 1 :]] or lines
     # after the reason, what a class may be written as
     lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
     kinds = [re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line) for line in lines]
