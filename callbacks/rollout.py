@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from rlightning.callbacks.throughput import log_metrics
 from rlightning.environments import Environment, SingleTurn
 from rlightning.environments.collector import Collector
+from rlightning.environments.turn_metrics import TurnTotals, turn_metrics
 from rlightning.errors import ConfigError, check_rules
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
-from rlightning.parallel.collectives import any_rank
+from rlightning.parallel.collectives import any_rank, gather_objects
 from rlightning.protocols import (
     Closes,
     HasConfig,
@@ -34,10 +36,11 @@ from rlightning.protocols import (
 )
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.rollout.canary import MAX_DISTANCE, Verification
+from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
 from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.seeds import run_seed
-from rlightning.types import Prompt, Trajectory
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +106,7 @@ class RolloutCallback(RLCallback, Generator):
         self._policy: SampledPolicy | None = None
         self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
+        self._turns = TurnTotals()
 
     # What a subclass defines
 
@@ -206,6 +210,7 @@ class RolloutCallback(RLCallback, Generator):
     def begin_step(self) -> None:
         """Called when a step begins, and when one has ended, in a loop without batches too."""
         self._streams.begin("training")
+        self._turns = TurnTotals()
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
         """Begin a step."""
@@ -222,6 +227,8 @@ class RolloutCallback(RLCallback, Generator):
     def on_validation_end(self, trainer: Loop, module: object) -> None:
         """Draw from the streams of training again."""
         self._streams.begin("training")
+        if not self.is_single_turn:
+            self.take_prefix_cache()  # which is none of a step
 
     def on_test_start(self, trainer: Loop, module: object) -> None:
         """As of a validation."""
@@ -238,6 +245,20 @@ class RolloutCallback(RLCallback, Generator):
     def on_predict_end(self, trainer: Loop, module: object) -> None:
         """As of a validation."""
         self.on_validation_end(trainer, module)
+
+    # Metrics of environments
+
+    def take_prefix_cache(self) -> PrefixCacheUse:
+        """Return what the sampler has counted since the last call; nothing of one that does not."""
+        return PrefixCacheUse()
+
+    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
+        """Log what environments have made of the step so far; a collective, if there are any."""
+        if self.is_single_turn:
+            return
+        self._turns.add(batch.trajectories)
+        self._turns.prefix_cache.add(self.take_prefix_cache())
+        log_metrics(module, turn_metrics(gather_objects(self._turns, name="turns")))
 
     # Sampling
 
