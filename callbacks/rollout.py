@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +107,7 @@ class RolloutCallback(RLCallback, Generator):
         self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
         self._turns = TurnTotals()
+        self.take_prefix_cache: Callable[[], PrefixCacheUse] = PrefixCacheUse  # a subclass sets it, on rank 0
 
     # What a subclass defines
 
@@ -247,10 +248,6 @@ class RolloutCallback(RLCallback, Generator):
         self.on_validation_end(trainer, module)
 
     # Metrics of environments
-
-    def take_prefix_cache(self) -> PrefixCacheUse:
-        """Return what the sampler has counted since the last call; nothing of one that does not."""
-        return PrefixCacheUse()
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Log what environments have made of the step so far; a collective, if there are any."""

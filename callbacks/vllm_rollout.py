@@ -1,7 +1,7 @@
 """Rollouts by vLLM: the callback that owns the engine."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,6 @@ from rlightning.rollout.engine_pool import EnginePool
 from rlightning.rollout.engine_relay import COLLECTOR_RANK, EngineNetwork
 from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
-from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.rank_engines import RankEngines, check_group_size, colocated_engines, standalone_engines
 from rlightning.rollout.requests import check_requests, with_run_seed
 from rlightning.rollout.weight_sync import WeightSync
@@ -140,7 +139,6 @@ class VLLMRollout(RolloutCallback):
         self._network: EngineNetwork | None = None
         self._runner: EnvironmentRunner | None = None  # on rank 0
         self._collector: Collector | None = None
-        self._take_prefix_cache: Callable[[], PrefixCacheUse] = PrefixCacheUse
         self._bottleneck: BottleneckMonitor | None = None
         self._is_started = False
         self._room = MakeRoomForEngine()
@@ -197,7 +195,6 @@ class VLLMRollout(RolloutCallback):
         if global_rank() != COLLECTOR_RANK:
             return Collector(None, self.in_flight, sync())
         pool = EnginePool(self._network.engines, lambda: collector.has_changed.set())
-        self._take_prefix_cache = pool.take_prefix_cache
         self._runner = runner = EnvironmentRunner(
             pool,
             self._module.tokenizer,
@@ -206,6 +203,7 @@ class VLLMRollout(RolloutCallback):
             timeout=self.trajectory_timeout,
         )
         take_idle_seconds = partial(runner.loop.call, pool.take_idle_seconds)
+        self.take_prefix_cache = partial(runner.loop.call, pool.take_prefix_cache)
         collector = Collector(runner, self.in_flight, sync(pool, runner.loop), take_idle_seconds)
         return collector
 
@@ -274,10 +272,6 @@ class VLLMRollout(RolloutCallback):
         """This rank's first engine, while there is one."""
         engines = [] if self._engines is None else self._engines.engines
         return engines[0] if engines else None
-
-    def take_prefix_cache(self) -> PrefixCacheUse:
-        """See :class:`RolloutCallback`."""
-        return PrefixCacheUse() if self._runner is None else self._runner.loop.call(self._take_prefix_cache)
 
     # When it is needed, and when not
 
