@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +10,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from rlightning.data.formatting import USUAL, PromptFormat
+from rlightning.callbacks.throughput import log_metrics
 from rlightning.environments import Environment, SingleTurn
 from rlightning.environments.collector import Collector
+from rlightning.environments.turn_metrics import TurnTotals, turn_metrics
 from rlightning.errors import ConfigError, check_rules
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
-from rlightning.parallel.collectives import any_rank
+from rlightning.parallel.collectives import any_rank, gather_objects
 from rlightning.protocols import (
     Closes,
     HasConfig,
@@ -36,10 +38,11 @@ from rlightning.protocols import (
 )
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.rollout.canary import MAX_DISTANCE, Verification
+from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
 from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.seeds import run_seed
-from rlightning.types import Prompt, Trajectory
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +108,8 @@ class RolloutCallback(RLCallback, Generator):
         self._policy: SampledPolicy | None = None
         self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
+        self._turns = TurnTotals()
+        self.take_prefix_cache: Callable[[], PrefixCacheUse] = PrefixCacheUse  # a subclass sets it, on rank 0
 
     # What a subclass defines
 
@@ -208,6 +213,7 @@ class RolloutCallback(RLCallback, Generator):
     def begin_step(self) -> None:
         """Called when a step begins, and when one has ended, in a loop without batches too."""
         self._streams.begin("training")
+        self._turns = TurnTotals()
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
         """Begin a step."""
@@ -224,6 +230,8 @@ class RolloutCallback(RLCallback, Generator):
     def on_validation_end(self, trainer: Loop, module: object) -> None:
         """Draw from the streams of training again."""
         self._streams.begin("training")
+        if not self.is_single_turn:
+            self.take_prefix_cache()  # which is none of a step
 
     def on_test_start(self, trainer: Loop, module: object) -> None:
         """As of a validation."""
@@ -240,6 +248,16 @@ class RolloutCallback(RLCallback, Generator):
     def on_predict_end(self, trainer: Loop, module: object) -> None:
         """As of a validation."""
         self.on_validation_end(trainer, module)
+
+    # Metrics of environments
+
+    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
+        """Log what environments have made of the step so far; a collective, if there are any."""
+        if self.is_single_turn:
+            return
+        self._turns.add(batch.trajectories)
+        self._turns.prefix_cache.add(self.take_prefix_cache())
+        log_metrics(module, turn_metrics(gather_objects(self._turns, name="turns")))
 
     # Sampling
 

@@ -128,6 +128,7 @@ class TransformersRollout(RolloutCallback):
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Leave the device to the actor."""
+        super().on_rollout_end(trainer, module, batch)
         self._rest()
 
     def on_validation_end(self, trainer: Loop, module: object) -> None:

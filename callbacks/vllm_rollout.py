@@ -204,6 +204,7 @@ class VLLMRollout(RolloutCallback):
             prompt_format=self.prompt_format,
         )
         take_idle_seconds = partial(runner.loop.call, pool.take_idle_seconds)
+        self.take_prefix_cache = partial(runner.loop.call, pool.take_prefix_cache)
         collector = Collector(runner, self.in_flight, sync(pool, runner.loop), take_idle_seconds)
         return collector
 
@@ -290,6 +291,7 @@ class VLLMRollout(RolloutCallback):
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Leave the device to the actor."""
+        super().on_rollout_end(trainer, module, batch)
         self._rest()
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:

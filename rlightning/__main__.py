@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ COMMANDS = {
     "validate": "measure a model on the validation sets",
     "test": "the same, on the test sets",
     "predict": "write completions of a prompt file to JSONL",
+    "rollout": "a few trajectories, turn by turn: how to debug an environment",
     "serve": "an engine for trainers on other hosts",
     "plan": "what a run takes of a GPU's memory, without one",
 }
@@ -94,10 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: list[str]) -> None:
     """Parse ``args`` and run their command."""
-    if args[0] == "serve" and not {"-h", "--help"}.isdisjoint(args):
-        from rlightning.cli.serve import HELP
-
-        sys.stdout.write(HELP)
+    if args[0] in ("rollout", "serve") and not {"-h", "--help"}.isdisjoint(args):
+        sys.stdout.write(import_module(f"rlightning.cli.{args[0]}").HELP)
         return
     with ending_at_once():
         check_options(args)
@@ -127,6 +127,10 @@ def check_options(args: list[str]) -> None:
         from rlightning.cli.serve import split_options
 
         command, options = "fit", split_options(options)[1]
+    elif command == "rollout":
+        from rlightning.cli.rollout import read_options
+
+        command, options = "predict", read_options(options)[1]
     check_early(command, options)
 
 
@@ -140,6 +144,10 @@ def load(args: list[str]) -> Callable[[], Any]:
         from rlightning.cli.serve import serve
 
         return lambda: serve(args[1:])
+    if args[0] == "rollout":
+        from rlightning.cli.rollout import rollout
+
+        return lambda: rollout(args[1:])
     from rlightning.cli.lightning_cli import RLCLI
 
     if not sys.stderr.isatty():

@@ -3,7 +3,7 @@
 import inspect
 import os
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -45,6 +45,11 @@ def is_configurable(hint: object) -> bool:
     if not inspect.isclass(hint) or issubclass(hint, Enum) or hint.__module__ == "torch":
         return False
     return hint.__module__.partition(".")[0] not in PLAIN_MODULES
+
+
+def is_callable(hint: object) -> bool:
+    """Return whether a type hint is that of a function, for which an object of any class may stand."""
+    return get_origin(hint) is Callable
 
 
 def is_sequence(hint: object) -> bool:

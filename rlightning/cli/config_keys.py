@@ -29,6 +29,7 @@ from rlightning.cli.config_files import (
 )
 from rlightning.config_types import (
     flatten_union,
+    is_callable,
     is_configurable,
     is_mapping,
     is_sequence,
@@ -155,7 +156,8 @@ class ConfigKeys:
                 self.classes.update({key: self.classes[f"{key}[{i}]"]} if f"{key}[{i}]" in self.classes else {})
         elif isinstance(value, dict):
             if SPEC_KEYS & value.keys() or key in self.classes or len(bases) == 1:
-                self.check_spec(value, classes, key)
+                takes_any = any(is_callable(option) for option in alternatives)
+                self.check_spec(value, [] if takes_any and "class_path" in value else classes, key)
             for option in options:
                 if is_mapping(option) and not bases and len(get_args(option)) == 2:
                     for written, item in value.items():

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from itertools import takewhile
@@ -15,7 +15,7 @@ import lightning.pytorch
 import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning_utilities.core.enums import StrEnum
 
@@ -275,11 +275,7 @@ class RLCLI(LightningCLI):
                 )
             rollout = None
         set_environment(rollout or next(iter(own), None), self._get(self.config_init, "environment"))
-        predictions = find_callback("JSONLPredictions")
-        if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in listed):
-            listed = [*listed, predictions(self._get(self.config_init, "output"))]
-        if not config["fast_dev_run"]:
-            listed = [*listed, SaveRunConfig(self._parser(self.subcommand), self.config[self.subcommand])]
+        listed = [*listed, *self.make_own_callbacks(listed)]
         try:
             trainer = Trainer(**config | {"callbacks": listed, "rollout": rollout})
         except ConfigError:
@@ -288,6 +284,16 @@ class RLCLI(LightningCLI):
             raise ConfigError(f"trainer: {error}") from error
         stop_signal(trainer).command = command_to_go_on(self.args, config["default_root_dir"])
         return trainer
+
+    def make_own_callbacks(self, listed: Sequence[Any]) -> list[Callback]:
+        """Return the callbacks that a command has besides those that are ``listed``."""
+        own: list[Callback] = []
+        predictions = find_callback("JSONLPredictions")
+        if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in listed):
+            own.append(predictions(self._get(self.config_init, "output")))
+        if not self._get(self.config_init, "trainer")["fast_dev_run"]:
+            own.append(SaveRunConfig(self._parser(self.subcommand), self.config[self.subcommand]))
+        return own
 
     def is_rollout_configured(self) -> bool:
         """Whether a file or an option set a key of the ``rollout`` section."""
@@ -367,6 +373,9 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
+    in_object = [i for i, line in enumerate(lines) if line.startswith("Type collections.abc.Callable")]
+    if in_object:  # of an object of a class in place of a function: what is wrong with its arguments
+        lines = [re.sub(r"\. Got value: Namespace\(.*", "", line) for line in lines[in_object[-1] + 1 :]] or lines
     # after the reason, what a class may be written as
     lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
     kinds = [re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line) for line in lines]

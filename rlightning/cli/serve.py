@@ -1,5 +1,6 @@
 """``rlightning serve``: an engine for trainers on other hosts; what of it can be said at once."""
 
+from rlightning.cli.own_options import split_own_options
 from rlightning.errors import ConfigError
 from rlightning.run_key import check_key
 
@@ -45,17 +46,7 @@ def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
     Raises:
         ConfigError: for a value of the former.
     """
-    own, rest = dict(DEFAULTS), []
-    words = iter(options)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name not in own:
-            rest.append(word)
-            continue
-        given = value if equals else next(words, None)
-        if not given:
-            raise ConfigError(f"{name}: its value is missing. Write {name} {DEFAULTS[name]}.")
-        own[name] = given
+    own, rest = split_own_options(options, DEFAULTS)
     port = own["--port"]
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--port {port} must be a number from 0 to 65535. Use {DEFAULTS['--port']}.")

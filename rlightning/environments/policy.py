@@ -17,6 +17,7 @@ from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import LimitReachedError, Policy, Reply
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.recorder import RecordedTurn, Recorder
+from rlightning.environments.timing import TimedSampler
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import Sampling, TokenSampler
@@ -201,7 +202,11 @@ class RecordedGroup:
     ) -> None:
         self._sampler, self._request, self._timeout = sampler, request, timeout
         numbers = range(request.num_trajectories)
-        self._policies = [RecordedPolicy(sampler, chat_format, request, number, max_length) for number in numbers]
+        self._samplers = [TimedSampler(sampler) for _ in numbers]
+        self._policies = [
+            RecordedPolicy(timed, chat_format, request, number, max_length)
+            for number, timed in enumerate(self._samplers)
+        ]
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""
@@ -218,11 +223,12 @@ class RecordedGroup:
     ) -> list[Outcome]:
         """See :meth:`PolicyGroup.run_each`."""
 
-        async def run_in_place(policy: Policy) -> Outcome:
+        async def run_in_place(policy: Policy, sampler: TimedSampler) -> Outcome:
             async with places or nullcontext():
-                return await self._run(run, policy)
+                with sampler.timing():
+                    return await self._run(run, policy)
 
-        return await asyncio.gather(*map(run_in_place, self._policies))
+        return await asyncio.gather(*map(run_in_place, self._policies, self._samplers))
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: Policy) -> Outcome:
         try:
@@ -250,8 +256,12 @@ class RecordedGroup:
             outcomes: of each.
             seconds: that the group took.
         """
-        pairs = zip(self._policies, outcomes, strict=True)
-        return [policy.finish(outcome, seconds) for policy, outcome in pairs]
+        trajectories = []
+        for policy, sampler, outcome in zip(self._policies, self._samplers, outcomes, strict=True):
+            trajectory = policy.finish(outcome, seconds)
+            trajectory.timings |= sampler.timings
+            trajectories.append(trajectory)
+        return trajectories
 
 
 def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:

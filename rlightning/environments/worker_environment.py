@@ -23,6 +23,7 @@ from rlightning.rewards.sources import INSTALLED
 from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
 from rlightning.rpc.connection import encode
 from rlightning.rpc.peer import Method
+from rlightning.rpc.worker_limits import WorkerLimits
 from rlightning.rpc.worker_pool import WorkerError, WorkerHungError, WorkerPool
 from rlightning.types.trajectory import Outcome, Prompt, Sample
 
@@ -65,6 +66,8 @@ class WorkerEnvironment(Environment):
         python: path of the workers' interpreter, such as that of another virtual environment: Python 3.10 or later
             with msgpack; None: this process's.
         hang_timeout: seconds for which code may block a process's event loop.
+        max_memory_mb: that a process may have in memory, before it is ended; None: no limit.
+        max_output_mb: that a process may write to its output in a minute, before it is ended; None: no limit.
     """
 
     def __init__(
@@ -76,11 +79,15 @@ class WorkerEnvironment(Environment):
         max_trajectories: int = 128,
         python: str | None = None,
         hang_timeout: float = 60.0,
+        max_memory_mb: float | None = None,
+        max_output_mb: float | None = 64.0,
     ) -> None:
         rules = {
             f"environment.num_workers={num_workers} must be at least 1": num_workers >= 1,
             f"environment.max_trajectories={max_trajectories} must be at least 1": max_trajectories >= 1,
             f"environment.hang_timeout={hang_timeout} must be above 0 seconds": hang_timeout > 0,
+            f"environment.max_memory_mb={max_memory_mb} must be above 0": max_memory_mb is None or max_memory_mb > 0,
+            f"environment.max_output_mb={max_output_mb} must be above 0": max_output_mb is None or max_output_mb > 0,
         }
         check_rules(rules)
         try:
@@ -93,7 +100,7 @@ class WorkerEnvironment(Environment):
         self.environment, self.arguments = environment, dict(arguments or {})
         self.num_workers, self.max_trajectories = num_workers, max_trajectories
         self.python = None if python is None else os.path.expanduser(python)
-        self.hang_timeout = hang_timeout
+        self.hang_timeout, self.limits = hang_timeout, WorkerLimits(max_memory_mb, max_output_mb)
         self._workers: _Workers | None = None
 
     async def check(self) -> None:
@@ -166,6 +173,7 @@ class WorkerEnvironment(Environment):
                 start_timeout=START_TIMEOUT,
                 finish_timeout=3 * intervals.CANCEL_GRACE,
                 may_repeat=False,
+                limits=self.limits,
             )
             self._workers = _Workers(loop, pool, asyncio.Semaphore(self.num_workers * self.max_trajectories))
         return self._workers

@@ -16,7 +16,8 @@ OF_SECTIONS = {
     "reward": "mean std no_signal failed <function>",
     "completion": "length length_max truncated",
     "trajectory": "not_sampled",
-    "environment": "branches/<reason>",
+    "environment": "turns tokens_per_turn time_in_engine time_in_environment engine_share prefix_cache_hits "
+    "branches/<reason>",
     "policy": "loss entropy kl clip_low clip_high gate rollout_gap_mean rollout_gap_max correction_weight "
     "correction_out_of_bounds",
     "optim": "grad_norm grad_norm/<role> skipped skipped/<role> lr lr/<group>",

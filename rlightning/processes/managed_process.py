@@ -33,6 +33,7 @@ class ManagedProcess:
         command: program and arguments, as from :func:`python_command`.
         name: for errors, such as "reward worker".
         log_file: gets its output, appended; None leaves it in this process's standard error.
+        output: a file descriptor that gets its output instead.
         environment: all of its variables; None: this process's.
         pass_fds: further file descriptors that it keeps.
 
@@ -49,6 +50,7 @@ class ManagedProcess:
         log_file: Path | None = None,
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        output: int | None = None,
     ) -> None:
         self.name, self.log_file = name, log_file
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as opened:
@@ -58,7 +60,7 @@ class ManagedProcess:
             lifeline, self._lifeline = os.pipe()
             ours.callback(os.close, self._lifeline)
             opened.callback(os.close, lifeline)
-            output = STANDARD_ERROR
+            output = STANDARD_ERROR if output is None else output
             if log_file is not None:
                 output = os.open(log_file, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o666)
                 opened.callback(os.close, output)

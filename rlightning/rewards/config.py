@@ -6,10 +6,11 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rlightning.argument_checks import checked
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.protocols import has
 from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
@@ -19,6 +20,9 @@ GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""
 TURNS = "turns"
 """The messages after the prompt, as in chat APIs, which the runner gives a function with a parameter of this name."""
+
+DEFAULT_TIMEOUT = 10.0
+"""Seconds that a call may take, where neither the configuration nor the function says it."""
 
 _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
 
@@ -34,7 +38,7 @@ class RewardFunction:
         name: in the metric ``reward/<name>``; None: the function's own.
         arguments: bound as keyword arguments.
         columns: by the function's parameter, the column that it gets; None: the column of the parameter's name.
-        timeout: seconds that one call may take.
+        timeout: seconds that one call may take; None: what the function's ``call_timeout`` says, or 10.
     """
 
     function: str | Callable[..., Any]
@@ -42,7 +46,22 @@ class RewardFunction:
     name: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # there may be secrets
     columns: dict[str, str] = field(default_factory=dict)
-    timeout: float = 10.0
+    timeout: float | None = None
+
+
+class ChecksArguments(Protocol):
+    """A reward function that has arguments of its own to check."""
+
+    def check_arguments(self) -> None:
+        """Raise a ConfigError for what is wrong with them; called before its signature is read."""
+
+
+class HasCallTimeout(Protocol):
+    """A reward function that knows how long its calls may take."""
+
+    @property
+    def call_timeout(self) -> float:
+        """Seconds."""
 
 
 Reward = RewardFunction | str | Callable[..., Any]
@@ -127,6 +146,8 @@ def _bind(reward: RewardFunction) -> BoundReward:
     function = import_function(reward.function) if isinstance(reward.function, str) else reward.function
     check_kind(function, reward.function if isinstance(reward.function, str) else _name_of(function))
     name = reward.name or _name_of(function)
+    if has(function, ChecksArguments):
+        function.check_arguments()
     parameters = _parameters(function, name)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -153,7 +174,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
         name=name,
         function=function,
         weight=reward.weight,
-        timeout=reward.timeout,
+        timeout=_choose_timeout(reward, function, name),
         is_async=is_async(function),
         pickled=data,
         modules=frozenset(modules),
@@ -168,9 +189,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
 
 
 def _check_settings(reward: RewardFunction, name: str, parameters: Iterable[str], takes_all: bool) -> None:
-    """Refuse a timeout, a weight or arguments that the function cannot have."""
-    if not (math.isfinite(reward.timeout) and reward.timeout > 0):
-        raise ConfigError(f"Reward '{name}': timeout={reward.timeout} must be a number of seconds above 0.")
+    """Refuse a weight or arguments that the function cannot have."""
     if not math.isfinite(reward.weight):
         raise ConfigError(f"Reward '{name}': weight={reward.weight} must be a finite number.")
     for argument in (*reward.arguments, *reward.columns):
@@ -180,6 +199,15 @@ def _check_settings(reward: RewardFunction, name: str, parameters: Iterable[str]
             )
         if argument not in parameters and not takes_all:
             raise ConfigError(f"Reward '{name}' has no argument '{argument}'. {did_you_mean(argument, parameters)}")
+
+
+def _choose_timeout(reward: RewardFunction, function: Callable[..., Any], name: str) -> float:
+    timeout = reward.timeout
+    if timeout is None:
+        return function.call_timeout if has(function, HasCallTimeout) else DEFAULT_TIMEOUT
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise ConfigError(f"Reward '{name}': timeout={timeout} must be a number of seconds above 0.")
+    return timeout
 
 
 def _name_of(function: Callable[..., Any]) -> str:

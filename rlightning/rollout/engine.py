@@ -15,6 +15,7 @@ from rlightning.rollout.detokenize import decode_completions
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection, ServedEngine
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.vllm.launcher import EngineProcess
@@ -36,12 +37,14 @@ class Engine:
 
     Attributes:
         process: the connection to the engine that was started last.
+        prefix_cache: of the requests of :meth:`sample`.
         is_verified: whether it has been found to hold the actor's weights, since its start.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.process: EngineConnection | None = None
+        self.prefix_cache = PrefixCacheUse()
         self.is_verified = False
         self._held_version: int | None = None
         self._is_asleep = False
@@ -106,6 +109,7 @@ class Engine:
         files = model_files(self.config)
         arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
         outputs = await asyncio.wrap_future(self.submit("generate", token_ids, arguments))
+        self.prefix_cache.count(token_ids, outputs)
         return make_samples(files, token_ids, outputs)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:

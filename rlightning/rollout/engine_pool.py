@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.errors import EngineDiedError
+from rlightning.protocols import has
+from rlightning.rollout.prefix_cache import CountsPrefixCache, PrefixCacheUse
 from rlightning.rollout.sampler import Sampling, TokenSampler
 from rlightning.types import Sample
 
@@ -100,6 +102,14 @@ class EnginePool:
     def take_idle_seconds(self) -> float:
         """Return the seconds for which engines that serve had nothing to do, since the last call; their mean."""
         return sum(member.take_idle_seconds() for member in self.members.values()) / len(self.members)
+
+    def take_prefix_cache(self) -> PrefixCacheUse:
+        """Return how many tokens of requests the engines had computed before, since the last call."""
+        total = PrefixCacheUse()
+        for member in self.members.values():
+            if has(member.engine, CountsPrefixCache):
+                total.add(member.engine.prefix_cache.take())
+        return total
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None

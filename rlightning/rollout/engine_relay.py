@@ -26,6 +26,7 @@ from rlightning.processes.liveness import Deadline
 from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
 from rlightning.rollout.engine_pool import EngineId
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.sampler import Sampling, TokenSampler
 from rlightning.rollout.service import pack_arrays
 from rlightning.types import Sample
@@ -92,13 +93,16 @@ class RemoteEngine:
 
     def __init__(self, relay: "RelayConnection", engine_id: EngineId, files: ModelFiles) -> None:
         self._relay, self._id, self._files = relay, engine_id, files
+        self.prefix_cache = PrefixCacheUse()
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
     ) -> list[Sample]:
         """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine."""
         arguments = vllm_sampling(sampling, num_samples, self._files.end_token_ids)
-        return make_samples(self._files, token_ids, await self._request("generate", token_ids, arguments))
+        outputs = await self._request("generate", token_ids, arguments)
+        self.prefix_cache.count(token_ids, outputs)
+        return make_samples(self._files, token_ids, outputs)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :class:`~rlightning.rollout.sampler.Sampler`."""

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 
 from rlightning.processes.process_group import end_with_parent
 from rlightning.rpc.peer import Method, Peer
@@ -28,6 +29,8 @@ class Worker:
         progress, stacks, self._connection, lifeline = map(int, sys.argv[-4:])
         end_with_parent(lifeline)
         os.dup2(2, 1)
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # a pipe's lines would wait, and be lost in a crash
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         faulthandler.enable(stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)

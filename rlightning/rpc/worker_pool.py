@@ -28,6 +28,7 @@ from rlightning.rpc.connection import ConnectionLostError, RPCError
 from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, RemoteError
 from rlightning.rpc.progress import ProgressFile
 from rlightning.rpc.worker import STACK_SIGNAL
+from rlightning.rpc.worker_limits import MB, UNLIMITED, WorkerLimits, WorkerOutput, find_excess
 
 STACK_SECONDS = 1.0
 """In which a hanging process writes its stacks; one that is stopped writes none."""
@@ -69,6 +70,7 @@ class WorkerPool:
         start_timeout: seconds for that.
         finish_timeout: seconds for what a worker does in its ``finish`` before :meth:`close` ends it; 0: nothing.
         may_repeat: whether calls run again after their worker ended for a reason that is not theirs.
+        limits: of a worker; one that is above them is ended, and its calls fail.
 
     Attributes:
         deaths: the budget of restarts that no call explains; where calls are not repeated, of all restarts.
@@ -86,7 +88,9 @@ class WorkerPool:
         start_timeout: float = 300.0,
         finish_timeout: float = 0.0,
         may_repeat: bool = True,
+        limits: WorkerLimits = UNLIMITED,
     ) -> None:
+        self.limits = limits
         self.command, self.name, self.setup, self.may_repeat = command, name, setup, may_repeat
         self.num_workers, self.max_calls, self.max_queued = num_workers, max_calls, max_queued
         self.start_timeout, self.finish_timeout = start_timeout, finish_timeout
@@ -307,10 +311,12 @@ class _Worker:
         self._heartbeat = Heartbeat(intervals.WORKER_POLL_INTERVAL)
         self._has_news = asyncio.Event()
         self._is_hung = False
+        self._output: WorkerOutput | None = None
+        self._excess: str | None = None
 
     def has_place(self, call: _Call, max_calls: int) -> bool:
         """Whether it may run the call now."""
-        if self.peer is None or self.peer.closed.done() or self._is_hung:
+        if self.peer is None or self.peer.closed.done() or self._is_hung or self._excess:
             return False
         if call.is_alone or any(other.is_alone for other in self.calls.values()):
             return not self.calls
@@ -337,7 +343,14 @@ class _Worker:
         deadline, name = Deadline(timeout), self.pool.name
         fds = (self._progress.fd, self._stacks)
         command = [*self.pool.command, *map(str, fds)]
-        self._process = process = ManagedProcess(command, name=name, pass_fds=fds)
+        if self.pool.limits.max_output_mb is not None:
+            self._output = WorkerOutput(self.pool.limits.max_output_mb * MB)
+        try:
+            output = None if self._output is None else self._output.fd
+            self._process = process = ManagedProcess(command, name=name, pass_fds=fds, output=output)
+        finally:
+            if self._output is not None:
+                self._output.close_fd()
         self._connected, _ = await connect_process(process, {"request": self._serve}, ready_timeout=timeout)
         try:
             await self._connected.call("setup", *setup, timeout=deadline.remaining)
@@ -357,7 +370,7 @@ class _Worker:
         return await self.calls[key].serve(method, *arguments)
 
     async def watch(self) -> None:
-        """Return when the process has ended, or hangs."""
+        """Return when the process has ended, hangs, or is above a limit."""
         peer = self.get_peer()
         peer.closed.add_done_callback(lambda _: self._has_news.set())
         num_steps = -1
@@ -369,6 +382,11 @@ class _Worker:
             await asyncio.wait([peer.closed], timeout=self._heartbeat.interval)
             if self._process is not None and self._process.exit_code is not None:
                 return  # a process that it has forked may hold the connection open
+            if self._process is not None:
+                self._excess = find_excess(self.pool.limits, self._process.pid, self._output)
+            if self._excess:
+                await self._write_stacks()
+                return
             silent_seconds = self._heartbeat.tick()
             progress = self._progress.read()
             if progress.num_steps != num_steps:
@@ -395,6 +413,7 @@ class _Worker:
         progress, how = self._progress.read(), ""
         if self._process is not None and self._connected is not None:
             how = await end_process(self._process, self._connected)
+        how = self._excess or how
         stacks = self._read_stacks()
         self._progress.close()
         os.close(self._stacks)

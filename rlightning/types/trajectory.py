@@ -192,7 +192,8 @@ class Trajectory:
         reward: the environment's; None where it gives none.
         turn_rewards: the environment's, one a turn; None where it gives none.
         metrics: the environment's numbers.
-        timings: seconds by what was waited for.
+        timings: seconds by what was waited for: of the ``trajectory`` in all and, unless it is of a single turn, of the
+            ``engine`` and of the ``environment``.
         error: why it did not finish.
     """
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from cli_project import fit_here
 from engine_run import Witness, make_module, make_trainer, save_model
+from metrics_table import undocumented
 from programs import read_csv
 from tiny import make_data, write_sums
 
@@ -51,6 +52,22 @@ def test_two_turns_are_trained_as_sampled(folder: str, tmp_path: Path) -> None:
             assert len(one.samples) == (1 if first.text.strip() == one.prompt.columns["answer"] else 2)
             assert [turn.message["content"] for turn in one.turns[1:2]] == [verdict] * (len(one.samples) - 1)
         assert len(batch.completion_lengths) == 8
+        num_turns = [len(one.samples) for one in batch.trajectories]
+        assert metrics["environment/turns"] == pytest.approx(sum(num_turns) / 8)
+        lengths = batch.completion_lengths.sum().item()
+        assert metrics["environment/tokens_per_turn"] == pytest.approx(lengths / sum(num_turns))
+        assert 0 < metrics["environment/engine_share"] <= 1
+        seconds = [metrics[f"environment/time_in_{where}"] for where in ("engine", "environment")]
+        assert sum(seconds) == pytest.approx(sum(one.timings["trajectory"] for one in batch.trajectories) / 8)
+        assert "environment/prefix_cache_hits" not in metrics and not undocumented(metrics)
+
+
+@pytest.mark.long
+def test_single_turns_have_no_metrics_of_environments(folder: str, tmp_path: Path) -> None:
+    witness = Witness()
+    make_trainer(tmp_path, 1, make_rollout(None), witness).fit(make_module(folder), make_data(tmp_path))
+    assert not [name for name in witness.steps[0] if name.startswith("environment/")]
+    assert all(set(one.timings) == {"trajectory"} for one in witness.batches[0].trajectories)
 
 
 @pytest.mark.processes
@@ -76,6 +93,7 @@ def test_two_turns_of_an_engine_are_trained_as_sampled(folder: str, tmp_path: Pa
         samples = [sample for one in batch.trajectories for sample in one.samples]
         assert batch.num_sequences == batch.num_trajectories == 8
         assert int(batch.is_sampled.sum()) == sum(len(sample.token_ids) for sample in samples)
+        assert 0 <= metrics["environment/prefix_cache_hits"] <= 1
     assert 2 in num_turns
     assert rollout.last["async/running"] + rollout.last["async/finished"] == 4
 

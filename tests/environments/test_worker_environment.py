@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
 from rlightning.rollout import Sampling
 from rlightning.rpc import worker_pool
+from rlightning.rpc.worker_limits import resident_bytes
 from rlightning.types import Outcome, Prompt, Sample, Trajectory
 
 pytestmark = pytest.mark.processes
@@ -117,7 +119,8 @@ def test_two_turns_are_those_in_process_bit_for_bit(sampler: Any) -> None:
             prompt = Prompt(index, text, sampler.files.tokenizer(text).input_ids, {"answer": "x"})
             request = GroupRequest(prompt, Sampling(max_new_tokens=6, seed=11 + index), 3)
             group = RecordedGroup(sampler, ChatFormat(sampler.files.tokenizer), request, 96, timeout=120.0)
-            groups.append(group.finish(await environment.run_group(prompt, group), 0.0))
+            finished = group.finish(await environment.run_group(prompt, group), 0.0)
+            groups.append([replace(one, timings={}) for one in finished])
         await environment.close()
         return groups
 
@@ -194,6 +197,39 @@ def test_failures_are_their_workers_alone(tmp_path: Path, caplog: pytest.LogCapt
         run(work())
     line = "A trajectory of prompt 3 failed and counts as not sampled: ConnectionError: the sandbox is gone"
     assert line in [record.getMessage() for record in caplog.records]
+
+
+def test_worker_above_a_limit_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def attempt(environment: WorkerEnvironment, *deeds: str) -> list[Outcome]:
+        work = (environment.run(make_prompt(deed), CannedPolicy()) for deed in deeds)
+        return await asyncio.gather(*work)
+
+    async def work() -> None:
+        unlimited = make(tmp_path, max_output_mb=None)
+        [first] = await attempt(unlimited, "answer")
+        # A fork has the memory of the process that it is of.
+        limit = resident_bytes(int(first.metrics["pid"])) // 1_000_000 + 200
+        await unlimited.close()
+        environment = make(tmp_path, max_memory_mb=limit, max_output_mb=1)
+        [first] = await attempt(environment, "print")
+        for deed, reason in (
+            ("take memory", rf"ended \(it had [\d,]+ MB in memory, and max_memory_mb={limit}\)$"),
+            ("flood", r"ended \(it wrote more than max_output_mb=1 to its output in 60 s\)$"),
+            ("flood and block", r"(?s)line \d+ in run\n.*ended \(it wrote more than max_output_mb=1 to its output"),
+        ):
+            failed, beside = await attempt(environment, deed, "hold")
+            assert (failed.status, beside.status) == ("failed", "failed")
+            assert re.search(reason, failed.error or ""), failed.error
+        [last] = await attempt(environment, "answer")
+        assert last.status == "finished" and last.metrics["pid"] != first.metrics["pid"]
+        await environment.close()
+
+    run(work())
+    written = capfd.readouterr().err
+    assert "a line of the environment's\n" in written and len(written) < 3_000_000
+    for key in ("max_memory_mb", "max_output_mb"):
+        with pytest.raises(ConfigError, match=rf"environment\.{key}=0 must be above 0"):
+            make(tmp_path, **{key: 0})
 
 
 def test_limits_cross_as_themselves(tmp_path: Path) -> None:

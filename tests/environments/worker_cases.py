@@ -42,6 +42,18 @@ class Deeds(Environment):
             os.kill(os.getpid(), signal.SIGSEGV)
         elif deed == "block":
             time.sleep(3600)
+        elif deed == "print":
+            sys.stdout.write("a line of the environment's\n")
+        elif deed == "take memory":
+            self.taken = bytes(b"x" * 400_000_000)
+            await asyncio.sleep(3600)
+        elif deed == "flood":
+            while True:
+                sys.stdout.write("x" * 10_000 + "\n")
+                await asyncio.sleep(0)
+        elif deed == "flood and block":
+            while True:
+                os.write(1, b"x" * 10_000)
         elif deed == "raise":
             raise ConnectionError("the sandbox is gone")
         elif deed == "sys.exit":

@@ -25,6 +25,7 @@ from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.vllm.launcher import engine_environment
 from rlightning.rollout.vllm.server import VLLMServer
@@ -87,6 +88,13 @@ def test_sampled_logprobs_are_the_actors(engine: Engine, actor: Actor, temperatu
         assert len({completion.token_ids.tobytes() for completion in group}) > 1
         for completion in group:
             assert_sampled_from(actor, prompt, completion, temperature)
+
+
+def test_tokens_that_the_prefix_cache_has_are_counted(engine: Engine, actor: Actor) -> None:
+    engine.prefix_cache.take()
+    for num_cached in (0, 128):
+        asyncio.run(engine.sample(LONG_PROMPT.token_ids, GREEDY))
+        assert engine.prefix_cache.take() == PrefixCacheUse(len(LONG_PROMPT.token_ids), num_cached)
 
 
 def test_prompts_own_temperature_and_limit_are_the_engines(engine: Engine, actor: Actor) -> None:

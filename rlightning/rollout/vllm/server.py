@@ -82,8 +82,8 @@ class VLLMServer:
         """Sample completions of one prompt.
 
         Returns:
-            For each its tokens, their log-probabilities and the versions of the weights that sampled them, and what
-            ended it: a stop token, a stop string, or None for its length.
+            For each its tokens, their log-probabilities and the versions of the weights that sampled them, what ended
+            it (a stop token, a stop string, or None for its length), and how much of the prompt was cached.
         """
         params = SamplingParams(
             **sampling,
@@ -100,6 +100,7 @@ class VLLMServer:
                 "logprobs": np.asarray(one.logprobs.logprobs, np.float32),
                 "weight_versions": one_versions,
                 "end": one.stop_reason,
+                "num_cached_tokens": output.num_cached_tokens or 0,
             }
             for one, one_versions in zip(output.outputs, versions, strict=True)
         ]

@@ -1,0 +1,222 @@
+"""``rlightning rollout``: trajectories of a configuration's environment, printed; nothing is trained."""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch import Callback
+
+from rlightning.cli.config_keys import find_class
+from rlightning.cli.lightning_cli import RLCLI
+from rlightning.cli.rollout import RolloutOptions
+from rlightning.data import PromptDataModule
+from rlightning.data.in_memory import read_source
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.runner import EnvironmentRunner
+from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules
+from rlightning.foreign_text import cut_line, hide
+from rlightning.protocols import callbacks_of
+from rlightning.report.prediction_file import to_json
+from rlightning.report.trajectory_text import ScoredTrajectory, describe_trajectory, to_data
+from rlightning.rewards import FailureCount
+from rlightning.rollout.endpoint_sampler import EndpointSampler
+from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.requests import RandomStreams, check_requests, group_sampling
+from rlightning.trainer import find_callback
+from rlightning.types import Prompt, Trajectory
+
+COMMAND = "predict"
+"""Of Lightning's, whose keys and whose way of running this command has."""
+
+
+class RolloutCLI(RLCLI):
+    """Parses what ``predict`` would be given, with the same errors, and completes a few prompts on one device.
+
+    Args:
+        own: options of the command alone.
+        options: those of ``rlightning predict``.
+    """
+
+    def __init__(self, own: RolloutOptions, options: list[str]) -> None:
+        self.own = own
+        self.groups: list[tuple[Prompt, list[Trajectory]]] = []
+        super().__init__(args=[COMMAND, *options])
+
+    def before_instantiate_classes(self) -> None:
+        """Leave out what only training needs, and choose the prompts."""
+        config = self.config[COMMAND]
+        trainer, kind = config["trainer"], find_callback("RolloutCallback")
+        listed = trainer["callbacks"] or []
+        listed = listed if isinstance(listed, list) else [listed]
+        classes = [find_class(one["class_path"], [], "trainer.callbacks") for one in listed]
+        trainer["callbacks"] = [one for one, found in zip(listed, classes, strict=True) if issubclass(found, kind)]
+        trainer["plugins"] = trainer["profiler"] = None
+        trainer["logger"] = trainer["enable_progress_bar"] = trainer["enable_checkpointing"] = False
+        trainer["strategy"], trainer["devices"], trainer["num_nodes"] = "auto", 1, 1
+        if self.own.endpoint is not None:
+            trainer["accelerator"] = "cpu"
+        self._choose_prompts(config["data"])
+        super().before_instantiate_classes()
+
+    def _choose_prompts(self, data: Namespace) -> None:
+        """Have the data module read so many of the rows to predict or else of those to train on."""
+        num_prompts = self.own.num_trajectories // self.own.num_samples
+        if not issubclass(find_class(data["class_path"], [], "data.class_path"), PromptDataModule):
+            raise ConfigError(
+                f"data.class_path={data['class_path']} has prompts that this command cannot choose from. Give it "
+                "a file of some: --data PromptDataModule --data.predict prompts.jsonl."
+            )
+        arguments = data["init_args"]
+        if arguments["predict"] is None:
+            if arguments["train"] is None:
+                raise ConfigError("data.train and data.predict are not set: there are no prompts. Give a prompt set.")
+            arguments["predict"] = arguments["train"]
+        arguments["predict_limit"] = min(num_prompts, arguments["predict_limit"] or num_prompts)
+
+    def make_own_callbacks(self, listed: Sequence[Any]) -> list[Callback]:
+        """Return none: no files are written."""
+        return []
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Attempt the prompts, as the configuration says or by a server."""
+        self._check_columns()
+        if self.own.endpoint is not None:
+            self.groups = self._sample_endpoint(self.own.endpoint)
+            return
+        rollout = self._find_rollout()
+        if isinstance(rollout, find_callback("VLLMRollout")) and rollout.options.placement == "colocated":
+            size = rollout.options.devices_per_engine
+            rule = f"rollout.engine.tensor_parallel_size={size} takes the devices of {size} ranks"
+            way_out = "this command has one. Add --rollout.placement standalone, or use --endpoint"
+            check_rules({f"{rule}, and {way_out}": size == 1})
+        self.model.plan = replace(self.model.plan, samples_per_prompt=self.own.num_samples)
+        ckpt_path = self._get(self.config_init, "ckpt_path")
+        for batch in self.trainer.predict(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path) or ():
+            self.groups += batch
+
+    def _find_rollout(self) -> Any:
+        """Return the callback that the configuration has for rollouts.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        kind = find_callback("RolloutCallback")
+        found = next((one for one in callbacks_of(self.trainer) if isinstance(one, kind)), None)
+        if found is None:
+            raise ConfigError("rollout: null samples nothing. Leave the key out, or name a class.")
+        return found
+
+    def _check_columns(self) -> None:
+        """Refuse prompts that the reward functions cannot score, before an engine starts."""
+        table = read_source(self.datamodule.predict, self.datamodule.predict_limit, "data.predict")
+        self.model.check_columns(sorted(table.columns), table.path)
+
+    def _sample_endpoint(self, url: str) -> list[tuple[Prompt, list[Trajectory]]]:
+        """Attempt the prompts by a server; the model is not loaded."""
+        module, data, trainer, num_samples = self.model, self.datamodule, self.trainer, self.own.num_samples
+        rollout = self._find_rollout()
+        files = ModelFiles.read(module.model_path, trust_remote_code=module.trust_remote_code)
+        sampler = EndpointSampler(url, files, model=self.own.endpoint_model, key=self._read_key())
+        sampler.connect()
+        max_length = min(sampler.max_length or module.max_model_length, module.max_model_length)
+        trainer.strategy.connect(module)
+        data.trainer = trainer
+        data.setup(COMMAND)
+        prompts = list(data.predict_prompts)
+        check_requests(prompts, num_samples, rollout.sampling, max_length)
+        runner = EnvironmentRunner(
+            sampler, module.tokenizer, rollout.environment, max_length=max_length, timeout=rollout.trajectory_timeout
+        )
+        try:
+            runner.check()
+            futures = [
+                runner.submit(GroupRequest(prompt, group_sampling(rollout.sampling, prompt, stream), num_samples))
+                for prompt, stream in RandomStreams().assign(prompts, rollout.sampling, 0)
+            ]
+            return [(prompt, future.result()) for prompt, future in zip(prompts, futures, strict=True)]
+        finally:
+            runner.loop.run(sampler.close())
+            runner.close()
+
+    def _read_key(self) -> str | None:
+        name = self.own.endpoint_key_variable
+        if name is None:
+            return None
+        key = os.environ.get(name)
+        if not key:
+            raise ConfigError(
+                f"--endpoint-key-variable {name}: this environment variable is not set. Set it to the key."
+            )
+        hide({key: f"${{ENV:{name}}}"})
+        return key
+
+    def show(self) -> None:
+        """Score the trajectories and print them.
+
+        Raises:
+            EnvironmentFailedError: some would not be trained on, or have no reward, as something failed.
+        """
+        try:
+            scored = score_groups(self.model, [trajectories for _, trajectories in self.groups])
+        finally:
+            self.model.close()
+        for one in scored:
+            text = f"{to_json(to_data(one))}\n" if self.own.is_json else describe_trajectory(one)
+            sys.stdout.write(text)
+        sys.stdout.flush()
+        check_scored(scored)
+
+
+def score_groups(module: Any, groups: Sequence[Sequence[Trajectory]]) -> list[ScoredTrajectory]:
+    """Return trajectories with the rewards that a step of training would give them.
+
+    Args:
+        module: an RLModule.
+        groups: trajectories by prompt.
+    """
+    batch = module.select_sampled(module.batch_type.pack(groups))
+    rewards: list[float] = []
+    if batch.num_trajectories:
+        with module.rewarder.counting(FailureCount(batch.num_trajectories, 1.0)):
+            rewards = module.compute_rewards(batch).tolist()
+    values = {name: component.tolist() for name, component in batch.scores.items()}
+    scored: list[ScoredTrajectory] = []
+    place = 0  # in the batch, which has some of the trajectories, in their order
+    for one in (one for group in groups for one in group):
+        kept = batch.trajectories[place] if place < len(rewards) else None
+        if kept is None or kept.turns is not one.turns or kept.status != one.status:
+            scored.append(ScoredTrajectory(one))
+            continue
+        is_rewarded = bool(module.rewarder.functions) or one.reward is not None or rewards[place] != 0
+        scores = {name: _number(component[place]) for name, component in values.items()}
+        reward = _number(rewards[place]) if is_rewarded else None
+        scored.append(ScoredTrajectory(one, True, reward, scores, has_failed_reward=math.isnan(rewards[place])))
+        place += 1
+    return scored
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def check_scored(scored: Sequence[ScoredTrajectory]) -> None:
+    """Raise an EnvironmentFailedError with the first failure, if any."""
+    lost = [one.trajectory for one in scored if not one.is_sampled]
+    unrewarded = [one.trajectory for one in scored if one.has_failed_reward]
+    if lost:
+        first = lost[0]
+        line = (first.error or first.status).strip().splitlines()[-1]
+        raise EnvironmentFailedError(
+            f"{len(lost)} of {len(scored)} trajectories would not be trained on; the first, of row "
+            f"{first.prompt.index}, is {first.status}: {cut_line(line)}",
+            first.error or "",
+        )
+    if unrewarded:
+        raise EnvironmentFailedError(
+            f"{len(unrewarded)} of {len(scored)} trajectories have no reward, as a reward function failed: the log has "
+            f"the first failure. The first is of row {unrewarded[0].prompt.index}."
+        )

@@ -1,0 +1,60 @@
+"""How long trajectories wait for the engine, and for their environment."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlightning.rollout import Sampling, TokenSampler
+from rlightning.types.trajectory import Sample
+
+
+class TimedSampler(TokenSampler):
+    """The sampler of one trajectory, which counts the seconds in which a request is under way.
+
+    Args:
+        sampler: samples.
+    """
+
+    def __init__(self, sampler: TokenSampler) -> None:
+        self._sampler = sampler
+        self._seconds: float | None = None
+        self._engine_seconds = 0.0
+        self._num_requests, self._requested_at = 0, 0.0
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of the trajectory, of the engine, and of the environment; nothing of one that was not timed."""
+        if self._seconds is None:
+            return {}
+        engine = min(self._engine_seconds, self._seconds)
+        return {"trajectory": self._seconds, "engine": engine, "environment": self._seconds - engine}
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Within, the trajectory is made."""
+        started_at = monotonic()
+        try:
+            yield
+        finally:
+            self._seconds = monotonic() - started_at
+
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        if not self._num_requests:
+            self._requested_at = monotonic()
+        self._num_requests += 1
+        try:
+            return await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._engine_seconds += monotonic() - self._requested_at
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        return await self._sampler.score(token_ids)

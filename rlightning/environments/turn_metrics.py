@@ -1,0 +1,62 @@
+"""What environments made of a step: turns, tokens, what was waited for. docs/metrics.md says what each name means."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
+
+from rlightning.rollout.prefix_cache import PrefixCacheUse
+from rlightning.types import Trajectory
+
+
+@dataclass(slots=True)
+class TurnTotals:
+    """Sums over trajectories, but for those that one request has made without an environment.
+
+    Attributes:
+        num_trajectories: that were made, whether or not they are trained on.
+        num_turns: of the policy.
+        num_tokens: that it sampled.
+        engine_seconds: in which a turn was requested.
+        environment_seconds: the others.
+        prefix_cache: of the engines; nothing on other ranks than rank 0.
+    """
+
+    num_trajectories: int = 0
+    num_turns: int = 0
+    num_tokens: int = 0
+    engine_seconds: float = 0.0
+    environment_seconds: float = 0.0
+    prefix_cache: PrefixCacheUse = field(default_factory=PrefixCacheUse)
+
+    def add(self, trajectories: Iterable[Trajectory]) -> None:
+        """Count these too."""
+        for one in trajectories:
+            if "engine" in one.timings:
+                self.num_trajectories += 1
+                self.num_turns += len(one.samples)
+                self.num_tokens += one.num_sampled
+                self.engine_seconds += one.timings["engine"]
+                self.environment_seconds += one.timings["environment"]
+
+
+def turn_metrics(totals: Sequence[TurnTotals]) -> dict[str, float]:
+    """Return the metrics of a step.
+
+    Args:
+        totals: of each rank.
+    """
+    num_trajectories, num_turns, num_tokens, engine, environment = (
+        sum(column) for column in zip(*(astuple(one)[:5] for one in totals), strict=True)
+    )
+    metrics = {
+        "environment/turns": num_turns / max(num_trajectories, 1),
+        "environment/tokens_per_turn": num_tokens / max(num_turns, 1),
+        "environment/time_in_engine": engine / max(num_trajectories, 1),
+        "environment/time_in_environment": environment / max(num_trajectories, 1),
+        "environment/engine_share": engine / max(engine + environment, 1e-9),
+    }
+    cache = PrefixCacheUse()
+    for one in totals:
+        cache.add(one.prefix_cache)
+    if cache.num_tokens:
+        metrics["environment/prefix_cache_hits"] = cache.num_cached / cache.num_tokens
+    return metrics

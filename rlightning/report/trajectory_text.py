@@ -1,0 +1,127 @@
+"""Trajectories as text for people, turn by turn, and as plain data for programs."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rlightning.plain_text import visible, visible_on_one_line
+from rlightning.types import Branch, Trajectory, Turn
+
+INDENT = "  "
+
+
+class ScoredTrajectory(NamedTuple):
+    """A trajectory with what it would be trained with.
+
+    Attributes:
+        trajectory: all of it.
+        is_sampled: whether it would be trained on.
+        reward: the weighted sum of what gave it one; None where that failed, or nothing gives rewards.
+        scores: by reward function, unweighted; None where it gave none, or failed.
+        has_failed_reward: whether a reward function failed.
+    """
+
+    trajectory: Trajectory
+    is_sampled: bool = False
+    reward: float | None = None
+    scores: Mapping[str, float | None] = {}
+    has_failed_reward: bool = False
+
+
+def describe_trajectory(scored: ScoredTrajectory) -> str:
+    """Return a trajectory as lines of text: how it ended, what it earned, its turns, its branches, its error."""
+    one = scored.trajectory
+    lines = [f"== row {one.prompt.index}: {describe_status(scored)}, {_describe_reward(scored)}"]
+    lines.append(INDENT + _describe_size(one))
+    if one.metrics:
+        lines.append(INDENT + ", ".join(f"{name} {value:g}" for name, value in one.metrics.items()))
+    lines += _block("prompt", one.prompt.text)
+    began = first_turns(one)
+    rewards = iter(one.turn_rewards or ())
+    for place, turn in enumerate(one.turns):
+        lines += [f"{INDENT}-- a branch begins: {branch.reason}" for branch in began.get(place, ())]
+        lines += _block(*_describe_turn(turn, next(rewards, None) if turn.sample is not None else None))
+    if one.error:
+        lines += _block("error", one.error)
+    return "\n".join(lines) + "\n"
+
+
+def describe_status(scored: ScoredTrajectory) -> str:
+    """Return how it ended."""
+    return scored.trajectory.status + ("" if scored.is_sampled else " (would not be trained on)")
+
+
+def to_data(scored: ScoredTrajectory) -> dict[str, Any]:
+    """Return a trajectory as plain data, which JSON can hold."""
+    one = scored.trajectory
+    return {
+        "row": one.prompt.index,
+        "prompt": one.prompt.text,
+        "columns": one.prompt.columns,
+        "status": one.status,
+        "is_sampled": scored.is_sampled,
+        "error": one.error,
+        "reward": scored.reward,
+        "scores": dict(scored.scores),
+        "environment_reward": one.reward,
+        "turn_rewards": one.turn_rewards,
+        "metrics": one.metrics,
+        "timings": one.timings,
+        "turns": [
+            {**turn.message, "num_tokens": len(turn.sample.token_ids), "finish_reason": turn.sample.finish_reason}
+            if turn.sample is not None
+            else turn.message
+            for turn in one.turns
+        ],
+        "branches": [
+            {"reason": branch.reason, "num_tokens": len(branch.token_ids), "num_sampled": sum(branch.is_sampled)}
+            for branch in one.branches
+        ],
+    }
+
+
+def first_turns(trajectory: Trajectory) -> dict[int, list[Branch]]:
+    """Return the branches that began later than the trajectory, by the turn that was the first to be sampled in each.
+
+    Of the turns before it the branch may have some, as history.
+    """
+    began: dict[int, list[Branch]] = {}
+    for branch in trajectory.branches[1:]:
+        sampled = [turn for turn, is_sampled in zip(branch.turns, branch.is_sampled, strict=True) if is_sampled]
+        if sampled:
+            began.setdefault(min(sampled), []).append(branch)
+    return began
+
+
+def _describe_reward(scored: ScoredTrajectory) -> str:
+    one = scored.trajectory
+    parts = [f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in scored.scores.items()]
+    if one.reward is not None:
+        parts.append(f"environment {one.reward:.4g}")
+    reward = "no reward" if scored.reward is None else f"reward {scored.reward:.4g}"
+    reward = "a reward function failed" if scored.has_failed_reward else reward
+    return f"{reward} ({', '.join(parts)})" if parts else reward
+
+
+def _describe_size(one: Trajectory) -> str:
+    seconds = one.timings.get("trajectory", 0.0)
+    num_turns = len(one.samples)
+    text = f"{num_turns} {'turn' if num_turns == 1 else 'turns'}, {one.num_sampled} tokens sampled, {seconds:.2f} s"
+    waits = [f"{name} {one.timings[name]:.2f} s" for name in ("engine", "environment") if name in one.timings]
+    return f"{text} ({', '.join(waits)})" if waits else text
+
+
+def _describe_turn(turn: Turn, reward: float | None) -> tuple[str, str]:
+    """Return the label of a turn and its text."""
+    role, content = str(turn.message.get("role", "?")), turn.message.get("content")
+    others = {name: value for name, value in turn.message.items() if name not in ("role", "content")}
+    text = "" if content is None else str(content)
+    text += "".join(f"\n[{name}: {value}]" for name, value in others.items())
+    if turn.sample is None:
+        return role, text
+    label = f"{role} ({len(turn.sample.token_ids)} tokens, {turn.sample.finish_reason})"
+    return label if reward is None else f"{label} reward {reward:.4g}", text
+
+
+def _block(label: str, text: str) -> Iterator[str]:
+    yield f"{INDENT}[{visible_on_one_line(label)}]"
+    yield from (f"{INDENT}{INDENT}{line}" for line in visible(text).splitlines() or [""])

@@ -1,0 +1,60 @@
+"""Answers of a judge in a file, which several processes may use at once."""
+
+import logging
+import sqlite3
+from pathlib import Path
+
+from rlightning.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LOCK_TIMEOUT = 5.0
+"""Seconds for another process that writes to be done."""
+
+
+class AnswerCache:
+    """Texts by key, in an SQLite file. What the file cannot give or take is asked for again, which is logged once.
+
+    Args:
+        path: the file, which is made if it is not there.
+
+    Raises:
+        ConfigError: it is no such file, or cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._is_warned = path, False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level=None, check_same_thread=False)
+            self._database.execute("PRAGMA synchronous=OFF")  # an answer that a power cut loses is asked for again
+            self._database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"Judge: cache={path} cannot hold answers: {error}. Name a file that is not there yet, on a local disk."
+            ) from error
+
+    def read(self, key: str) -> str | None:
+        """Return the answer of a key, if there is one."""
+        try:
+            row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            self._warn(error)
+            return None
+        return None if row is None else str(row[0])
+
+    def write(self, key: str, answer: str) -> None:
+        """Keep an answer."""
+        try:
+            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
+        except (sqlite3.Error, UnicodeEncodeError) as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def _warn(self, error: Exception) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            log.warning("The judge's cache %s fails, and answers are asked for again: %s", self.path, error)

@@ -1,0 +1,308 @@
+"""A language model as a judge: a reward function that asks an OpenAI-compatible API (docs/rewards.md)."""
+
+import asyncio
+import hashlib
+import inspect
+import json
+import keyword
+import math
+import os
+import random
+import re
+import string
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from rlightning.argument_checks import CheckedArguments
+from rlightning.errors import ConfigError, check_rules
+from rlightning.foreign_text import cut_line, cut_value, hide
+from rlightning.rewards.answer_cache import AnswerCache
+from rlightning.rewards.event_loop import MAX_CONCURRENT
+
+if TYPE_CHECKING:
+    import httpx
+
+SCORE = r"(?i)score[\s:=*_\"'`]*(-?\d+(?:\.\d+)?)(?!\d|[.,]\d)"
+"""The pattern of a score where none is given, as in "Score: 7" or "**Score:** 7.5"."""
+JUDGED = ("completion", "full_text", "turns")
+"""Of what the runner gives every function, one of these has to be in a rubric."""
+RETRIED_STATUSES = (408, 409, 425, 429)
+"""Of HTTP, besides those from 500 on."""
+FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
+"""Seconds before the second attempt, which double with each further one, and the most of them."""
+
+
+class JudgeError(Exception):
+    """A sample was not judged; its reward is NaN, and never 0."""
+
+
+class _Connection(NamedTuple):
+    """What the calls on one event loop share."""
+
+    client: "httpx.AsyncClient"
+    places: asyncio.Semaphore
+
+
+class Judge(CheckedArguments):
+    """Has a language model score each sample by a rubric; the reward is its score as a share of the scale.
+
+    A sample that could not be judged, because the API failed or its answer holds no score, has no reward: it is left
+    out of its group and counts in ``reward/failed``.
+
+    Args:
+        rubric: what the judge is asked. Names in braces stand for what the runner gives every function
+            (``{prompt}``, ``{completion}``, ``{turns}``, ...) and for columns, such as ``{answer}``; ``{{`` is a brace.
+        model: the judge's name at the API.
+        base_url: of the API, such as ``http://127.0.0.1:8000/v1``.
+        api_key_variable: the environment variable with the key; None: the API needs none.
+        system: a system message.
+        pattern: a regular expression whose first group, or whole, is the score; of several matches the last counts.
+        scores: numbers by what the pattern matches, in any case, where that is a word; None: it is a number.
+        lowest: score that gives a reward of 0.
+        highest: score that gives a reward of 1. A score beyond either is none.
+        max_concurrent: requests at once, of each rank.
+        request_timeout: seconds that the API may take to answer a request.
+        max_retries: further attempts after a failure that may pass: no connection, no answer in time, or the HTTP
+            statuses 408, 409, 425, 429 and from 500 on.
+        cache: a file of the answers so far, so that nothing is asked twice; other runs may share it. None: no file.
+        request: further keys of each request, such as ``{max_tokens: 512}``; null leaves out one that is set here.
+    """
+
+    def __init__(
+        self,
+        rubric: str,
+        *,
+        model: str,
+        base_url: str = "https://api.openai.com/v1",
+        api_key_variable: str | None = None,
+        system: str | None = None,
+        pattern: str = SCORE,
+        scores: Mapping[str, float] | None = None,
+        lowest: float = 0.0,
+        highest: float = 10.0,
+        max_concurrent: int = 16,
+        request_timeout: float = 60.0,
+        max_retries: int = 4,
+        cache: str | None = None,
+        request: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.rubric, self.system, self.model, self.base_url = rubric, system, model, base_url
+        self.api_key_variable, self.pattern, self.lowest, self.highest = api_key_variable, pattern, lowest, highest
+        self.scores = None if scores is None else {word.casefold(): float(score) for word, score in scores.items()}
+        self.max_concurrent, self.request_timeout, self.max_retries = max_concurrent, request_timeout, max_retries
+        self.cache = None if cache is None else Path(cache).expanduser()
+        self.request = dict(request or {})
+        self.__name__ = "judge"
+        self._answers: AnswerCache | None = None
+        self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
+
+    def check_arguments(self) -> None:
+        """Check the arguments, before a run starts, and declare what it has to be given.
+
+        Raises:
+            ConfigError: with what is wrong.
+        """
+        is_url, is_time = self.base_url.startswith(("http://", "https://")), 0 < self.request_timeout < math.inf
+        is_scale = -math.inf < self.lowest < self.highest < math.inf
+        rules = {
+            f"Judge: base_url={self.base_url} must begin with http:// or https://": is_url,
+            f"Judge: lowest={self.lowest} must be below highest={self.highest}": is_scale,
+            f"Judge: max_concurrent={self.max_concurrent} must be at least 1": self.max_concurrent >= 1,
+            f"Judge: request_timeout={self.request_timeout} must be a number of seconds above 0": is_time,
+            f"Judge: max_retries={self.max_retries} must be at least 0": self.max_retries >= 0,
+        }
+        check_rules(rules)
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"Judge: pattern={cut_value(self.pattern)} is no regular expression: {error}.") from error
+        self._read_key()
+        if self.cache is not None:
+            AnswerCache(self.cache).close()  # or it refuses the file
+        names = dict.fromkeys(read_fields(self.rubric))
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        self.__signature__ = inspect.Signature(parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy in another process has: no connections."""
+        return self.__dict__ | {"_connections": None, "_answers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connections = WeakKeyDictionary()
+
+    @property
+    def call_timeout(self) -> float:
+        """Seconds in which a call has ended, those included in which it waits for others."""
+        attempts = (self.max_retries + 1) * self.request_timeout + self.max_retries * LONGEST_DELAY
+        return math.ceil(MAX_CONCURRENT / self.max_concurrent) * attempts + 10.0
+
+    async def __call__(self, **given: Any) -> float:
+        """Score one sample.
+
+        Args:
+            given: by the rubric's names.
+
+        Raises:
+            JudgeError: it could not be judged.
+        """
+        body = self._make_request(given)
+        answers = self._get_answers()
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        answer = None if answers is None else answers.read(key)
+        if answer is None:
+            answer = await self._ask(body)
+            if answers is not None:
+                answers.write(key, answer)
+        score = self.parse(answer)
+        if math.isnan(score):
+            raise JudgeError(f"the judge's answer has no score from {self.lowest:g} to {self.highest:g}: {answer!r}")
+        return (score - self.lowest) / (self.highest - self.lowest)
+
+    def parse(self, answer: str) -> float:
+        """Return the score in an answer; NaN if there is none, or none on the scale."""
+        matches = list(re.finditer(self.pattern, answer))
+        if not matches:
+            return math.nan
+        last = matches[-1]
+        text = (last[1] if last.re.groups else last[0]) or ""
+        if self.scores is not None:
+            score = self.scores.get(text.strip().casefold(), math.nan)
+        else:
+            try:
+                score = float(text)
+            except ValueError:
+                return math.nan
+        return score if self.lowest <= score <= self.highest else math.nan
+
+    def _make_request(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body of the request."""
+        values = {name: _render_turns(value) if name == "turns" else value for name, value in given.items()}
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages.append({"role": "user", "content": self.rubric.format(**values)})
+        body = {"model": self.model, "messages": messages, "temperature": 0.0, **self.request}
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def _ask(self, body: Mapping[str, Any]) -> str:
+        """Return the API's answer, after as many attempts as it takes.
+
+        Raises:
+            JudgeError: there is none.
+        """
+        import httpx
+
+        connection = self._connect()
+        async with connection.places:
+            for attempt in range(self.max_retries + 1):
+                wait = min(FIRST_DELAY * 2**attempt, LONGEST_DELAY) * random.uniform(0.5, 1.0)
+                try:
+                    async with asyncio.timeout(self.request_timeout):
+                        response = await connection.client.post(self._url, json=body)
+                except TimeoutError:
+                    problem = f"no answer in {self.request_timeout:g} s"
+                except httpx.TransportError as error:
+                    problem = cut_line(f"{type(error).__name__}: {error}")
+                else:
+                    if response.is_success:
+                        return read_answer(response.text)
+                    problem = f"HTTP {response.status_code}: {cut_line(response.text)}"
+                    if response.status_code not in RETRIED_STATUSES and response.status_code < 500:
+                        raise JudgeError(f"{self._url} refused the request, {problem}")
+                    wait = max(wait, min(_read_seconds(response.headers.get("retry-after")), LONGEST_DELAY))
+                if attempt < self.max_retries:
+                    await asyncio.sleep(wait)
+        raise JudgeError(f"{self._url} gave no answer in {self.max_retries + 1} attempts; the last: {problem}")
+
+    @property
+    def _url(self) -> str:
+        return f"{self.base_url.rstrip('/')}/chat/completions"
+
+    def _connect(self) -> _Connection:
+        """Return the connection of the running event loop."""
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        if loop not in self._connections:
+            key = self._read_key()
+            client = httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=None,  # each request has one for all of it
+                limits=httpx.Limits(max_connections=self.max_concurrent),
+            )
+            self._connections[loop] = _Connection(client, asyncio.Semaphore(self.max_concurrent))
+        return self._connections[loop]
+
+    def _get_answers(self) -> AnswerCache | None:
+        if self._answers is None and self.cache is not None:
+            self._answers = AnswerCache(self.cache)
+        return self._answers
+
+    def _read_key(self) -> str | None:
+        """Return the API's key, which no message shows from now on.
+
+        Raises:
+            ConfigError: the variable is not set.
+        """
+        name = self.api_key_variable
+        if name is None:
+            return None
+        key = os.environ.get(name)
+        if not key:
+            raise ConfigError(
+                f"Judge: the environment variable {name}, which api_key_variable names, is not set. Set it to the "
+                f"key: export {name}=..."
+            )
+        hide({key: f"${{ENV:{name}}}"})
+        return key
+
+
+def read_fields(rubric: str) -> Iterator[str]:
+    """Yield the names in a rubric's braces.
+
+    Raises:
+        ConfigError: it is no template, or has nothing of the sample.
+    """
+    way_out = "Write a name, such as {completion}, and {{ and }} for braces."
+    try:
+        fields = [field for _, *field in string.Formatter().parse(rubric) if field[0] is not None]
+    except ValueError as error:
+        raise ConfigError(f"Judge: the rubric cannot be read: {error}. {way_out}") from error
+    for name, layout, conversion in fields:
+        if not name or not name.isidentifier() or keyword.iskeyword(name) or layout or conversion:
+            raise ConfigError(f"Judge: the rubric's {{{cut_line(name or '')}}} is no name. {way_out}")
+    names = [str(name) for name, _, _ in fields]
+    if not set(JUDGED).intersection(names):
+        raise ConfigError("Judge: the rubric shows the judge nothing of the sample. Put {completion} into it.")
+    yield from names
+
+
+def read_answer(text: str) -> str:
+    """Return the text that a response of the API holds.
+
+    Args:
+        text: of the response.
+
+    Raises:
+        JudgeError: it holds none, or one that was cut.
+    """
+    try:
+        choice = json.loads(text)["choices"][0]
+        answer, reason = choice["message"]["content"], choice.get("finish_reason")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise JudgeError(f"the judge's API answered something else than a chat completion: {cut_value(text)}") from None
+    if reason == "length":
+        raise JudgeError(f"the judge's answer was cut at the limit on its tokens: {cut_value(answer)}")
+    if not isinstance(answer, str):
+        raise JudgeError(f"the judge's answer has no text: {cut_value(answer)}")
+    return answer
+
+
+def _render_turns(turns: list[dict[str, Any]]) -> str:
+    return "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)
+
+
+def _read_seconds(header: str | None) -> float:
+    """Return the seconds that a Retry-After header asks for; 0 for none, or a date."""
+    return float(header) if header is not None and re.fullmatch(r"\d+(\.\d+)?", header) else 0.0

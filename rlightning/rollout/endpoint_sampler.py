@@ -1,0 +1,172 @@
+"""A sampler over any server that has OpenAI's /v1/completions: to look at rollouts, not to train on them."""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from rlightning.errors import ConfigError, EngineError, RequestRefusedError
+from rlightning.foreign_text import cut_line
+from rlightning.rollout.engine import make_samples
+from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.sampler import Sampling, TokenSampler
+from rlightning.types import Sample
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds until a server must have taken a connection."""
+REQUEST_TIMEOUT = 600.0
+"""Seconds that a completion may take, where an environment's trajectories have no limit of their own."""
+WRONG_SERVER = (401, 403, 404, 405)
+"""HTTP statuses that any further request would get, too."""
+
+
+class EndpointSampler(TokenSampler):
+    """Samples from a server by token ids. Whatever weights it has count as version 0.
+
+    A server that returns the ids of what it has sampled, as vLLM's does, gives exact samples. Of others the text is
+    tokenized again, which is said once; such samples must not be trained on, nor need these.
+
+    Args:
+        url: of the API, such as ``http://127.0.0.1:8000/v1``.
+        files: of the policy: its tokenizer, and what ends a completion.
+        model: its name at the server; None: the server's only one.
+        key: that the server wants.
+
+    Attributes:
+        max_length: tokens of the longest sequence, once :meth:`connect` knows it; None: the server does not say.
+    """
+
+    def __init__(self, url: str, files: ModelFiles, *, model: str | None = None, key: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--endpoint {url} is no address. Write one such as http://127.0.0.1:8000/v1.")
+        url = url.rstrip("/")
+        self.url = url if url.endswith("/v1") else f"{url}/v1"
+        self.model, self.files = model, files
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client: httpx.AsyncClient | None = None
+        self._returns_ids = True
+        self.max_length: int | None = None
+
+    def connect(self) -> None:
+        """Ask the server for its models.
+
+        Raises:
+            ConfigError: it cannot be reached, or does not have the model.
+        """
+        try:
+            response = httpx.get(f"{self.url}/models", headers=self._headers, timeout=CONNECT_TIMEOUT)
+            response.raise_for_status()
+            models = {str(one["id"]): one for one in response.json()["data"]}
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"--endpoint {self.url}: {cut_line(error) or type(error).__name__}. Is an OpenAI-compatible server "
+                "there? It must answer GET /v1/models."
+            ) from error
+        if self.model is None and len(models) == 1:
+            (self.model,) = models
+        if self.model not in models:
+            named = "no --endpoint-model is named" if self.model is None else f"it has no model '{self.model}'"
+            raise ConfigError(f"--endpoint {self.url}: {named}. It has: {', '.join(models) or 'none'}.")
+        limit = models[self.model].get("max_model_len")
+        self.max_length = limit if isinstance(limit, int) else None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`; a session changes nothing here."""
+        prompt = list(token_ids)
+        text = await self._request(make_body(self.model, prompt, sampling, num_samples, self._returns_ids))
+        try:
+            choices = sorted(json.loads(text)["choices"], key=lambda choice: choice.get("index", 0))
+            outputs = [self._read(choice) for choice in choices]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{self.url}/completions answered something else than completions: {error!r}") from error
+        if len(outputs) != num_samples:
+            raise EngineError(f"{self.url}/completions returned {len(outputs)} completions of {num_samples}.")
+        samples = make_samples(self.files, prompt, outputs)
+        for sample, choice in zip(samples, choices, strict=True):
+            if choice.get("token_ids") is None:
+                sample.text = str(choice["text"])  # which the tokens may not give back
+        return samples
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Refuse: OpenAI's API has no log-probabilities of a prompt."""
+        raise EngineError(f"{self.url} cannot score sequences, which verifying trajectories needs. Turn that off.")
+
+    async def _request(self, body: dict[str, Any]) -> str:
+        """Return what the server answers.
+
+        Raises:
+            RequestRefusedError: it refuses this request.
+            EngineError: it would fail all.
+        """
+        if self._client is None:
+            timeout = httpx.Timeout(REQUEST_TIMEOUT, connect=CONNECT_TIMEOUT)
+            limits = httpx.Limits(max_connections=None)
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=timeout, limits=limits)
+        try:
+            response = await self._client.post(f"{self.url}/completions", json=body)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self.url}: {cut_line(error) or type(error).__name__}. Is the server up?") from error
+        if response.is_success:
+            return response.text
+        reason = f"HTTP {response.status_code}: {cut_line(response.text)}"
+        if "return_token_ids" in body and response.status_code in (400, 422) and "return_token_ids" in response.text:
+            self._returns_ids = False
+            return await self._request({name: value for name, value in body.items() if name != "return_token_ids"})
+        if response.status_code in WRONG_SERVER or response.status_code >= 500:
+            raise EngineError(f"{self.url}/completions cannot be used, {reason}")
+        raise RequestRefusedError(reason)
+
+    def _read(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return a completion as an engine's process would."""
+        token_ids = choice.get("token_ids")
+        if token_ids is None:
+            if self._returns_ids:
+                self._returns_ids = False
+                log.warning("%s returns no token ids: its texts are tokenized again, to count their tokens.", self.url)
+            token_ids = self.files.tokenizer(choice["text"], add_special_tokens=False).input_ids
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        known = [math.nan if value is None else float(value) for value in logprobs]
+        return {
+            "token_ids": np.array(token_ids, np.int64),
+            "logprobs": np.array(known if len(known) == len(token_ids) else [math.nan] * len(token_ids), np.float32),
+            "weight_versions": np.zeros(len(token_ids), np.int32),
+            "end": None if choice.get("finish_reason") == "length" else "stop",
+        }
+
+
+def make_body(
+    model: str | None, prompt: list[int], sampling: Sampling, num_samples: int, returns_ids: bool
+) -> dict[str, Any]:
+    """Return the body of a request; what only some servers know is left out where it changes nothing."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "n": num_samples,
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "logprobs": 1,
+    }
+    optional = {
+        "stop": list(sampling.stop),
+        "seed": None if sampling.seed is None else sampling.seed % 2**31,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "return_token_ids": returns_ids,
+    }
+    return body | {name: value for name, value in optional.items() if value}

@@ -1,0 +1,47 @@
+"""How many tokens of its requests an engine had computed before."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(slots=True)
+class PrefixCacheUse:
+    """Tokens that requests were made with.
+
+    Attributes:
+        num_tokens: all of them.
+        num_cached: those whose keys and values the engine had.
+    """
+
+    num_tokens: int = 0
+    num_cached: int = 0
+
+    def count(self, token_ids: Sequence[int], outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Count a request.
+
+        Args:
+            token_ids: [P], that its samples follow.
+            outputs: see :meth:`~rlightning.rollout.vllm.server.VLLMServer.generate`.
+        """
+        self.num_tokens += len(token_ids)
+        self.num_cached += int(outputs[0].get("num_cached_tokens", 0))
+
+    def add(self, other: "PrefixCacheUse") -> None:
+        """Count what another one has counted."""
+        self.num_tokens += other.num_tokens
+        self.num_cached += other.num_cached
+
+    def take(self) -> "PrefixCacheUse":
+        """Return what has been counted since the last call."""
+        taken = PrefixCacheUse(self.num_tokens, self.num_cached)
+        self.num_tokens = self.num_cached = 0
+        return taken
+
+
+class CountsPrefixCache(Protocol):
+    """An engine that counts its requests' tokens."""
+
+    @property
+    def prefix_cache(self) -> PrefixCacheUse:
+        """Since its counts were taken last."""
