@@ -1,0 +1,146 @@
+"""What agents cost: a step whose environment waits, the endpoint against direct sampling, and idle sessions.
+
+    python benchmarks/agents.py --model 0.6b
+    python benchmarks/agents.py --device cpu --model tiny --prompts 8 --part waiting endpoint
+    python benchmarks/agents.py --device cpu --model tiny --part idle --sessions 2000
+
+"waiting": trajectories of --turns turns whose environment takes 0.05 to 2 s a turn (drawn from a seed), and the same
+without waiting. "bound" is the larger of the longest that a trajectory waits for its environment and what all take
+without waiting: a step cannot take less. "endpoint": the same completions of one turn, sampled by the trainer and by an
+agent with OpenAI's client, in as many sessions at once. "idle": agents that ask once and then do nothing for --idle
+seconds; the memory that the trainer's process has more than at the rollout's begin, and its CPU time, of the seconds in
+which all were idle.
+
+Prints a table a part; medians of the steps after the first, of "idle" the only step.
+"""
+
+import argparse
+from statistics import median
+from typing import Any
+
+from agent_work import trajectories
+from launch import Job, Rows, Run, benchmark_parser, callback, finish, fit, format_table, grpo_config, prepare, say
+
+PARTS = ("waiting", "endpoint", "idle")
+GUESS = "rlightning.environments.StepEnvironment"
+
+
+def make_job(arguments: argparse.Namespace, name: str, environment: dict[str, Any] | None, **changes: Any) -> Job:
+    """A run with an environment, or None: of one turn."""
+    options = {"prompts": arguments.prompts, "samples": arguments.samples, "max_new_tokens": arguments.new_tokens}
+    options |= changes
+    config = grpo_config(
+        arguments,
+        prompts_per_step=options["prompts"],
+        samples_per_prompt=options["samples"],
+        model={"validate_first": False},
+        rollout={"max_new_tokens": options["max_new_tokens"], "gpu_memory_utilization": 0.4},
+        callbacks=[
+            callback("agent_work.HostTrace"),
+            callback("CompletionsTable", every_n_steps=1, num_console=0, num_logged=0),
+        ],
+    )
+    config["trainer"]["max_steps"] = options.get("steps", arguments.steps)
+    if environment is not None:
+        config["environment"] = environment
+    return Job(name, config)
+
+
+def waiting_game(arguments: argparse.Namespace, longest: float) -> dict[str, Any]:
+    """An environment whose turns take up to so many seconds."""
+    game = {"environment": "agent_work.Waits", "arguments": {"num_turns": arguments.turns, "longest": longest}}
+    return {"class_path": GUESS, "init_args": game}
+
+
+def agent(idle: float = 0.0) -> dict[str, Any]:
+    """An agent that asks once."""
+    settings = {"agent": "agent_work.ask_once", "arguments": {"idle": idle}, "max_trajectories": 1 << 16}
+    return {"class_path": "rlightning.environments.AgentProgram", "init_args": settings}
+
+
+def generating(run: Run) -> float:
+    """Median seconds of a step's generation, after the first."""
+    steps = run.metrics()
+    return median(row["time/generate"] for row in steps[1:] or steps)
+
+
+def measure_waiting(arguments: argparse.Namespace) -> Rows:
+    """A row: seconds with and without waiting, and their bound."""
+    runs = {}
+    for name, longest in (("waits", 2.0), ("does not wait", 0.0)):
+        runs[name] = fit(make_job(arguments, name, waiting_game(arguments, longest)), arguments, [0]).require_success()
+    rows = [row for row in trajectories(runs["waits"].folder) if row["step"] > 1] or trajectories(runs["waits"].folder)
+    steps = {row["step"] for row in rows}
+    longest_wait = median(max(dict(row["metrics"])["waited"] for row in rows if row["step"] == step) for step in steps)
+    alone, seconds = generating(runs["does not wait"]), generating(runs["waits"])
+    bound = max(longest_wait, alone)
+    return [
+        {
+            "trajectories": arguments.prompts * arguments.samples,
+            "turns": arguments.turns,
+            "generate, s": seconds,
+            "without waiting, s": alone,
+            "longest wait of a trajectory, s": longest_wait,
+            "of bound": seconds / bound,
+        }
+    ]
+
+
+def measure_endpoint(arguments: argparse.Namespace) -> Rows:
+    """A row each: tokens/s of generation, sampled by the trainer and through the endpoint."""
+    rows: Rows = []
+    for name, environment in (("direct", None), ("endpoint", agent())):
+        run = fit(make_job(arguments, name, environment), arguments, [0]).require_success()
+        steps = run.metrics()[1:] or run.metrics()
+        num_sequences = arguments.prompts * arguments.samples
+        tokens = median(row["completion/length"] for row in steps) * num_sequences
+        rate = tokens / generating(run)
+        first = rows[0]["tokens/s"] if rows else rate
+        rows.append(
+            {"sampled": name, "sessions": num_sequences, "tokens": tokens, "tokens/s": rate, "x direct": rate / first}
+        )
+    return rows
+
+
+def measure_idle(arguments: argparse.Namespace) -> Rows:
+    """A row: memory and CPU time of sessions that do nothing."""
+    changes = {"prompts": arguments.sessions // 4, "samples": 4, "max_new_tokens": 8, "steps": 1}
+    run = fit(make_job(arguments, "idle", agent(arguments.idle), **changes), arguments, [0]).require_success()
+    trace = [{name: float(value) for name, value in row.items()} for row in run.read_trace("host")]
+    last = trace[-1]["seconds"]
+    idle = [row for row in trace if last - arguments.idle * 0.8 < row["seconds"] < last - arguments.idle * 0.2]
+    return [
+        {
+            "sessions": arguments.sessions,
+            "memory, MiB": (max(row["rss"] for row in trace) - trace[0]["rss"]) / (1 << 20),
+            "a session, KiB": (max(row["rss"] for row in trace) - trace[0]["rss"]) / 1024 / arguments.sessions,
+            "CPU, s a second": (idle[-1]["cpu"] - idle[0]["cpu"]) / (idle[-1]["seconds"] - idle[0]["seconds"]),
+        }
+    ]
+
+
+MEASURES = {"waiting": measure_waiting, "endpoint": measure_endpoint, "idle": measure_idle}
+
+
+def main() -> None:
+    """Run the parts, then print their tables."""
+    parser = benchmark_parser(__doc__ or "", "agents", steps=3)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), dest="parts", help="(all)")
+    parser.add_argument("--prompts", type=int, default=64, help="a step (64)")
+    parser.add_argument("--samples", type=int, default=8, help="trajectories of each (8)")
+    parser.add_argument("--turns", type=int, default=8, help="of a trajectory that waits (8)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="the longest turn (64)")
+    parser.add_argument("--sessions", type=int, default=2000, help="that are idle (2000)")
+    parser.add_argument("--idle", type=float, default=30.0, help="seconds (30)")
+    arguments = parser.parse_args()
+    prepare(arguments)
+    tables = []
+    for part in arguments.parts:
+        rows = MEASURES[part](arguments)
+        say(format_table(rows))
+        tables.append(format_table(rows))
+    finish(arguments, [], tables)
+
+
+if __name__ == "__main__":
+    main()
