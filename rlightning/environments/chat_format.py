@@ -14,7 +14,14 @@ from typing import Any
 from rlightning.data.chats import CONTINUES, clean_messages
 from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
 from rlightning.environments.messages import AssistantMessage, Message
-from rlightning.environments.tool_formats import CLOSE_THOUGHT, OPEN_THOUGHT, RenderersParser, find_family, read_message
+from rlightning.environments.tool_formats import (
+    CLOSE_THOUGHT,
+    MAX_CALLS,
+    OPEN_THOUGHT,
+    RenderersParser,
+    find_family,
+    read_message,
+)
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.types.trajectory import Prompt
@@ -23,6 +30,8 @@ _MARK = "ANSWER OF THE POLICY"
 """Stands for what the policy has sampled where a chat template is asked what follows that."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of it in messages."""
+_KEEPS_REASONING = {"clear_thinking": False, "preserve_thinking": True}
+"""Arguments of some templates: of GLM, and of Qwen3.6."""
 INSTALL = "pip install --no-deps renderers prime-pydantic-config"
 """Without dependencies: openai-harmony would overwrite files of the oss-harmony that vLLM brings along."""
 _TOOL = {
@@ -141,7 +150,9 @@ class ChatFormat:
             prompt_ids: that the turn was sampled after; None: after the template's usual beginning of a turn.
             turn: its number in the trajectory, that the ids of its calls have.
         """
-        call_ids = (f"call{turn:03d}{number:02d}" for number in range(100))  # nine characters, as Mistral's
+        call_ids = (
+            f"call{turn % 1000:03d}{number:02d}" for number in range(MAX_CALLS)
+        )  # as Mistral's, of 9 characters
         if isinstance(self._parser, RenderersParser):
             return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
         kept = {self._tokenizer.convert_tokens_to_ids(token) for token in (OPEN_THOUGHT, CLOSE_THOUGHT, *_CALL_TOKENS)}
@@ -194,9 +205,17 @@ class ChatFormat:
                 reader += f", {self._parser.rstrip('.')}"
         if self.rewrites is None:
             return f"Chats: {reader}; the chat template is append-only, so that histories are what it renders."
+        template = self._tokenizer.chat_template
+        for name, value in _KEEPS_REASONING.items():
+            kept = ChatFormat(self._tokenizer, {**self._arguments, name: value})
+            if name in template and kept.rewrites is None:
+                way = f"chat_template_arguments: {{{name}: {str(value).lower()}}} has it append only"
+                break
+        else:
+            way = "a server that renders whole histories shows it less"
         return (
             f"Chats: {reader}; the chat template {self.rewrites}. Trajectories keep what was sampled, in one branch, "
-            "unless a client sends its history back changed."
+            f"unless a client sends its history back changed; {way}."
         )
 
     @cached_property
@@ -309,7 +328,7 @@ class ChatFormat:
         content, is_text = self._call_style
         calls = []
         for answer in answers:
-            arguments: Any = {"word": _MARK}
+            arguments: Any = {"word": _MARK if answer is answers[-1] else "x"}
             call = _make_call(answer.get("name", "look_up"), json.dumps(arguments) if is_text else arguments)
             calls.append({**call, "id": answer.get("tool_call_id", call["id"])})
         history: list[Message] = [
@@ -326,8 +345,8 @@ class ChatFormat:
     def _follow(self, history: list[Message], messages: list[Message]) -> tuple[str, str]:
         """Return the text after the policy's words, if nothing follows and if messages do."""
         return (
-            self._apply(history, None, False).rpartition(_MARK)[2],
-            self._apply([*history, *messages], None, True).rpartition(_MARK)[2],
+            self._apply(history, None, False).partition(_MARK)[2],
+            self._apply([*history, *messages], None, True).partition(_MARK)[2],
         )
 
     def _end_of_special(self, text: str) -> int:

@@ -71,6 +71,8 @@ class RecordedPolicy:
             added = self._format.render_observations(observations, sampled=last.token_ids, ended=ended)
             history = [*self._branches[-1].token_ids, *added]
         elif observations or tools:
+            if tools:
+                self._format.check_tools()
             self._tools = list(tools) if tools else None
             messages = observations or self._format.prompt_messages(self._request.prompt)
             history = self._format.render(messages, self._tools)

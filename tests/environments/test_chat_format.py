@@ -269,6 +269,19 @@ def test_a_good_call_beside_a_broken_one_counts() -> None:
     assert len(message.tool_calls) == 2 and len(message.errors) == 1
 
 
+def test_calls_without_end_are_few() -> None:
+    message = parse("qwen2.5", '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 200)
+    assert len(message.tool_calls) == 32 and len({call.id for call in message.tool_calls}) == 32
+    assert message.errors == ("A turn has at most 32 tool calls: 168 more were not made.",)
+
+
+def test_an_answer_may_have_any_words() -> None:
+    chat_format, tokenizer = get_format("qwen2.5"), get_tokenizer("qwen2.5")
+    for observation in ({**answer(), "content": "ANSWER OF THE POLICY"}, {**USER, "content": "ANSWER OF THE POLICY"}):
+        added = chat_format.render_observations([observation, answer()], sampled=[], ended=False)
+        assert tokenizer.decode(added).count("ANSWER OF THE POLICY") == 1
+
+
 def test_json_in_a_plain_answer_is_no_call() -> None:
     assert parse("llama3", 'It is {"name": "add", "parameters": {}}').tool_calls == ()
     assert parse("llama3", '{"result": 4}').content == '{"result": 4}'
@@ -324,6 +337,17 @@ def test_describe_says_what_the_template_does() -> None:
         line = get_format(family).describe()
         assert what[0] in line and f"the chat template {what[1]}" in line and "\n" not in line
         assert (get_format(family).rewrites is None) == (what[1] == kept[0])
+
+
+def test_describe_names_the_argument_that_keeps_reasoning() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% if loop.index0 > ns.last and (loop.last or reasoning) %}",
+        "{% if reasoning and (preserve_thinking or loop.index0 > ns.last) %}",
+    )
+    line = ChatFormat(tokenizer).describe()
+    assert line.endswith("chat_template_arguments: {preserve_thinking: true} has it append only.")
+    assert "is append-only" in ChatFormat(tokenizer, {"preserve_thinking": True}).describe()
 
 
 def test_families_that_another_package_reads_name_it(monkeypatch: pytest.MonkeyPatch) -> None:

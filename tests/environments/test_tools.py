@@ -47,10 +47,12 @@ class Script:
         return [Sample(tokens, [-0.5] * len(tokens), [2] * len(tokens), plain, finish)]  # type: ignore[arg-type]
 
 
-def play(environment: Environment, *texts: str, max_length: int = 4000) -> Trajectory:
+def play(
+    environment: Environment, *texts: str, max_length: int = 4000, chat_format: ChatFormat | None = None
+) -> Trajectory:
     script: Any = Script(*texts)
     request = GroupRequest(PROMPT, Sampling(max_new_tokens=200), 1)
-    group = RecordedGroup(script, ChatFormat(script.tokenizer), request, max_length, 60.0)
+    group = RecordedGroup(script, chat_format or ChatFormat(script.tokenizer), request, max_length, 60.0)
 
     async def run() -> Any:
         try:
@@ -211,6 +213,8 @@ def test_tools_that_cannot_be_described_are_refused(tools: list[str], line: str)
 def test_model_without_tools_is_refused_before_the_run() -> None:
     tokenizer = make_tokenizer("qwen2.5")
     tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"^The model's chat template writes tool calls in no form that is known"):
+        play(Tools([tool_cases.add]), "", chat_format=ChatFormat(get_tokenizer("gemma3")))
     runner = EnvironmentRunner(Script(), tokenizer, Tools([tool_cases.add]), max_length=100)  # type: ignore[arg-type]
     try:
         with pytest.raises(ConfigError, match=r"^Tools need a chat template, and the model's tokenizer has none\."):
