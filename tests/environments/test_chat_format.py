@@ -128,6 +128,22 @@ def test_stop_string_leaves_the_turn_to_be_closed() -> None:
     assert nothing == added
 
 
+def test_stop_token_of_the_runs_own_leaves_the_turn_to_be_closed() -> None:
+    tokenizer = make_tokenizer("qwen2.5")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</tool_call>"]})
+    sampled = tokenizer('<tool_call>{"name": "add"}</tool_call>').input_ids
+    added = ChatFormat(tokenizer).render_observations([answer()], sampled=sampled, ended=True)
+    assert tokenizer.decode(added).startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_one_of_several_templates_is_for_tools() -> None:
+    tokenizer = make_tokenizer("qwen2.5")
+    tokenizer.chat_template = {"default": TEMPLATES["gemma3"], "tool_use": TEMPLATES["qwen2.5"]}
+    ChatFormat(tokenizer).check_tools()
+    tokenizer.chat_template = None
+    ChatFormat(tokenizer, {"chat_template": TEMPLATES["qwen2.5"]}).check_tools()
+
+
 def test_no_merge_reaches_into_what_was_sampled() -> None:
     chat_format, tokenizer = get_format("qwen2.5"), get_tokenizer("qwen2.5")
     newlines = tokenizer("four\n\n").input_ids
