@@ -141,18 +141,23 @@ def test_results_are_cut_and_written_as_json() -> None:
     assert half == "\\ud800AA" and odd == "{(1, 2): 1, 'self': Ellipsis}"
 
 
+def lives() -> list[tuple[str, int]]:
+    """Of counters; functions of an earlier test may still be on their way."""
+    return [event for event in tool_cases.RAN if event[0] in ("made", "closed")]
+
+
 def test_state_is_a_trajectorys_own_and_closed() -> None:
     environment = Tools([tool_cases.Counter])
     script = (f"{call('increase', by=2)}\n{call('increase', by=3, name='x')}{END}", f"{call('read')}{END}", f"9{END}")
     assert answers(play(environment, *script)) == ["6", "9", "9"]
     assert answers(play(environment, *script)) == ["6", "9", "9"]
-    assert tool_cases.RAN == [("made", 4), ("closed", 9)] * 2
+    assert lives() == [("made", 4), ("closed", 9)] * 2
 
 
 def test_state_is_closed_if_the_trajectory_fails() -> None:
     environment = Tools([tool_cases.Counter, tool_cases.fail])
     assert play(environment, f"{call('fail', kind='connection')}{END}").status == "failed"
-    assert tool_cases.RAN == [("made", 4), ("closed", 4)]
+    assert lives() == [("made", 4), ("closed", 4)]
 
 
 def test_limits_truncate() -> None:
