@@ -151,8 +151,14 @@ class Session:
         Raises:
             RuntimeError: it refuses, or answers something else.
         """
-        await self._socket.send(json.dumps({"type": kind, "data": data}))
-        text = await asyncio.wait_for(self._socket.recv(), self._settings.timeout)
+        from websockets.exceptions import ConnectionClosed
+
+        with suppress(ConnectionClosed):  # what it has sent before, such as that it has no place, can still be read
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+        try:
+            text = await asyncio.wait_for(self._socket.recv(), self._settings.timeout)
+        except ConnectionClosed as error:
+            raise RuntimeError(f"the server closed the session before it answered {kind}: {cut_line(error)}") from error
         answer = json.loads(text)
         result = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(result, dict):

@@ -47,6 +47,8 @@ class Server:
                 self.received.append(message)
                 if message["type"] == "close":
                     return
+                if message.get("data", {}).get("text") == "leave":
+                    return
                 if message.get("data", {}).get("text") == "refuse":
                     answer: Any = {"type": "error", "data": {"message": "no such move", "code": "VALIDATION_ERROR"}}
                 elif message.get("data", {}).get("text") == "nonsense":
@@ -125,6 +127,7 @@ def test_sessions_at_once_are_bounded() -> None:
     ("arguments", "text", "message"),
     [
         ({}, "refuse", r"the server refused step \(VALIDATION_ERROR\): no such move"),
+        ({}, "leave", "the server closed the session before it answered step"),
         ({}, "nonsense", "answered step by something else than OpenEnv's messages"),
         ({"observation": "seen"}, "a", "the server's observation has no field 'seen': said, board"),
     ],
