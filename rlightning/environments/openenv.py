@@ -1,0 +1,186 @@
+"""Environments that a server of OpenEnv (the package openenv-core) has, by its WebSocket protocol.
+
+Workers of environments import this file in other interpreters: Python 3.10, websockets, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rlightning.environments.environment import Environment, Policy, PolicyGroup
+from rlightning.environments.step_environment import StepEnvironment
+from rlightning.errors import ConfigError, check_rules
+from rlightning.foreign_text import cut_line, cut_value, describe_error
+from rlightning.types.trajectory import Outcome, Prompt
+
+CONNECT_TIMEOUT = 10.0
+MAX_MESSAGE_BYTES = 16 << 20
+"""Of an observation."""
+
+
+class OpenEnv(Environment):
+    """Plays the environment of an OpenEnv server; each trajectory is a session of its own there.
+
+    The server is reset with the prompt's index as ``seed``, and its first observation stands in place of the prompt.
+    The text of each turn is an action's field, and the observation that it returns is what the policy reads next.
+    Rewards and the end are the server's.
+
+    Args:
+        url: of the server, such as ``http://127.0.0.1:8000``.
+        action: the field of its action that has the policy's text, such as "message" or "code".
+        action_fields: further fields of each action.
+        observation: the field of its observation that the policy reads; None: all fields, as JSON.
+        reset_columns: columns of the prompt set that ``reset`` is given too.
+        max_turns: of the policy, after which a trajectory is truncated.
+        max_sessions: that the server has at once; further trajectories wait, and their time does not count yet. In
+            worker processes their ``max_trajectories`` counts instead.
+        timeout: seconds that the server may take to answer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        action: str,
+        *,
+        action_fields: Mapping[str, Any] | None = None,
+        observation: str | None = None,
+        reset_columns: Sequence[str] = (),
+        max_turns: int = 8,
+        max_sessions: int = 1,
+        timeout: float = 60.0,
+    ) -> None:
+        rules = {
+            f"OpenEnv: url={url} must begin with http, https, ws or wss, and ://": url.startswith(
+                ("http://", "https://", "ws://", "wss://")
+            ),
+            f"OpenEnv: max_sessions={max_sessions} must be at least 1": max_sessions >= 1,
+            f"OpenEnv: timeout={timeout} must be above 0 seconds": timeout > 0,
+        }
+        check_rules(rules)
+        self.url = f"{url.replace('http', 'ws', 1).rstrip('/') if url.startswith('http') else url.rstrip('/')}/ws"
+        self.action, self.action_fields, self.observation = action, dict(action_fields or {}), observation
+        self.reset_columns, self.max_sessions, self.timeout = tuple(reset_columns), max_sessions, timeout
+        self._steps = StepEnvironment(lambda: Session(self), max_turns=max_turns)
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def check(self) -> None:
+        """Raise a ConfigError if there is no such server."""
+        session = Session(self)
+        try:
+            await session.connect()
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"OpenEnv: {describe_error(error)}. Start the server, or change url.") from error
+        finally:
+            await session.close()
+
+    async def close(self) -> None:
+        """Wait for sessions that are being closed."""
+        await self._steps.close()
+
+    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
+        """Make the trajectories of one prompt, each as soon as the server has a place for it."""
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = loop, asyncio.Semaphore(self.max_sessions)
+        return await group.run_each(lambda policy: self.run(prompt, policy), self._places[1])
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory in a session of its own."""
+        return await self._steps.run(prompt, policy)
+
+
+class Session:
+    """A session at a server, as :class:`StepEnvironment` plays it.
+
+    Args:
+        settings: of it.
+    """
+
+    def __init__(self, settings: OpenEnv) -> None:
+        self._settings = settings
+        self._socket: Any = None
+
+    async def connect(self) -> None:
+        """Connect to the server.
+
+        Raises:
+            ConfigError: the package websockets is missing.
+            ConnectionError: there is no server.
+        """
+        try:
+            from websockets.asyncio.client import connect
+            from websockets.exceptions import WebSocketException
+        except ImportError as error:
+            raise ConfigError(f"OpenEnv: {cut_line(error)}. Install it: pip install websockets.") from error
+        url = self._settings.url
+        try:
+            self._socket = await connect(url, open_timeout=CONNECT_TIMEOUT, max_size=MAX_MESSAGE_BYTES)
+        except (OSError, TimeoutError, WebSocketException) as error:
+            raise ConnectionError(f"{url} cannot be reached: {cut_line(error) or type(error).__name__}") from error
+
+    async def reset(self, prompt: Prompt) -> str:
+        """Begin, and return what the policy reads first."""
+        await self.connect()
+        columns = {name: prompt.columns[name] for name in self._settings.reset_columns}
+        result = await self._request("reset", {"seed": prompt.index, **columns})
+        return self._read_observation(result)
+
+    async def step(self, message: Mapping[str, str]) -> tuple[str, float | None, bool, dict[str, float]]:
+        """Send the policy's turn as an action, and return what comes of it."""
+        action = {**self._settings.action_fields, self._settings.action: message["content"]}
+        result = await self._request("step", action)
+        reward, is_done = result.get("reward"), bool(result.get("done"))
+        text = "" if is_done else self._read_observation(result)
+        return text, None if reward is None else float(reward), is_done, {}
+
+    async def close(self) -> None:
+        """End the session, which frees its place at the server."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            with suppress(Exception):  # it is gone already
+                await socket.send(json.dumps({"type": "close"}))
+            await socket.close()
+
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the server answers.
+
+        Raises:
+            RuntimeError: it refuses, or answers something else.
+        """
+        from websockets.exceptions import ConnectionClosed
+
+        with suppress(ConnectionClosed):  # what it has sent before, such as that it has no place, can still be read
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+        try:
+            text = await asyncio.wait_for(self._socket.recv(), self._settings.timeout)
+        except ConnectionClosed as error:
+            raise RuntimeError(f"the server closed the session before it answered {kind}: {cut_line(error)}") from error
+        answer = json.loads(text)
+        result = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(result, dict):
+            raise RuntimeError(
+                f"the server answered {kind} by something else than OpenEnv's messages: {cut_value(text)}"
+            )
+        if answer.get("type") == "error":
+            code, message = result.get("code", "?"), cut_line(result.get("message", ""))
+            raise RuntimeError(f"the server refused {kind} ({code}): {message}")
+        return result
+
+    def _read_observation(self, result: Mapping[str, Any]) -> str:
+        """Return what the policy reads of an observation.
+
+        Raises:
+            RuntimeError: it has no such field.
+        """
+        fields, name = result.get("observation"), self._settings.observation
+        if name is None:
+            return json.dumps(fields, ensure_ascii=False)
+        if not isinstance(fields, dict) or name not in fields:
+            known = ", ".join(fields) if isinstance(fields, dict) else cut_value(fields)
+            raise RuntimeError(f"the server's observation has no field '{name}': {known}")
+        value = fields[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
