@@ -8,6 +8,7 @@ so have RLModule and a plain network. Hooks take any loop and any module, and :f
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
@@ -217,6 +218,45 @@ class SampledPolicy(Protocol):
     def named_weights(self) -> "Iterator[tuple[str, Tensor]]": ...
 
     def score(self, batch: "RolloutBatch", dtype: "torch.dtype", /) -> "Tensor": ...
+
+
+class AdapterSettings(Protocol):
+    """An adapter (LoRA), as far as others than its module need to know it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def modules(self) -> "Mapping[str, tuple[int, int]]": ...
+
+    def peft_settings(self) -> dict[str, object]: ...
+
+
+class HasAdapter(Protocol):
+    """A module that may train an adapter beside a frozen base.
+
+    Attributes:
+        sends_adapter: whether samplers are sent the adapter by itself, not the weights that it makes with the base; the
+            rollout callback sets it.
+    """
+
+    sends_adapter: bool
+
+    @property
+    def adapter(self) -> AdapterSettings | None: ...
+
+    def adapter_weights(self) -> "Iterator[tuple[str, Tensor]]": ...
+
+    def base_weights(self) -> "Iterator[tuple[str, Tensor]]": ...
+
+    def adapter_off(self) -> "AbstractContextManager[None]": ...
+
+    def perturbed_adapter(self) -> "AbstractContextManager[None]": ...
+
+
+def adapter_of(module: object) -> AdapterSettings | None:
+    """Return what a module trains beside a frozen base; None if it trains the weights themselves."""
+    return module.adapter if has(module, HasAdapter) else None
 
 
 class Generates(Protocol):

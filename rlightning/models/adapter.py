@@ -179,7 +179,9 @@ def match_targets(
             known = sorted({name.rpartition(".")[2] for name in layers})
             others = build_empty(config).named_modules()
             kind = next((type(module).__name__ for name, module in others if name and is_match(name, target)), None)
-            found = "is no module of the model" if kind is None else f"is a {kind}, no linear layer of the model's blocks"
+            found = (
+                "is no module of the model" if kind is None else f"is a {kind}, no linear layer of the model's blocks"
+            )
             raise ConfigError(f"adapter.target_modules: '{target}' {found}. {did_you_mean(target, known)}")
     return {name: sizes for name, sizes in layers.items() if any(is_match(name, target) for target in wanted)}
 

@@ -1,7 +1,7 @@
 """A policy with an adapter: PEFT's layers in place of linear ones, around a base that is frozen.
 
-A layer computes ``W x + s B A x``, with ``W`` of the base, ``A`` [r, in], ``B`` [out, r] and the scaling ``s``. The base
-keeps its names for all who ask for the weights of a model (:func:`~rlightning.parallel.sharding.named_weights`).
+A layer computes ``W x + s B A x``, with ``W`` of the base, ``A`` [r, in], ``B`` [out, r] and the scaling ``s``. The
+base keeps its names for all who ask for the weights of a model (:func:`~rlightning.parallel.sharding.named_weights`).
 """
 
 from collections.abc import Iterator
@@ -34,13 +34,12 @@ class AdaptedLinear(nn.Module):
     """What is used of PEFT's ``lora.Linear``."""
 
     base_layer: nn.Linear
-    lora_A: nn.ModuleDict
-    lora_B: nn.ModuleDict
+    lora_A: nn.ModuleDict  # noqa: N815  # PEFT's names
+    lora_B: nn.ModuleDict  # noqa: N815
     scaling: dict[str, float]
     cast_input_dtype_enabled: bool
-
-    def enable_adapters(self, enabled: bool) -> None:
-        """Add the adapter's product, or leave it out."""
+    disable_adapters: bool
+    _disable_adapters: bool
 
 
 def add_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
@@ -87,7 +86,9 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device
             if linear.weight.is_meta:
                 linear.to_empty(device=device)
             weight = linear.weight
-            whole = torch.zeros(weight.shape, dtype=torch.float32) if stored is None else stored[stored_name(name, factor)]
+            whole = (
+                torch.zeros(weight.shape, dtype=torch.float32) if stored is None else stored[stored_name(name, factor)]
+            )
             if stored is None and factor == "A":
                 bound = weight.shape[1] ** -0.5  # PEFT's, the usual one of a linear layer
                 whole.uniform_(-bound, bound, generator=random)
@@ -112,13 +113,15 @@ def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def adapter_off(policy: nn.Module) -> Iterator[None]:
     """Within, without gradient, the policy is its base alone."""
     layers = [layer for _, layer in adapted_layers(policy)]
+    # Not PEFT's enable_adapters(), which says of the adapter's weights that they are not trained: FSDP may ask then.
     for layer in layers:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True
+    assert all(layer.disable_adapters for layer in layers), "PEFT has another name for it"
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 @contextmanager

@@ -52,9 +52,10 @@ def check_resumed(saved: Mapping[str, Any] | None, lora: LoRA | None, model: str
     for key in ("rank", "scaling", "modules"):
         if saved[key] != own[key]:
             values = "others" if key == "modules" else f"{saved[key]:g}, not {own[key]:g}"
-            raise ConfigError(f"The checkpoint's adapter has another {key}: {values}. Set model.adapter as that run did.")
+            raise ConfigError(
+                f"The checkpoint's adapter has another {key}: {values}. Set model.adapter as that run did."
+            )
     if saved["base"] != own["base"]:
         raise ConfigError(
             f"The checkpoint's adapter was trained on a base with other weights than model='{model}' has. Name its own."
         )
-

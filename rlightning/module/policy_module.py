@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,15 @@ from rlightning.models import (
     save_policy,
 )
 from rlightning.models.adapter import LoRA, resolve_adapter
-from rlightning.models.adapter_layers import add_adapter, initialize_adapter, merged_weights
+from rlightning.models.adapter_layers import (
+    adapter_off,
+    adapter_parameters,
+    add_adapter,
+    initialize_adapter,
+    merged_forward,
+    merged_weights,
+    perturbed_adapter,
+)
 from rlightning.models.counts import sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
@@ -113,6 +122,7 @@ class PolicyModule(Ranks, SavedModule):
         self.adapter = None if adapter is None else resolve_adapter(adapter, model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
+        self.sends_adapter = False
         self.roles: dict[str, ModelRole] = {}
         self.actor: PreTrainedModel | None = None
 
@@ -174,7 +184,9 @@ class PolicyModule(Ranks, SavedModule):
         if isinstance(strategy, FSDP):
             from rlightning.models.sharded_policy import load_sharded_policy
 
-            policy = load_sharded_policy(model, strategy.sharding, dtype=dtype if is_trained else computes_in, adapter=adapter)
+            policy = load_sharded_policy(
+                model, strategy.sharding, dtype=dtype if is_trained else computes_in, adapter=adapter
+            )
         else:
             policy = load_policy(model, dtype)
             if not is_trained:
@@ -264,6 +276,22 @@ class PolicyModule(Ranks, SavedModule):
         """
         yield from named_weights(self.loaded_actor) if self.adapter is None else merged_weights(self.loaded_actor)
 
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's weights, by the names of PEFT's files."""
+        yield from adapter_parameters(self.loaded_actor)
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that the adapter is added to, as :meth:`named_weights` of a module without one."""
+        yield from named_weights(self.loaded_actor)
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Within, without gradient, the actor is its base."""
+        return adapter_off(self.loaded_actor)
+
+    def perturbed_adapter(self) -> AbstractContextManager[None]:
+        """Within, the adapter has other values, which an engine cannot be without unnoticed; all ranks call it."""
+        return perturbed_adapter(self.loaded_actor)
+
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the weights it came with.
 
@@ -287,7 +315,9 @@ class PolicyModule(Ranks, SavedModule):
         plugin = self.trainer.precision_plugin
         precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
         # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
-        with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision:
+        is_merged = self.adapter is not None and not self.sends_adapter
+        merged = merged_forward(self.loaded_actor) if is_merged else nullcontext()
+        with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision, merged:
             return packed_logprobs(self.loaded_actor, batch.to(self.device))[0]
 
     @torch.no_grad()

@@ -63,7 +63,8 @@ class UpdateModule(PolicyModule):
         proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by a forward pass
             of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
             single optimizer step a rollout both come from its own forward pass.
-        reference_model: what ``kl_coef`` measures from; None is ``model``, which an actor with an adapter is without it.
+        reference_model: what ``kl_coef`` measures from; None is ``model``, that is with an adapter the actor
+            without it.
         kwargs: of :class:`~rlightning.module.policy_module.PolicyModule`.
 
     Attributes:

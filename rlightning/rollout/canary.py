@@ -11,7 +11,7 @@ Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored 
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.models.architecture import describe_traits
 from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.sharding import local_tensor
+from rlightning.protocols import adapter_of
 from rlightning.rollout.sampler import Sampler
 from rlightning.rpc.client import LoopThread
 from rlightning.types import RolloutBatch
@@ -52,6 +53,8 @@ BLOCK_LENGTH = 16
 """Consecutive tokens that count as one observation: their errors may hang together."""
 TRIMMED = 0.01
 """The share of tokens that are left out, those that differ most: rounding may change the experts of one."""
+SEEN = 5.0
+"""Times its noise by which an actor's log-probabilities must move with other values in its adapter."""
 MAX_SIDE = 2.0
 """A token that is further off than so many of its units counts no more."""
 LEAST_DEVIATION = 0.01
@@ -135,9 +138,21 @@ class Canary:
         self._former: Evaluation | None = None  # of the sync before
         self._verified: Evaluation | None = None  # before the latest
         self._has_passed = False
+        self._base: Floats | None = None  # without its adapter
 
-    def evaluate(self, score: Score, weight_version: int) -> None:
-        """Have the actor score it; what it gave for another version is that of former weights from now on."""
+    def evaluate(
+        self, score: Score, weight_version: int, adapter_off: Callable[[], AbstractContextManager[None]] | None = None
+    ) -> None:
+        """Have the actor score it; what it gave for another version is that of former weights from now on.
+
+        Args:
+            score: the actor's.
+            weight_version: of it.
+            adapter_off: within, it scores without its adapter; None if it has none.
+        """
+        if adapter_off is not None:
+            with adapter_off():
+                self._base = evaluate(score, self._batch, self._dtype, self._rounding)
         if self._latest is not None and self._latest.version != weight_version:
             self._former = self._latest
             self._verified = self._latest if self._has_passed else self._verified
@@ -167,6 +182,33 @@ class Canary:
             f"{length} tokens were compared. The architecture: {'; '.join(traits) or 'unknown'}."
         )
 
+    def check_is_seen(self) -> None:
+        """Raise EngineError if the actor gives the same without its adapter: an engine could not be told from one."""
+        assert self._latest is not None and self._base is not None, "evaluate comes first, of an adapter"
+        found = compare(self._latest.logprobs, self._base.mean(0))
+        if not found.distance > SEEN * found.noise:
+            raise EngineError(
+                f"Whether the engine uses the adapter cannot be told: with other values in it the actor's canary moves "
+                f"by {found.distance:.3g} nats, where rounding makes {found.noise:.3g}. rollout.verify_every: 0 goes "
+                "on without."
+            )
+
+    def _find_adapter_fault(self, actor: Floats, engine: Floats, *, is_far: bool) -> str | None:
+        """Say whether the engine adds another adapter to the base, less of it or more."""
+        if self._base is None:
+            return None
+        way, alone = find_way_back(actor, self._base, engine), compare(self._base, engine)
+        if is_far and alone.distance <= self.tolerance * alone.noise:
+            return "the engine is where the actor is without its adapter: it does not apply the adapter"
+        if abs(way.errors) <= MAX_ERRORS or abs(way.share) <= MAX_SHARE:
+            return None
+        direction = "back to" if way.share > 0 else "further away from"
+        return (
+            f"the engine is {abs(way.share):.0%} of the way {direction} the model without its adapter, by "
+            f"{abs(way.errors):.1f} standard errors, where {MAX_ERRORS:g} may be chance: it applies the adapter with "
+            "another scale, in part, or more than once"
+        )
+
     def _find_fault(self, actor: Floats, engine: Floats) -> str | None:
         """Say what is wrong, if anything is."""
         found = compare(actor, engine)
@@ -181,6 +223,8 @@ class Canary:
                 f"{way.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
                 "all or some of them"
             )
+        if fault := self._find_adapter_fault(actor, engine, is_far=is_far):
+            return fault
         if not is_far:
             return None
         return (
@@ -207,6 +251,16 @@ class VerifiedSampler(Protocol):
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the log-probabilities at temperature 1 of some sequences [N, L]: [N, L], 0 for their first tokens."""
+
+
+class AdaptedSampler(VerifiedSampler, Protocol):
+    """One that is sent an adapter.
+
+    Attributes:
+        is_proven: whether it has been found to use one, since its start.
+    """
+
+    is_proven: bool
 
 
 class InProcessSampler:
@@ -273,23 +327,35 @@ class Verification:
         self.num_syncs = 0
         self._canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
-    def evaluate(self, module: Any, engines: Sequence[VerifiedSampler]) -> bool:
+    def needs_proof(self, module: Any, engines: Sequence[AdaptedSampler]) -> bool:
+        """Whether an engine of any rank has not shown yet that it uses an adapter; all ranks call it."""
+        if self._canary is None or adapter_of(module) is None:
+            return False
+        return any_rank(any(one.is_alive and not one.is_proven for one in engines), name="adapter is proven")
+
+    def evaluate(self, module: Any, engines: Sequence[VerifiedSampler], *, is_proof: bool = False) -> bool:
         """Have the actor score the canary, if this sync or the next is verified on any rank; all ranks call it.
 
         Args:
             module: as of :meth:`begin_run`, with the weights that are about to be sent.
             engines: of this rank.
+            is_proof: whether these are no weights to sample from, but an adapter whose effect cannot be overlooked.
 
         Returns:
             Whether this rank's engines are to be verified once they have the weights.
         """
         if self._canary is None:
             return False
+        adapter_off = module.adapter_off if adapter_of(module) is not None else None
+        if is_proof:
+            self._canary.evaluate(module.score, module.weight_version, adapter_off)
+            self._canary.check_is_seen()
+            return True
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0
         self.num_syncs += 1  # here, where all ranks are: an engine that dies in the sync is one rank's
         if any_rank(is_due or self.num_syncs % self.every == 0, name="canary"):
-            self._canary.evaluate(module.score, module.weight_version)
+            self._canary.evaluate(module.score, module.weight_version, adapter_off)
         return is_due
 
     def verify(self, module: Any, engine: VerifiedSampler) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
+import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from rlightning.errors import ConfigError, check_rules
 from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank, world_size
+from rlightning.protocols import HasConfig, adapter_of, has
+from rlightning.rollout.adapter_support import engine_arguments, find_obstacle
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
 from rlightning.rollout.engine_config import EngineConfig
@@ -29,6 +32,8 @@ from rlightning.rpc.authentication import parse_url
 from rlightning.run_key import check_key
 from rlightning.seeds import mix_seed
 from rlightning.types.batch_plan import BatchPlan
+
+log = logging.getLogger(__name__)
 
 Placement = Literal["colocated", "standalone"]
 
@@ -56,6 +61,7 @@ class EngineOptions:
     bucket_bytes: int = 2 << 30
     start_timeout: float = 600.0
     hang_timeout: float = 120.0
+    send_adapter: bool | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -226,6 +232,9 @@ class EngineOptions:
         }
         model_config = getattr(module, "model_config", None)
         check_engine_model(model_config, is_cuda=is_cuda)
+        adapter = adapter_of(module)
+        if adapter is not None and self.sends_adapter(module):
+            arguments |= engine_arguments(adapter)
         if is_cuda:
             share = self.memory_share / sharing
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
@@ -253,6 +262,31 @@ class EngineOptions:
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
         )
+
+    def sends_adapter(self, module: object) -> bool:
+        """Whether engines are sent an adapter by itself, which says so once where they are not.
+
+        Args:
+            module: as of :meth:`configure`.
+
+        Raises:
+            ConfigError: ``send_adapter`` is true, and they cannot be.
+        """
+        adapter = adapter_of(module)
+        if adapter is None or self.send_adapter is False:
+            return False
+        obstacle = "engines that others have started make no room for one" if self.engines else None
+        if obstacle is None and has(module, HasConfig) and isinstance(module.model_config, PreTrainedConfig):
+            obstacle = find_obstacle(adapter, module.model_config)
+        if obstacle is None:
+            return True
+        if self.send_adapter:
+            raise ConfigError(
+                f"rollout.send_adapter=true cannot be: {obstacle}. Leave it out to send base and adapter merged."
+            )
+        if global_rank() == 0:
+            log.warning("Engines are sent base and adapter merged, rounded to their dtype: %s.", obstacle)
+        return False
 
     def plan_memory(
         self, config: PreTrainedConfig, plan: BatchPlan, *, max_prompt_tokens: int, longest: int, num_ranks: int

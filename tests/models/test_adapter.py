@@ -163,7 +163,9 @@ def test_another_bases_adapter_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is an adapter of '.*other', and model='.*model' is another base"):
         resolve(model, path=tmp_path / "adapter")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
-    with pytest.raises(ConfigError, match=r"another base than model=.*lora_A\.weight' is \[4, 64\], should be \[4, 32\]"):
+    with pytest.raises(
+        ConfigError, match=r"another base than model=.*lora_A\.weight' is \[4, 64\], should be \[4, 32\]"
+    ):
         resolve(model, path=tmp_path / "adapter")
 
 
@@ -176,9 +178,7 @@ def test_another_bases_adapter_is_refused(model: str, tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save="),
     ],
 )
-def test_other_kinds_of_adapters_are_refused(
-    model: str, tmp_path: Path, kwargs: dict[str, Any], message: str
-) -> None:
+def test_other_kinds_of_adapters_are_refused(model: str, tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
     LoraConfig(target_modules=["q_proj"], base_model_name_or_path=model, **kwargs).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         resolve(model, path=tmp_path)
