@@ -177,8 +177,11 @@ class VLLMRollout(RolloutCallback):
         longest_prompt = max_prompt_tokens if self.is_single_turn else None  # later turns have longer ones
         configs = self.options.configure(module, device, sampling, longest_prompt, run_dir(trainer))
         configs = [replace(config, files=files, copies=copies) for config in configs]
-        if has(module, HasAdapter):
-            module.sends_adapter = any(config.has_adapter for config in configs)
+        if has(module, HasAdapter) and module.adapter is not None:
+            obstacle = self.options.adapter_obstacle(module)
+            module.sends_adapter = obstacle is None
+            if obstacle is not None and global_rank() == 0:
+                log.info("Engines are sent base and adapter merged, rounded to their dtype: %s.", obstacle)
         if self.options.placement == "standalone":
             self._engines = standalone_engines(configs, keeps_cache=self.keeps_cache)
         else:

@@ -359,6 +359,12 @@ class SavesHF(Protocol):
     def save_hf(self, path: Path) -> None: ...
 
 
+class SavesAdapter(HasAdapter, Protocol):
+    """A module whose adapter can be exported by itself."""
+
+    def save_adapter(self, path: Path) -> None: ...
+
+
 def generates(module: object) -> bool:
     """Return whether training samples completions, so that an engine is needed; a module that does not say so does."""
     return module.generates if has(module, Generates) else True

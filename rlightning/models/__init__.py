@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlightning.models.adapter import Adapter
-    from rlightning.models.export import save_policy
+    from rlightning.models.export import save_adapter, save_policy
     from rlightning.models.logprobs import packed_logprobs
     from rlightning.models.policy import hold_as_computed, load_config, load_policy, load_tokenizer
     from rlightning.models.rotary import describe_length_limit, max_model_length
@@ -19,6 +19,7 @@ __all__ = [
     "load_tokenizer",
     "max_model_length",
     "packed_logprobs",
+    "save_adapter",
     "save_policy",
 ]
 
@@ -27,6 +28,7 @@ _MODULES = {
     "describe_length_limit": "rotary",
     "max_model_length": "rotary",
     "packed_logprobs": "logprobs",
+    "save_adapter": "export",
     "save_policy": "export",
 }
 

@@ -4,7 +4,7 @@ A layer computes ``W x + s B A x``, with ``W`` of the base, ``A`` [r, in], ``B``
 base keeps its names for all who ask for the weights of a model (:func:`~rlightning.parallel.sharding.named_weights`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -34,8 +34,8 @@ class AdaptedLinear(nn.Module):
     """What is used of PEFT's ``lora.Linear``."""
 
     base_layer: nn.Linear
-    lora_A: nn.ModuleDict  # noqa: N815  # PEFT's names
-    lora_B: nn.ModuleDict  # noqa: N815
+    lora_A: Mapping[str, nn.Linear]  # noqa: N815  # PEFT's names
+    lora_B: Mapping[str, nn.Linear]  # noqa: N815
     scaling: dict[str, float]
     cast_input_dtype_enabled: bool
     disable_adapters: bool
@@ -62,7 +62,7 @@ def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
     """Yield the adapted layers of a policy by the names that they have in the base; none without an adapter."""
     for name, module in policy.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-            yield name, module  # type: ignore[misc]
+            yield name, module
 
 
 @torch.no_grad()
@@ -100,12 +100,11 @@ def copy_into(target: Tensor, whole: Tensor) -> None:
     local_tensor(target.detach()).copy_(local_box(target).of(whole) if isinstance(target, DTensor) else whole)
 
 
-def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter's weights, whole or sharded, by the names of PEFT's files."""
     for name, layer in adapted_layers(policy):
         for factor, holder in (("A", layer.lora_A), ("B", layer.lora_B)):
             weight = holder[NAME].weight
-            assert isinstance(weight, nn.Parameter)
             yield stored_name(name, factor), weight
 
 
@@ -132,6 +131,9 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
     """
 
     def forward(layer: AdaptedLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if layer.disable_adapters:
+            result: Tensor = layer.base_layer(x)
+            return result
         weight, bias = layer.base_layer.weight, layer.base_layer.bias
         product = layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
         merged = (weight.float() + layer.scaling[NAME] * product).to(weight.dtype)
@@ -162,7 +164,6 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def merge(layer: AdaptedLinear) -> nn.Parameter:
     """Return a layer's matrix with its adapter added, in float32, sharded as the base's is."""
     base, a, b = layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-    assert isinstance(a, Tensor) and isinstance(b, Tensor)
     local = local_tensor(base.detach())
     whole = torch.empty(a.shape, dtype=torch.float32, device=local.device)
     gather_into([whole], [a.detach()])  # base and B are cut alike, by their rows
@@ -180,7 +181,6 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
     try:
         for _, layer in adapted_layers(policy):
             b = layer.lora_B[NAME].weight
-            assert isinstance(b, Tensor)
             values = local_tensor(b.detach())
             saved.append((values, values.clone()))
             noise = torch.randn(b.shape, generator=random) * perturbation_size(layer)
@@ -194,7 +194,7 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
 def perturbation_size(layer: AdaptedLinear) -> float:
     """Return the size of random numbers in ``B`` with which its product has ``PERTURBATION`` of the base's norm."""
     base, a = layer.base_layer.weight.detach(), layer.lora_A[NAME].weight
-    assert isinstance(a, Tensor)
     norms = [float(global_norm([tensor])) for tensor in (base, a.detach())]
     outputs: int = base.shape[0]
-    return PERTURBATION * norms[0] / (layer.scaling[NAME] * outputs**0.5 * max(norms[1], 1e-12))
+    size: float = PERTURBATION * norms[0] / (layer.scaling[NAME] * outputs**0.5 * max(norms[1], 1e-12))
+    return size

@@ -21,6 +21,7 @@ from rlightning.models import (
     load_tokenizer,
     max_model_length,
     packed_logprobs,
+    save_adapter,
     save_policy,
 )
 from rlightning.models.adapter import LoRA, resolve_adapter
@@ -240,7 +241,7 @@ class PolicyModule(Ranks, SavedModule):
         adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
         super().on_load_checkpoint(checkpoint)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As of any module, but for the frozen base of an adapter, which the model's folder has."""
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         return state if self.adapter is None else adapter_checkpoints.without_base(state)
@@ -295,10 +296,21 @@ class PolicyModule(Ranks, SavedModule):
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the weights it came with.
 
+        An adapter is added to its base's weights.
+
         Args:
             path: the folder; what it holds is replaced once the new one is whole.
         """
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapter, with its tokenizer, as a folder that PEFT, vLLM and ``model.adapter.path`` take.
+
+        Args:
+            path: the folder; what it holds is replaced once the new one is whole.
+        """
+        assert self.adapter is not None, "there is no adapter"
+        save_adapter(self.loaded_actor, self.adapter, self.model_path, self.tokenizer, Path(path))
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:

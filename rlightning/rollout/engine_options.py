@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import importlib.util
-import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -32,8 +31,6 @@ from rlightning.rpc.authentication import parse_url
 from rlightning.run_key import check_key
 from rlightning.seeds import mix_seed
 from rlightning.types.batch_plan import BatchPlan
-
-log = logging.getLogger(__name__)
 
 Placement = Literal["colocated", "standalone"]
 
@@ -233,7 +230,7 @@ class EngineOptions:
         model_config = getattr(module, "model_config", None)
         check_engine_model(model_config, is_cuda=is_cuda)
         adapter = adapter_of(module)
-        if adapter is not None and self.sends_adapter(module):
+        if adapter is not None and self.adapter_obstacle(module) is None:
             arguments |= engine_arguments(adapter)
         if is_cuda:
             share = self.memory_share / sharing
@@ -263,8 +260,8 @@ class EngineOptions:
             hang_timeout=self.hang_timeout,
         )
 
-    def sends_adapter(self, module: object) -> bool:
-        """Whether engines are sent an adapter by itself, which says so once where they are not.
+    def adapter_obstacle(self, module: object) -> str | None:
+        """Why engines are not sent an adapter by itself; None if they are, or there is none.
 
         Args:
             module: as of :meth:`configure`.
@@ -273,20 +270,17 @@ class EngineOptions:
             ConfigError: ``send_adapter`` is true, and they cannot be.
         """
         adapter = adapter_of(module)
-        if adapter is None or self.send_adapter is False:
-            return False
-        obstacle = "engines that others have started make no room for one" if self.engines else None
-        if obstacle is None and has(module, HasConfig) and isinstance(module.model_config, PreTrainedConfig):
-            obstacle = find_obstacle(adapter, module.model_config)
-        if obstacle is None:
-            return True
-        if self.send_adapter:
+        if adapter is None:
+            return None
+        if self.send_adapter is False:
+            return "rollout.send_adapter=false"
+        config = module.model_config if has(module, HasConfig) else None
+        obstacle = find_obstacle(adapter, config) if isinstance(config, PreTrainedConfig) else None
+        if obstacle is not None and self.send_adapter:
             raise ConfigError(
                 f"rollout.send_adapter=true cannot be: {obstacle}. Leave it out to send base and adapter merged."
             )
-        if global_rank() == 0:
-            log.warning("Engines are sent base and adapter merged, rounded to their dtype: %s.", obstacle)
-        return False
+        return obstacle
 
     def plan_memory(
         self, config: PreTrainedConfig, plan: BatchPlan, *, max_prompt_tokens: int, longest: int, num_ranks: int

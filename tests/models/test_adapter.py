@@ -55,7 +55,7 @@ def save_peft(model: str, folder: Path, **kwargs: Any) -> Any:
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    wrapped.save_pretrained(folder)
+    wrapped.save_pretrained(str(folder))
     return wrapped
 
 
@@ -179,7 +179,7 @@ def test_another_bases_adapter_is_refused(model: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_kinds_of_adapters_are_refused(model: str, tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
-    LoraConfig(target_modules=["q_proj"], base_model_name_or_path=model, **kwargs).save_pretrained(tmp_path)
+    LoraConfig(target_modules=["q_proj"], base_model_name_or_path=model, **kwargs).save_pretrained(str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         resolve(model, path=tmp_path)
 

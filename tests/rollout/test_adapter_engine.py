@@ -185,7 +185,6 @@ def test_requests_under_way_go_on_with_the_new_adapter(run: Run, model: str) -> 
     before = policy.weight_version
     sampling = {"n": 1, "temperature": 1.0, "max_tokens": 250, "ignore_eos": True, "seed": 3}
     answer = run.engine.submit("generate", [1, 2, 3], sampling)
-    old = lambda tokens: expected(policy, tokens)  # noqa: E731
     threading.Event().wait(0.15)
     was = {name: weight.clone() for name, weight in adapter_parameters(policy.loaded_actor)}
     policy.change(2, 0.3)
@@ -198,7 +197,7 @@ def test_requests_under_way_go_on_with_the_new_adapter(run: Run, model: str) -> 
     with torch.no_grad():
         for name, weight in adapter_parameters(policy.loaded_actor):
             weight.copy_(was[name])
-    logprobs, former = np.asarray(sample["logprobs"]), old(tokens)[3:]
+    logprobs, former = np.asarray(sample["logprobs"]), expected(policy, tokens)[3:]
     np.testing.assert_allclose(logprobs[versions == before], former[versions == before], atol=1e-3)
     np.testing.assert_allclose(logprobs[versions > before], new[versions > before], atol=1e-3)
 

@@ -38,7 +38,7 @@ def install_adapter(
     adapters = manager._adapter_manager
     helper = PEFTHelper.from_dict(dict(settings))
     helper.validate_legal(manager.lora_config)
-    mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
+    mapper: Any = getattr(adapters.model, "hf_to_vllm_mapper", None)
     if hasattr(mapper, "get_rename_mapper"):
         mapper = mapper.get_rename_mapper()
     adapter = LoRAModel.from_lora_tensors(
