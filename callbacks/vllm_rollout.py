@@ -24,6 +24,7 @@ from rlightning.parallel.collectives import gather_objects, global_rank, world_s
 from rlightning.protocols import HasAdapter, HasLoggers, HasPlan, HasUsualOptimizers, Loop, has
 from rlightning.report.loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
+from rlightning.rollout.adapter_support import room_for
 from rlightning.rollout.async_metrics import STOPPED, BottleneckMonitor
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_options import EngineOptions, Placement
@@ -273,6 +274,10 @@ class VLLMRollout(RolloutCallback):
             num_ranks=work.parallelism.ranks,
         )
         itemsize = getattr(torch, self.options.engine_dtype(torch.device("cuda"))).itemsize
+        if engine is not None and work.adapter is not None and self.options.send_adapter is not False:
+            # what was sent, and the place that it is used in
+            room = itemsize * work.adapter.num_parameters * (1 + room_for(work.adapter.rank) / work.adapter.rank)
+            engine = replace(engine, weights=engine.weights + engine.num_engines * int(room))
         return RolloutMemory(engine=engine, bucket_bytes=self.options.bucket_bytes, itemsize=itemsize)
 
     @property

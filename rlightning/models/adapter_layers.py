@@ -42,20 +42,23 @@ class AdaptedLinear(nn.Module):
     _disable_adapters: bool
 
 
-def add_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
+def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> None:
     """Put PEFT's layers around the adapted ones, and freeze everything else.
 
-    Their weights have no memory yet (:func:`initialize_adapter` gives it), so that a policy without memory for its own
-    may be sharded first.
+    Args:
+        policy: gets them.
+        lora: the adapter, which has no values yet (:func:`initialize_adapter`).
+        device: of its weights; "meta" for a policy that is sharded before it has memory.
     """
     peft = import_peft()
     policy.requires_grad_(False)
-    settings = lora.peft_settings() | {"target_modules": list(lora.modules)}
-    peft.inject_adapter_in_model(peft.LoraConfig(**settings), policy, NAME, low_cpu_mem_usage=True)
+    config = peft.LoraConfig(**lora.peft_settings() | {"target_modules": list(lora.modules)})
+    peft.inject_adapter_in_model(config, policy, NAME, low_cpu_mem_usage=True)
     for _, layer in adapted_layers(policy):
         layer.cast_input_dtype_enabled = False  # autocast, or FSDP, casts the factors to the inputs' dtype
         for factor in (layer.lora_A, layer.lora_B):
-            factor[NAME].to(dtype=torch.get_default_dtype()).requires_grad_(True)
+            shape, dtype = factor[NAME].weight.shape, torch.get_default_dtype()
+            factor[NAME].weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
 def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
@@ -66,7 +69,7 @@ def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 
 
 @torch.no_grad()
-def initialize_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> None:
+def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
     """Give the adapter its first values: its folder's, or zeros for ``B`` and random numbers for ``A``.
 
     All ranks call it, and get the same values on any number of them.
@@ -74,7 +77,6 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device
     Args:
         policy: whole, or sharded.
         lora: the adapter.
-        device: for factors that have no memory yet.
     """
     stored = None if lora.start is None else read_weights(lora.start)
     if broken := find_not_finite((stored or {}).items()):
@@ -82,10 +84,7 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device
     random = torch.Generator().manual_seed(gather_objects(torch.initial_seed() % 2**63, name="adapter")[0])
     for name, layer in adapted_layers(policy):
         for factor, holder in (("A", layer.lora_A), ("B", layer.lora_B)):
-            linear = holder[NAME]
-            if linear.weight.is_meta:
-                linear.to_empty(device=device)
-            weight = linear.weight
+            weight = holder[NAME].weight
             whole = (
                 torch.zeros(weight.shape, dtype=torch.float32) if stored is None else stored[stored_name(name, factor)]
             )

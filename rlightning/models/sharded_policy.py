@@ -71,7 +71,7 @@ def load_sharded_policy(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
         )
     if adapter is not None:
-        add_adapter(policy, adapter)
+        add_adapter(policy, adapter, torch.device("meta"))
     if tensor_parallel_mesh.size() > 1:
         parallelize(policy, tensor_parallel_mesh)
     policy.train()  # there is no dropout left
@@ -81,7 +81,7 @@ def load_sharded_policy(
     initialize_buffers(model, policy, sharding.device)
     load_shards(model, policy)
     if adapter is not None:
-        initialize_adapter(policy, adapter, sharding.storage_device)
+        initialize_adapter(policy, adapter)
     return policy
 
 

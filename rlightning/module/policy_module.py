@@ -194,8 +194,8 @@ class PolicyModule(Ranks, SavedModule):
                 hold_as_computed(policy, computes_in)
             policy = nn.Module.to(policy, device)
             if adapter is not None:
-                add_adapter(policy, adapter)
-                initialize_adapter(policy, adapter, device)
+                add_adapter(policy, adapter, device)
+                initialize_adapter(policy, adapter)
         if is_compiled:
             compile_layers(policy)
         return policy

@@ -18,7 +18,7 @@ MODELS = "vllm.model_executor.models"
 
 def room_for(rank: int) -> int:
     """Return the least of vLLM's sizes that a rank fits into."""
-    return next(size for size in RANKS if size >= rank)
+    return next((size for size in RANKS if size >= rank), rank)
 
 
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:

@@ -36,8 +36,8 @@ def resolve(model: str, **kwargs: Any) -> LoRA:
 
 def load_adapted(model: str, lora: LoRA) -> Any:
     policy = load_policy(model)
-    add_adapter(policy, lora)
-    initialize_adapter(policy, lora, torch.device("cpu"))
+    add_adapter(policy, lora, torch.device("cpu"))
+    initialize_adapter(policy, lora)
     return policy
 
 
