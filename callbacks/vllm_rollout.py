@@ -21,10 +21,9 @@ from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import gather_objects, global_rank, world_size
-from rlightning.protocols import HasAdapter, HasLoggers, HasPlan, HasUsualOptimizers, Loop, has
+from rlightning.protocols import HasLoggers, HasPlan, HasUsualOptimizers, Loop, has
 from rlightning.report.loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
-from rlightning.rollout.adapter_support import room_for
 from rlightning.rollout.async_metrics import STOPPED, BottleneckMonitor
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_options import EngineOptions, Placement
@@ -178,11 +177,7 @@ class VLLMRollout(RolloutCallback):
         longest_prompt = max_prompt_tokens if self.is_single_turn else None  # later turns have longer ones
         configs = self.options.configure(module, device, sampling, longest_prompt, run_dir(trainer))
         configs = [replace(config, files=files, copies=copies) for config in configs]
-        if has(module, HasAdapter) and module.adapter is not None:
-            obstacle = self.options.adapter_obstacle(module)
-            module.sends_adapter = obstacle is None
-            if obstacle is not None and global_rank() == 0:
-                log.info("Engines are sent base and adapter merged, rounded to their dtype: %s.", obstacle)
+        self.options.choose_adapter(module)
         if self.options.placement == "standalone":
             self._engines = standalone_engines(configs, keeps_cache=self.keeps_cache)
         else:
@@ -272,12 +267,9 @@ class VLLMRollout(RolloutCallback):
             max_prompt_tokens=max_prompt_tokens,
             longest=work.longest,
             num_ranks=work.parallelism.ranks,
+            adapter=work.adapter,
         )
         itemsize = getattr(torch, self.options.engine_dtype(torch.device("cuda"))).itemsize
-        if engine is not None and work.adapter is not None and self.options.send_adapter is not False:
-            # what was sent, and the place that it is used in
-            room = itemsize * work.adapter.num_parameters * (1 + room_for(work.adapter.rank) / work.adapter.rank)
-            engine = replace(engine, weights=engine.weights + engine.num_engines * int(room))
         return RolloutMemory(engine=engine, bucket_bytes=self.options.bucket_bytes, itemsize=itemsize)
 
     @property

@@ -141,11 +141,9 @@ def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
 
 def read_adapter(model: Mapping[str, Any], config: PreTrainedConfig) -> LoRA | None:
     """Return what is trained of a frozen model; None if its weights are."""
-    given = model.get("adapter")
-    if given is None:
-        return None
-    adapter = given if isinstance(given, Adapter) else Adapter(**vars(given))
-    return resolve_adapter(adapter, model["model"], config)
+    prefix = "adapter."
+    given = {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
+    return resolve_adapter(Adapter(**given), model["model"], config) if given else None
 
 
 def read_batch(model: Mapping[str, Any]) -> BatchPlan:

@@ -21,6 +21,12 @@ def room_for(rank: int) -> int:
     return next((size for size in RANKS if size >= rank), rank)
 
 
+def adapter_bytes(adapter: AdapterSettings, itemsize: int) -> int:
+    """Return the bytes that an engine takes for an adapter: what was sent, and the place that it is used in."""
+    sizes = sum(outputs + inputs for outputs, inputs in adapter.modules.values())
+    return itemsize * sizes * (adapter.rank + room_for(adapter.rank))
+
+
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
     """Return arguments of an engine that has room for one adapter."""
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room_for(adapter.rank)}
