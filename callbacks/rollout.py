@@ -20,6 +20,7 @@ from rlightning.models import describe_length_limit, load_config
 from rlightning.parallel.collectives import any_rank, gather_objects
 from rlightning.protocols import (
     Closes,
+    HasAdapter,
     HasConfig,
     HasData,
     HasDevice,
@@ -295,7 +296,10 @@ class RolloutCallback(RLCallback, Generator):
     def _count_change(self) -> None:
         """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
         module = self._module
-        has_changed = self._fingerprint.has_changed(module.named_weights())
+        # of base and adapter the adapter alone changes
+        has_adapter = has(module, HasAdapter) and module.adapter is not None
+        weights = module.adapter_weights() if has(module, HasAdapter) and has_adapter else module.named_weights()
+        has_changed = self._fingerprint.has_changed(weights)
         is_counted, self._seen_version = module.weight_version != self._seen_version, module.weight_version
         if any_rank(has_changed and not is_counted, name="weights changed"):
             module.weight_version += 1

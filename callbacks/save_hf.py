@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 from lightning.pytorch import Trainer
 
@@ -9,7 +10,7 @@ from rlightning.disk import needed
 from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.parallel.collectives import rank_in
-from rlightning.protocols import CountsSteps, Loop, SavesHF, callbacks_of, has
+from rlightning.protocols import CountsSteps, Loop, SavesAdapter, SavesHF, callbacks_of, has
 from rlightning.run_dir import run_dir
 
 logger = logging.getLogger("rlightning")
@@ -29,16 +30,24 @@ class SaveHF(RunCallback):
         path: the folder of the last state; by default ``hf`` in the run's folder. Those on the way stand beside it, as
             ``hf_step_000100``.
         every_n_steps: also save after each n-th rollout step; by default only at the end.
+        adapter: of a module with an adapter (``model.adapter``), whether "both" are saved, the model that base and
+            adapter make and, in a folder beside it, ``hf_adapter``, the adapter as PEFT has it; or one of them.
     """
 
-    def __init__(self, path: str | None = None, *, every_n_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        every_n_steps: int | None = None,
+        adapter: Literal["both", "adapter", "merged"] = "both",
+    ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigError(
                 f"every_n_steps={every_n_steps} must be at least 1. Leave it out to save at the end of the run only."
             )
         super().__init__()
         self.path = path
-        self.every_n_steps = every_n_steps
+        self.every_n_steps, self.adapter = every_n_steps, adapter
         self._seen_step = -1
 
     @property
@@ -101,10 +110,19 @@ class SaveHF(RunCallback):
 
     def _save(self, trainer: Loop, module: object, folder: Path) -> None:
         assert has(module, SavesHF), "setup() has checked it"
-        with needed("The model", folder, "Make room there, or name another path. The run's checkpoints are kept."):
-            module.save_hf(folder)
-        if rank_in(trainer) == 0:
-            logger.info("saved the model to %s", folder)
+        way_out = "Make room there, or name another path. The run's checkpoints are kept."
+        saves_adapter = has(module, SavesAdapter) and module.adapter is not None
+        if not saves_adapter or self.adapter != "adapter":
+            with needed("The model", folder, way_out):
+                module.save_hf(folder)
+            if rank_in(trainer) == 0:
+                logger.info("saved the model to %s", folder)
+        if has(module, SavesAdapter) and saves_adapter and self.adapter != "merged":
+            beside = folder.with_name(f"{folder.name}_adapter")
+            with needed("The adapter", beside, way_out):
+                module.save_adapter(beside)
+            if rank_in(trainer) == 0:
+                logger.info("saved the adapter to %s", beside)
 
     def _folder(self, trainer: Loop) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "hf"

@@ -91,6 +91,8 @@ class VLLMRollout(RolloutCallback):
         start_timeout: seconds that the engine may take to come up.
         hang_timeout: seconds without a heartbeat until it counts as dead; 30 if that is less, while it only samples,
             and has before.
+        send_adapter: whether engines are sent an adapter (``model.adapter``) by itself; false sends what it makes with
+            its base, merged and rounded. None sends it where the engine takes it, and says so where not; true refuses.
         engine: any further arguments of vLLM's AsyncEngineArgs.
         kwargs: of :class:`~rlightning.callbacks.RolloutCallback`.
     """
@@ -111,6 +113,7 @@ class VLLMRollout(RolloutCallback):
         bucket_bytes: int = 2 << 30,
         start_timeout: float = 600.0,
         hang_timeout: float = 120.0,
+        send_adapter: bool | None = None,
         engine: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -128,6 +131,7 @@ class VLLMRollout(RolloutCallback):
             bucket_bytes=bucket_bytes,
             start_timeout=start_timeout,
             hang_timeout=hang_timeout,
+            send_adapter=send_adapter,
             arguments=engine or {},
         )
         self.max_staleness, self.keeps_cache = max_staleness, cache_after_sync == "keep"
@@ -173,6 +177,7 @@ class VLLMRollout(RolloutCallback):
         longest_prompt = max_prompt_tokens if self.is_single_turn else None  # later turns have longer ones
         configs = self.options.configure(module, device, sampling, longest_prompt, run_dir(trainer))
         configs = [replace(config, files=files, copies=copies) for config in configs]
+        self.options.choose_adapter(module)
         if self.options.placement == "standalone":
             self._engines = standalone_engines(configs, keeps_cache=self.keeps_cache)
         else:
@@ -264,6 +269,7 @@ class VLLMRollout(RolloutCallback):
             max_prompt_tokens=max_prompt_tokens,
             longest=work.longest,
             num_ranks=work.parallelism.ranks,
+            adapter=work.adapter,
         )
         itemsize = getattr(torch, self.options.engine_dtype(torch.device("cuda"))).itemsize
         return RolloutMemory(engine=engine, bucket_bytes=self.options.bucket_bytes, itemsize=itemsize)

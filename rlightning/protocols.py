@@ -8,6 +8,7 @@ so have RLModule and a plain network. Hooks take any loop and any module, and :f
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
@@ -226,6 +227,45 @@ class SampledPolicy(Protocol):
     def score(self, batch: "RolloutBatch", dtype: "torch.dtype", /) -> "Tensor": ...
 
 
+class AdapterSettings(Protocol):
+    """An adapter (LoRA), as far as others than its module need to know it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def modules(self) -> "Mapping[str, tuple[int, int]]": ...
+
+    def peft_settings(self) -> dict[str, object]: ...
+
+
+class HasAdapter(Protocol):
+    """A module that may train an adapter beside a frozen base.
+
+    Attributes:
+        sends_adapter: whether samplers are sent the adapter by itself, not the weights that it makes with the base; the
+            rollout callback sets it.
+    """
+
+    sends_adapter: bool
+
+    @property
+    def adapter(self) -> AdapterSettings | None: ...
+
+    def adapter_weights(self) -> "Iterator[tuple[str, Tensor]]": ...
+
+    def base_weights(self) -> "Iterator[tuple[str, Tensor]]": ...
+
+    def adapter_off(self) -> "AbstractContextManager[None]": ...
+
+    def perturbed_adapter(self) -> "AbstractContextManager[None]": ...
+
+
+def adapter_of(module: object) -> AdapterSettings | None:
+    """Return what a module trains beside a frozen base; None if it trains the weights themselves."""
+    return module.adapter if has(module, HasAdapter) else None
+
+
 class Generates(Protocol):
     """A module that may train on the data's own completions."""
 
@@ -324,6 +364,12 @@ class SavesHF(Protocol):
     """A module that can be exported."""
 
     def save_hf(self, path: Path) -> None: ...
+
+
+class SavesAdapter(HasAdapter, Protocol):
+    """A module whose adapter can be exported by itself."""
+
+    def save_adapter(self, path: Path) -> None: ...
 
 
 def generates(module: object) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from transformers import PreTrainedConfig
 
 from rlightning.cli.config_keys import find_class
 from rlightning.cli.lightning_cli import RLCLI
@@ -16,7 +17,8 @@ from rlightning.memory_plan.devices import DEVICES, OPTION, read_device_memory, 
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.work import Parallelism, PlannedRollout, RoleMemory, Work, read_precision
-from rlightning.models import describe_length_limit, load_config, max_model_length
+from rlightning.models import Adapter, describe_length_limit, load_config, max_model_length
+from rlightning.models.adapter import LoRA, resolve_adapter
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.module.trainer_options import check_options, check_precision
 from rlightning.parallel.fsdp import FSDP
@@ -94,9 +96,14 @@ def parse_work(args: list[str]) -> Work:
     check_precision(str(trainer["precision"]))
     kind = find_class(config["model"]["class_path"], [], "model.class_path")
     positions = max_model_length(model_config)
+    adapter = read_adapter(model, model_config)
+    is_own_reference = adapter is not None and bool(model.get("kl_coef")) and not model.get("reference_model")
+    roles = [role for role in read_roles(kind, model) if not (is_own_reference and role.name == "reference")]
     work = Work(
         config=model_config,
-        others=tuple(read_roles(kind, model)),
+        adapter=adapter,
+        is_own_reference=is_own_reference,
+        others=tuple(roles),
         batch=batch,
         longest=min(batch.max_tokens_per_microbatch, positions),
         precision=read_precision(trainer["precision"]),
@@ -130,6 +137,13 @@ def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
     if method is not None and method.__module__.partition(".")[0] != "rlightning":
         name = f"what {kind.__name__}.configure_roles() adds"
         yield RoleMemory(name=name, config=None, optimizer_states="float32")
+
+
+def read_adapter(model: Mapping[str, Any], config: PreTrainedConfig) -> LoRA | None:
+    """Return what is trained of a frozen model; None if its weights are."""
+    prefix = "adapter."
+    given = {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
+    return resolve_adapter(Adapter(**given), model["model"], config) if given else None
 
 
 def read_batch(model: Mapping[str, Any]) -> BatchPlan:

@@ -19,7 +19,7 @@ activation functions and casts. Which is which follows from the layer's graph, b
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -72,13 +72,18 @@ KEPT, UPDATE, BACKWARD = (np.array(row, float) for row in ([1, 0, 0, 0], [1, 1, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """How the decoder computes: in which dtype it sees weights, and whether linear layers cast to bfloat16."""
+    """How the decoder computes: in which dtype it sees weights, and whether linear layers cast to bfloat16.
+
+    With an adapter of a rank above 0 on the layers whose names end as its targets do, the weights are frozen.
+    """
 
     dtype: torch.dtype
     is_autocast: bool
     gradient_checkpointing: bool
     is_compiled: bool = False
     tensor_parallel_size: int = 1
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
 
     def autocast(self) -> AbstractContextManager[object]:
         """What forward passes run in."""
@@ -204,6 +209,8 @@ def _fake_model(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
             narrow_residuals(model)
+            if decoder.adapter_rank:
+                adapt(model, decoder.adapter_rank, decoder.adapter_targets)
             ids = torch.zeros(tokens, dtype=torch.long)
             bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # of sequences of equal length
             inputs = packed_inputs(ids, ids, bounds, length)
@@ -218,6 +225,37 @@ def _fake_model(
             f"({type(error).__name__}: {cut_line(lines[0], 160)}). Measure it on a GPU; memory/peak_gib is among the "
             "metrics."
         ) from error
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer with an adapter, which computes what PEFT's does; that one cannot be made without memory.
+
+    Args:
+        base: the layer, which is frozen.
+        rank: of the adapter.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32))
+        self.b = nn.Parameter(torch.empty(base.out_features, rank, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base's result, and the adapter's in the same dtype."""
+        result: Tensor = self.base(x)
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        a, b = (self.a, self.b) if is_cast else (self.a.to(x.dtype), self.b.to(x.dtype))
+        return (result + nn.functional.linear(nn.functional.linear(x, a), b) * 2.0).to(result.dtype)
+
+
+def adapt(model: PreTrainedModel, rank: int, targets: Sequence[str]) -> None:
+    """Freeze a model, and put adapters around the linear layers whose names end as the targets say."""
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        parent, _, end = name.rpartition(".")
+        if end in targets and isinstance(module, nn.Linear):
+            setattr(model.get_submodule(parent), end, AdaptedLinear(module, rank))
 
 
 def attention_as_on_cuda(

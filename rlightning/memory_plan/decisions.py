@@ -13,6 +13,7 @@ from rlightning.memory_plan.advice import advise_engine, advise_update
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import sum_up
 from rlightning.memory_plan.work import Checkpointing, Parallelism, RoleMemory, Work, read_precision
+from rlightning.models.adapter import LoRA
 from rlightning.models.layers import should_compile
 from rlightning.optim.optimizer import AdamWSettings
 from rlightning.parallel.device import GIB
@@ -52,6 +53,18 @@ class PlannedModule(ConfiguredModule, Protocol):
         """Return the run's models by name."""
 
 
+@runtime_checkable
+class AdaptedModule(Protocol):
+    """An :class:`~rlightning.module.RLModule`, which may have an adapter."""
+
+    adapter: LoRA | None
+    kl_coef: float
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the reference is the actor without its adapter."""
+
+
 def read_run(trainer: Trainer, module: object) -> Work:
     """Return what a run is about to do; the trainer's devices are set up. A ConfigError if it cannot be planned."""
     if not isinstance(module, PlannedModule) or module.plan is None:
@@ -61,6 +74,8 @@ def read_run(trainer: Trainer, module: object) -> Work:
     actor = roles.pop(ACTOR).optimizer or AdamWSettings()
     work = Work(
         config=module.model_config,
+        adapter=module.adapter if isinstance(module, AdaptedModule) else None,
+        is_own_reference=isinstance(module, AdaptedModule) and module.is_own_reference and module.kl_coef > 0,
         others=tuple(
             RoleMemory(
                 name=name,

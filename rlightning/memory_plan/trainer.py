@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from rlightning.memory_plan.activations import KEPT, UPDATE, ActivationBytes, Bytes, Decoder, fit_activations
 from rlightning.memory_plan.work import Work
+from rlightning.models.adapter import LoRA
 from rlightning.models.counts import Weights, count_weights, head_size
 from rlightning.models.output_layer import chunk_tokens
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW
@@ -32,14 +33,33 @@ class TrainerMemory:
         return self._count(self.work.config)
 
     @cached_property
+    def adapter(self) -> Weights | None:
+        """The actor's adapter, if its own weights are frozen: its numbers in a layer, and on a rank."""
+        lora, shard_size = self.work.adapter, self.work.parallelism.shard_size
+        if lora is None:
+            return None
+        shapes = [shape for _, shape in lora.shapes]
+        return Weights(
+            total=lora.num_parameters,
+            held=sum(-(-rows // shard_size) * columns for rows, columns in shapes),
+            layer=-(-lora.num_parameters // self.num_layers),
+            layers=lora.num_parameters,
+            root=0,
+            head=0,
+            largest=max(rows * columns for rows, columns in shapes),
+            is_tied=False,
+            shapes=tuple(lora.shapes),
+        )
+
+    @cached_property
     def _trained(self) -> list[tuple[Weights, OptimizerStates]]:
-        """Weights of the trained models, the actor first, and how their moments are kept."""
+        """What is trained of the models, the actor first, and how its moments are kept."""
         others = (
             (self._count(role.config), role.optimizer_states)
             for role in self.work.others
             if role.config is not None and role.optimizer_states is not None
         )
-        return [(self.weights, self.work.optimizer_states), *others]
+        return [(self.adapter or self.weights, self.work.optimizer_states), *others]
 
     def _count(self, config: PreTrainedConfig) -> Weights:
         parallelism = self.work.parallelism
@@ -55,7 +75,7 @@ class TrainerMemory:
 
     @property
     def _held(self) -> int:
-        """Bytes of the trained models' weights, as they are kept: masters, or a rank's shard of them."""
+        """Bytes of what is trained, as it is kept: masters, or a rank's shard of them."""
         return self.work.master_itemsize * sum(weights.held for weights, _ in self._trained)
 
     @property
@@ -69,15 +89,16 @@ class TrainerMemory:
     # What stays
 
     def parameters(self) -> int:
-        """Those of the models that are trained."""
+        """Those that are trained."""
         return 0 if self._is_on_host else self._held
 
     def frozen_models(self) -> int:
-        """Those of the models that are not, held as they are computed with."""
+        """Those that are not, held as they are computed with: of other models, and of a base with an adapter."""
         if self._is_on_host:
             return 0
         frozen = (role.config for role in self.work.others if role.optimizer_states is None)
-        return self.work.compute_itemsize * sum(self._count(config).held for config in frozen if config is not None)
+        held = sum(self._count(config).held for config in frozen if config is not None)
+        return self.work.compute_itemsize * (held + (self.weights.held if self.adapter is not None else 0))
 
     def optimizer_state(self) -> int:
         """AdamW's two moments, as they are kept between steps."""
@@ -112,10 +133,11 @@ class TrainerMemory:
         parallelism = self.work.parallelism
         if parallelism.kind != "fsdp":
             return 0
+        gathered = [weights for weights, _ in self._trained] + ([self.weights] if self.adapter is not None else [])
         return self.work.compute_itemsize * sum(
             weights.root
             + (min(2 * weights.layer, weights.layers) if parallelism.reshard_after_forward else weights.layers)
-            for weights, _ in self._trained
+            for weights in gathered
         )
 
     def weight_bucket(self) -> int:
@@ -145,9 +167,12 @@ class TrainerMemory:
         work, head, text_config = self.work, self.weights.head, self.work.config.get_text_config()
         row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
         states: int = work.compute_itemsize * tokens * text_config.hidden_size
-        chunk = row * min(tokens, chunk_tokens(row)) + (work.compute_itemsize * head if work.is_autocast else 0)
+        is_cast = work.is_autocast and self.adapter is None  # a frozen one is held as it is computed with
+        chunk = row * min(tokens, chunk_tokens(row)) + (work.compute_itemsize * head if is_cast else 0)
         if not has_gradient:
             return chunk + states
+        if self.adapter is not None:
+            return 2 * states + chunk
         cast = 0 if self._head_itemsize == 4 else self._head_itemsize * head
         return 2 * states + 4 * head + max(chunk, cast)
 
@@ -157,9 +182,10 @@ class TrainerMemory:
         A tied embedding's gradient of the output layer waits until the last of the backward. FSDP has a layer's
         gradients whole twice: as they were computed, and in float32 to be summed over the ranks.
         """
-        waiting = self._head_itemsize * self.weights.head if self.weights.is_tied else 0
+        trained = self.adapter or self.weights
+        waiting = self._head_itemsize * trained.head if trained.is_tied else 0
         is_sharded = self.work.parallelism.kind == "fsdp"
-        whole = (self.work.compute_itemsize + 4) * self.weights.layer if is_sharded else 0
+        whole = (self.work.compute_itemsize + 4) * trained.layer if is_sharded else 0
         return int(activations.backward - activations.kept) + waiting + whole
 
     def attention_workspace(self, tokens: int) -> int:
@@ -177,9 +203,10 @@ class TrainerMemory:
 
         The backward begins with the others, so its peak is theirs.
         """
-        traced = self._trace(self.work.config, tokens, is_checkpointed=checkpointed_layers == self.num_layers)
+        config, adapter = self.work.config, self.work.adapter
+        traced = self._trace(config, tokens, is_checkpointed=checkpointed_layers == self.num_layers, adapter=adapter)
         if 0 < checkpointed_layers < self.num_layers:
-            saved = (traced - self._trace(self.work.config, tokens, is_checkpointed=True)) @ KEPT
+            saved = (traced - self._trace(config, tokens, is_checkpointed=True, adapter=adapter)) @ KEPT
             traced = traced - saved * checkpointed_layers / self.num_layers * UPDATE
         return ActivationBytes(*traced.tolist())
 
@@ -189,14 +216,19 @@ class TrainerMemory:
         kept = (self._trace(config, tokens, is_checkpointed=False) @ KEPT for config in trained if config is not None)
         return sum(map(int, kept))
 
-    def _trace(self, config: PreTrainedConfig, tokens: int, *, is_checkpointed: bool) -> Bytes:
+    def _trace(
+        self, config: PreTrainedConfig, tokens: int, *, is_checkpointed: bool, adapter: LoRA | None = None
+    ) -> Bytes:
         work = self.work
+        is_master = work.is_autocast and adapter is None
         decoder = Decoder(
-            dtype=torch.float32 if work.precision == "32-true" or work.is_autocast else torch.bfloat16,
+            dtype=torch.float32 if work.precision == "32-true" or is_master else torch.bfloat16,
             is_autocast=work.is_autocast,
             gradient_checkpointing=is_checkpointed,
             is_compiled=work.is_compiled,
             tensor_parallel_size=work.parallelism.tensor_parallel_size,
+            adapter_rank=0 if adapter is None else adapter.rank,
+            adapter_targets=() if adapter is None else tuple(sorted({n.rpartition(".")[2] for n in adapter.modules})),
         )
         fixed, slope = fit_activations(config, decoder, work.longest)
         return fixed + slope * tokens

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
 from rlightning.lightning_internals import ddp_options
+from rlightning.models.adapter import LoRA
 from rlightning.optim import OptimizerStates
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import CPUOffload
@@ -132,6 +133,7 @@ class Work:
 
     Attributes:
         config: the actor's.
+        adapter: what is trained of the actor, if its weights are frozen.
         others: the models beside it.
         batch: the arithmetic of a step.
         longest: tokens of the longest sequence, prompt and completion.
@@ -140,11 +142,13 @@ class Work:
         is_compiled: whether layers are compiled.
         optimizer_states: how the actor's moments are kept.
         parallelism: how the models are spread over the ranks.
+        is_own_reference: whether the actor without its adapter is the reference.
         rollout: None without rollouts.
         moved_each_step: parts that a callback moves to the host in each step.
     """
 
     config: PreTrainedConfig
+    adapter: LoRA | None = None
     others: tuple[RoleMemory, ...] = ()
     batch: BatchPlan
     longest: int
@@ -153,6 +157,7 @@ class Work:
     is_compiled: bool = False
     optimizer_states: OptimizerStates = "float32"
     parallelism: Parallelism = Parallelism()
+    is_own_reference: bool = False
     rollout: RolloutMemory | None = None
     moved_each_step: frozenset[str] = frozenset()
 
@@ -193,4 +198,5 @@ class Work:
     @property
     def is_scored(self) -> bool:
         """Whether log-probabilities are computed before the update."""
-        return self.batch.optimizer_steps > 1 or any(role.optimizer_states is None for role in self.others)
+        has_frozen = self.is_own_reference or any(role.optimizer_states is None for role in self.others)
+        return self.batch.optimizer_steps > 1 or has_frozen

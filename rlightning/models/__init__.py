@@ -4,12 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlightning.models.export import save_policy
+    from rlightning.models.adapter import Adapter
+    from rlightning.models.export import save_adapter, save_policy
     from rlightning.models.logprobs import packed_logprobs
     from rlightning.models.policy import hold_as_computed, load_config, load_policy, load_tokenizer
     from rlightning.models.rotary import describe_length_limit, max_model_length
 
 __all__ = [
+    "Adapter",
     "describe_length_limit",
     "hold_as_computed",
     "load_config",
@@ -17,13 +19,16 @@ __all__ = [
     "load_tokenizer",
     "max_model_length",
     "packed_logprobs",
+    "save_adapter",
     "save_policy",
 ]
 
 _MODULES = {
+    "Adapter": "adapter",
     "describe_length_limit": "rotary",
     "max_model_length": "rotary",
     "packed_logprobs": "logprobs",
+    "save_adapter": "export",
     "save_policy": "export",
 }
 

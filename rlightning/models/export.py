@@ -18,9 +18,13 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from rlightning.atomic_save import written_aside
 from rlightning.checksums import write_manifest
+from rlightning.models.adapter import LoRA, import_peft
+from rlightning.models.adapter_files import BASE_DIGEST, WEIGHTS_FILE, base_digest
+from rlightning.models.adapter_layers import adapted_layers, adapter_parameters, merge
 from rlightning.models.finite import check_finite
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.gathering import gather_into
+from rlightning.parallel.sharding import base_name, is_adapter_weight
 
 MAX_FILE_BYTES = 4 << 30
 """Of one safetensors file, and so of the host memory that the writing rank needs. A larger tensor has its own file."""
@@ -70,19 +74,26 @@ def save_policy(
             write_manifest(folder)
     else:
         for names in batches:
-            _gather({name: weights[name] for name in names}, dtypes, torch.device("meta"))
+            _gather(policy, {name: weights[name] for name in names}, dtypes, torch.device("meta"))
     barrier(f"the model is saved to {path.name}")
 
 
 def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names, tied ones once; sharded where the policy is."""
+    """Parameters and persistent buffers by their names, tied ones once; sharded where the policy is.
+
+    Of a policy with an adapter those of the base.
+    """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass some are still gathered, in the dtype of the forward
     twins = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
     twins -= {name for name, _ in policy.named_parameters()}
     ignored = twins | set(policy._keys_to_ignore_on_save or ())
-    return {name: tensor.detach() for name, tensor in policy.state_dict().items() if name not in ignored}
+    return {
+        base_name(name): tensor.detach()
+        for name, tensor in policy.state_dict().items()
+        if name not in ignored and not is_adapter_weight(name)
+    }
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
@@ -113,12 +124,46 @@ def _is_stored_converted(policy: PreTrainedModel) -> bool:
 
 
 def _gather(
-    weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device
+    policy: PreTrainedModel, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device
 ) -> dict[str, Tensor]:
-    """The full weights, on the writer; ``device`` is meta on the other ranks."""
+    """The full weights, with an adapter's added, on the writer; ``device`` is meta on the other ranks."""
     full = {name: torch.empty(tensor.shape, dtype=dtypes[name], device=device) for name, tensor in weights.items()}
-    gather_into(list(full.values()), list(weights.values()), destination=WRITER)
+    layers = {f"{name}.weight": layer for name, layer in adapted_layers(policy)}
+    plain = [name for name in weights if name not in layers]
+    gather_into([full[name] for name in plain], [weights[name] for name in plain], destination=WRITER)
+    for name in (name for name in weights if name in layers):
+        gather_into([full[name]], [merge(layers[name]).detach()], destination=WRITER)  # one at a time: in float32
     return full
+
+
+def save_adapter(policy: PreTrainedModel, lora: LoRA, base: str, tokenizer: Tokenizer, path: Path) -> None:
+    """Write a policy's adapter as PEFT does, aside first, with its checksums; all ranks call it, and rank 0 writes.
+
+    Args:
+        policy: has the adapter.
+        lora: what it is.
+        base: the folder or name of the model that it is added to.
+        tokenizer: goes into the same folder.
+        path: of the folder, which is replaced if it is there.
+
+    Raises:
+        WeightError: a weight is not finite; what is at ``path`` stays.
+    """
+    weights = {name: weight.detach() for name, weight in adapter_parameters(policy)}
+    check_finite(weights.items(), f"The adapter is not saved to {path}")
+    is_writer = not dist.is_initialized() or dist.get_rank() == WRITER
+    device = torch.device("cpu" if is_writer else "meta")
+    full = {name: torch.empty(weight.shape, dtype=weight.dtype, device=device) for name, weight in weights.items()}
+    gather_into(list(full.values()), list(weights.values()), destination=WRITER)
+    if is_writer:
+        with written_aside(path) as folder:
+            folder.mkdir()
+            save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt", BASE_DIGEST: base_digest(base)})
+            settings = lora.peft_settings() | {"base_model_name_or_path": base, "inference_mode": True}
+            import_peft().LoraConfig(**settings).save_pretrained(str(folder))
+            tokenizer.save_pretrained(folder)
+            write_manifest(folder)
+    barrier(f"the adapter is saved to {path.name}")
 
 
 def _write_weights(
@@ -132,7 +177,7 @@ def _write_weights(
     """Gather and write batch by batch, under the names and in the form in which transformers stores them."""
     files: list[list[str]] = []
     for batch in batches:
-        full = _gather({name: weights[name] for name in batch}, dtypes, torch.device("cpu"))
+        full = _gather(policy, {name: weights[name] for name in batch}, dtypes, torch.device("cpu"))
         stored: dict[str, Tensor] = revert_weight_conversion(policy, full)
         del full
         for names in plan_files({name: tensor.nbytes for name, tensor in stored.items()}, max_bytes):

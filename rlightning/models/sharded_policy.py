@@ -31,6 +31,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from rlightning.errors import ConfigError
+from rlightning.models.adapter import LoRA
+from rlightning.models.adapter_layers import add_adapter, initialize_adapter
 from rlightning.models.architecture import check_architecture, not_finite
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import check_head, find_weights, other_shape
@@ -47,10 +49,13 @@ from rlightning.torch_internals import non_persistent_buffers
 log = logging.getLogger(__name__)
 
 
-def load_sharded_policy(model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_sharded_policy(
+    model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32, adapter: LoRA | None = None
+) -> PreTrainedModel:
     """As :func:`~rlightning.models.load_policy`, but of each weight a rank reads and holds its shard only.
 
-    All ranks have to call it. The policy's weights are there and on the device; its parameters are DTensors.
+    All ranks have to call it. The policy's weights are there and on the device; its parameters are DTensors. With an
+    adapter they are frozen, and the adapter's are DTensors too.
 
     Raises:
         ConfigError: if its weights are not all there, or its architecture cannot attend over packed sequences or be
@@ -65,6 +70,8 @@ def load_sharded_policy(model: str, sharding: Sharding, *, dtype: torch.dtype = 
         policy: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
         )
+    if adapter is not None:
+        add_adapter(policy, adapter, torch.device("meta"))
     if tensor_parallel_mesh.size() > 1:
         parallelize(policy, tensor_parallel_mesh)
     policy.train()  # there is no dropout left
@@ -73,6 +80,8 @@ def load_sharded_policy(model: str, sharding: Sharding, *, dtype: torch.dtype = 
     policy.tie_weights()  # to_empty has given each tied parameter memory of its own
     initialize_buffers(model, policy, sharding.device)
     load_shards(model, policy)
+    if adapter is not None:
+        initialize_adapter(policy, adapter)
     return policy
 
 

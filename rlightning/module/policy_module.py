@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -13,18 +14,31 @@ from transformers import PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.models import (
+    Adapter,
     hold_as_computed,
     load_config,
     load_policy,
     load_tokenizer,
     max_model_length,
     packed_logprobs,
+    save_adapter,
     save_policy,
+)
+from rlightning.models.adapter import LoRA, resolve_adapter
+from rlightning.models.adapter_layers import (
+    adapter_off,
+    adapter_parameters,
+    add_adapter,
+    initialize_adapter,
+    merged_forward,
+    merged_weights,
+    perturbed_adapter,
 )
 from rlightning.models.counts import sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
+from rlightning.module import adapter_checkpoints
 from rlightning.module.batching import split_microbatches
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
@@ -63,6 +77,8 @@ class PolicyModule(Ranks, SavedModule):
         gradient_checkpointing: compute activations twice, for memory: in all layers, in none, or in as few as leave
             room for a micro-batch ("auto"; none where that is not known, as on the CPU).
         compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
+        adapter: train low-rank additions (LoRA) in place of the weights, see :class:`~rlightning.models.Adapter` and
+            docs/adapters.md; needs the package peft.
         trust_remote_code: whether Python code that a model brings (``auto_map`` in its config.json) may run, in the
             trainer and in the engine. A model that needs such code is refused otherwise.
     """
@@ -86,6 +102,7 @@ class PolicyModule(Ranks, SavedModule):
         optimizer_states: OptimizerStates = "float32",
         gradient_checkpointing: bool | Literal["auto"] = "auto",
         compile: bool | None = None,
+        adapter: Adapter | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
@@ -103,8 +120,10 @@ class PolicyModule(Ranks, SavedModule):
         self._is_folder = Path(model).is_dir()
         if self._is_folder:
             check_folder(model, self.model_config)
+        self.adapter = None if adapter is None else resolve_adapter(adapter, model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
+        self.sends_adapter = False
         self.roles: dict[str, ModelRole] = {}
         self.actor: PreTrainedModel | None = None
 
@@ -137,20 +156,21 @@ class PolicyModule(Ranks, SavedModule):
         use_expandable_segments()
         if self._trainer is not None:
             use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
-        actor = self.load_model(self.model_path)
+        actor = self.load_model(self.model_path, is_trained=self.adapter is None, adapter=self.adapter)
         self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
         checkpoint_layers(actor, self.count_checkpointed_layers())
         if next(actor.parameters()).is_cuda:
             limit_host_threads()
         return actor
 
-    def load_model(self, model: str, *, is_trained: bool = True) -> PreTrainedModel:
+    def load_model(self, model: str, *, is_trained: bool = True, adapter: LoRA | None = None) -> PreTrainedModel:
         """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device.
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
             is_trained: whether its parameters are masters, which steps are added to. Others are held in the dtype that
                 they are computed with.
+            adapter: what is trained of a model that is not.
         """
         if model == self.model_path and self._is_folder and not Path(model).is_dir():
             raise ConfigError(f"model='{model}' is gone: it was a folder when the run began. Put it back.")
@@ -165,12 +185,17 @@ class PolicyModule(Ranks, SavedModule):
         if isinstance(strategy, FSDP):
             from rlightning.models.sharded_policy import load_sharded_policy
 
-            policy = load_sharded_policy(model, strategy.sharding, dtype=dtype if is_trained else computes_in)
+            policy = load_sharded_policy(
+                model, strategy.sharding, dtype=dtype if is_trained else computes_in, adapter=adapter
+            )
         else:
             policy = load_policy(model, dtype)
             if not is_trained:
                 hold_as_computed(policy, computes_in)
             policy = nn.Module.to(policy, device)
+            if adapter is not None:
+                add_adapter(policy, adapter, device)
+                initialize_adapter(policy, adapter)
         if is_compiled:
             compile_layers(policy)
         return policy
@@ -208,6 +233,24 @@ class PolicyModule(Ranks, SavedModule):
         """Refuse weights that are not finite."""
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
+        if self.adapter is not None:
+            checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, self.model_path)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse an adapter of another kind or base."""
+        adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
+        super().on_load_checkpoint(checkpoint)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """As of any module, but for the frozen base of an adapter, which the model's folder has."""
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state if self.adapter is None else adapter_checkpoints.without_base(state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; the frozen base of an adapter need not be there."""
+        if self.adapter is not None:
+            state_dict = adapter_checkpoints.with_base(state_dict, super().state_dict())
+        return super().load_state_dict(state_dict, strict, assign)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -228,16 +271,46 @@ class PolicyModule(Ranks, SavedModule):
         return size
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine is sent: the actor's parameters, tied ones once, and saved buffers, by Hugging Face names."""
+        """What an engine is sent: the actor's parameters, tied ones once, and saved buffers, by Hugging Face names.
+
+        With an adapter they are those of base and adapter together; all ranks call it.
+        """
+        yield from named_weights(self.loaded_actor) if self.adapter is None else merged_weights(self.loaded_actor)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's weights, by the names of PEFT's files."""
+        yield from adapter_parameters(self.loaded_actor)
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that the adapter is added to, as :meth:`named_weights` of a module without one."""
         yield from named_weights(self.loaded_actor)
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Within, without gradient, the actor is its base."""
+        return adapter_off(self.loaded_actor)
+
+    def perturbed_adapter(self) -> AbstractContextManager[None]:
+        """Within, the adapter has other values, which an engine cannot be without unnoticed; all ranks call it."""
+        return perturbed_adapter(self.loaded_actor)
 
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the weights it came with.
+
+        An adapter is added to its base's weights.
 
         Args:
             path: the folder; what it holds is replaced once the new one is whole.
         """
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapter, with its tokenizer, as a folder that PEFT, vLLM and ``model.adapter.path`` take.
+
+        Args:
+            path: the folder; what it holds is replaced once the new one is whole.
+        """
+        assert self.adapter is not None, "there is no adapter"
+        save_adapter(self.loaded_actor, self.adapter, self.model_path, self.tokenizer, Path(path))
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
@@ -254,7 +327,9 @@ class PolicyModule(Ranks, SavedModule):
         plugin = self.trainer.precision_plugin
         precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
         # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
-        with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision:
+        is_merged = self.adapter is not None and not self.sends_adapter
+        merged = merged_forward(self.loaded_actor) if is_merged else nullcontext()
+        with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision, merged:
             return packed_logprobs(self.loaded_actor, batch.to(self.device))[0]
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rlightning.console import ignore_warnings
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
+from rlightning.models.adapter_layers import adapter_off
 from rlightning.module.batching import balance, minibatch_seed
 from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.metrics import rollout_metrics
@@ -147,6 +148,11 @@ class RLModule(EvaluationSteps):
             raise ConfigError(
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
                 "rlightning.rewards.exact_match, override compute_rewards, or use an environment that rewards."
+            )
+        if self.adapter is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"model.adapter cannot be trained with tensor_parallel_size={self.tensor_parallel_size}. Use 1, which "
+                "shards the frozen base over all ranks."
             )
         check_data_source(self.trainer, self)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -320,9 +326,7 @@ class RLModule(EvaluationSteps):
         if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
             batch.old_logprobs = evaluate(self.loaded_actor)
         if self.kl_coef:
-            reference = self.roles[REFERENCE].network
-            assert isinstance(reference, PreTrainedModel)
-            batch.ref_logprobs = evaluate(reference)
+            batch.ref_logprobs = self._evaluate_reference(evaluate)
         rewards = batch.rewards
         if self.kl_coef and self.kl_placement == "reward":
             batch.rewards = self.penalize_rewards(batch)
@@ -334,6 +338,14 @@ class RLModule(EvaluationSteps):
             cut = torch.tensor([one.is_truncated for one in batch.trajectories], dtype=torch.bool)
             batch.is_sampled = batch.is_sampled & ~batch.to_tokens(cut)
         return batch
+
+    def _evaluate_reference(self, evaluate: Callable[[PreTrainedModel], Tensor]) -> Tensor:
+        if self.is_own_reference:
+            with adapter_off(self.loaded_actor):
+                return evaluate(self.loaded_actor)
+        reference = self.roles[REFERENCE].network
+        assert isinstance(reference, PreTrainedModel)
+        return evaluate(reference)
 
     # What an algorithm overrides
 

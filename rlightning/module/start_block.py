@@ -39,6 +39,7 @@ def describe_start(trainer: Trainer, module: Any) -> str:
     """
     is_fit = trainer.state.fn == "fit"
     num_parameters = count_weights(module.model_config).total
+    num_trained = num_parameters if module.adapter is None else module.adapter.num_parameters
     rows = {"model": describe_model(trainer, module, num_parameters), "layout": describe_layout(trainer)}
     if is_fit:
         rows["batch"] = module.plan.describe(trainer.world_size)
@@ -47,7 +48,7 @@ def describe_start(trainer: Trainer, module: Any) -> str:
         rows["engine"] = module.generator.describe()
     if is_fit and trainer.ckpt_path is not None:
         rows["resumes"] = str(trainer.ckpt_path)
-    rows["writes"] = describe_output(trainer, module, num_parameters)
+    rows["writes"] = describe_output(trainer, module, num_trained)
     return "\n".join(wrap(name, text) for name, text in rows.items() if text)
 
 
@@ -69,8 +70,10 @@ def describe_model(trainer: Trainer, module: "RLModule", num_parameters: int) ->
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
     attention = describe_attention(module.model_config, device, computes_in)
     reference = f", reference {module.reference_path}" if module.kl_coef else ""
+    adapter = module.adapter
+    trained = "" if adapter is None else f", trained by {adapter.describe()} ({adapter.num_parameters:,} parameters)"
     return (
-        f"{module.model_path} ({module.model_config.model_type}, {num_parameters:,} parameters){reference}; "
+        f"{module.model_path} ({module.model_config.model_type}, {num_parameters:,} parameters){reference}{trained}; "
         f"attention is {attention}; {compiled}"
     )
 

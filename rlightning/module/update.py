@@ -63,7 +63,8 @@ class UpdateModule(PolicyModule):
         proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by a forward pass
             of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
             single optimizer step a rollout both come from its own forward pass.
-        reference_model: what ``kl_coef`` measures from; None is ``model``.
+        reference_model: what ``kl_coef`` measures from; None is ``model``, that is with an adapter the actor
+            without it.
         kwargs: of :class:`~rlightning.module.policy_module.PolicyModule`.
 
     Attributes:
@@ -137,12 +138,17 @@ class UpdateModule(PolicyModule):
         return self.plan.samples_per_prompt
 
     def configure_roles(self) -> dict[str, ModelRole]:
-        """The actor and, where it is measured against one, the frozen reference."""
+        """The actor and, where it is measured against one that is not its own base, the frozen reference."""
         roles = super().configure_roles()
-        if self.kl_coef:
+        if self.kl_coef and not self.is_own_reference:
             load = partial(self.load_model, self.reference_path, is_trained=False)
             roles[REFERENCE] = ModelRole(load=load, config=self.reference_config)
         return roles
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the reference model is the actor without its adapter."""
+        return self.adapter is not None and self.reference_path == self.model_path
 
     def choose_correction(self, max_staleness: int) -> None:
         """Weigh what an older policy has sampled, unless the user has chosen (decoupled PPO, arXiv:2505.24298)."""

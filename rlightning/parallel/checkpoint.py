@@ -99,10 +99,12 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
                 prepare_partial(path).mkdir()
             self.barrier("there is a folder for the checkpoint")
             partial = partial_of(path)
+            names = set(checkpoint["state_dict"])  # which need not be all, where most are those of a frozen base
             files = write_tensors(partial, checkpoint)
             if self.is_global_zero:
                 assert self.lightning_module is not None
-                write_meta(partial, checkpoint, find_tied(self.lightning_module), files)
+                tied = {name: first for name, first in find_tied(self.lightning_module).items() if first in names}
+                write_meta(partial, checkpoint, tied, files)
                 swap_in(partial, path)
             self.barrier("the checkpoint has its name")
 

@@ -44,9 +44,24 @@ class Sharding:
         return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
 
 
+def is_adapter_weight(name: str) -> bool:
+    """Return whether a parameter is one of an adapter's, by its name in PEFT's layers."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter has in a model without an adapter."""
+    return name.replace(".base_layer.", ".")
+
+
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a model's files hold, by name: parameters, tied ones once, then buffers such as a router's biases."""
-    yield from policy.named_parameters()
+    """Yield what a model's files hold, by name: parameters, tied ones once, then buffers such as a router's biases.
+
+    Of a policy with an adapter those are the base's, by the names that they have without one.
+    """
+    for name, parameter in policy.named_parameters():
+        if not is_adapter_weight(name):
+            yield base_name(name), parameter
     for prefix, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in non_persistent_buffers(module):

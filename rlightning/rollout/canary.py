@@ -9,9 +9,8 @@ Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored 
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,11 +24,12 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.models.architecture import describe_traits
 from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.sharding import local_tensor
+from rlightning.protocols import adapter_of
+from rlightning.rollout.comparison import Findings, Floats, compare, find_way_back
 from rlightning.rollout.sampler import Sampler
 from rlightning.rpc.client import LoopThread
 from rlightning.types import RolloutBatch
 
-Floats = NDArray[np.float64]
 Score = Callable[[RolloutBatch, torch.dtype], Tensor]
 """[T] log-probabilities of a batch under the actor at temperature 1, computed in the engine's dtype."""
 
@@ -48,61 +48,13 @@ NUM_COPIES = 2
 CANARY_TOKENS = 1024
 CANARY_LENGTH = 128
 LEAST_CANARY_LENGTH = 32
-BLOCK_LENGTH = 16
-"""Consecutive tokens that count as one observation: their errors may hang together."""
-TRIMMED = 0.01
-"""The share of tokens that are left out, those that differ most: rounding may change the experts of one."""
-MAX_SIDE = 2.0
-"""A token that is further off than so many of its units counts no more."""
-LEAST_DEVIATION = 0.01
-"""Of the scores of blocks, which are all alike where the weights are far apart."""
-LEAST_NOISE = 2e-6
-"""Nats: steps of float32 near log-probabilities of -10."""
-
+SEEN = 5.0
+"""Times its noise by which an actor's log-probabilities must move with other values in its adapter."""
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-12}
 """The relative error that the embeddings get. In half precision it is one of rounding, and has all later layers round
 otherwise. In float32 they would not: it stands for all that they lose, with room for wide and deep models."""
 TF32_ROUNDING = 2.0**-6
 """The same for the products of TF32, which vLLM multiplies float32 matrices in on a GPU."""
-
-
-class Comparison(NamedTuple):
-    """How far an engine is from the actor.
-
-    Attributes:
-        distance: of its log-probabilities from the actor's, root mean square in nats.
-        noise: that of the actor's evaluations from each other.
-    """
-
-    distance: float
-    noise: float
-
-
-class WayBack(NamedTuple):
-    """How far an engine is on the way from the current weights back to former ones.
-
-    Attributes:
-        length: distance of the actor's evaluations of both, root mean square in nats.
-        share: of the way, 0 with the current weights and 1 with the former ones. Where these differ by less than can be
-            told from rounding it means nothing.
-        errors: standard errors by which it is above 0.
-    """
-
-    length: float
-    share: float
-    errors: float
-
-
-class Findings(NamedTuple):
-    """What a check has found, whether it passed or not.
-
-    Attributes:
-        comparison: of the engine with the actor.
-        ways: back to former weights, by their version.
-    """
-
-    comparison: Comparison
-    ways: dict[int, WayBack]
 
 
 class Evaluation(NamedTuple):
@@ -149,9 +101,21 @@ class Canary:
         self._verified: Evaluation | None = None  # before the latest
         self._has_passed = False
         self.findings: Findings | None = None
+        self._base: Floats | None = None  # without its adapter
 
-    def evaluate(self, score: Score, weight_version: int) -> None:
-        """Have the actor score it; what it gave for another version is that of former weights from now on."""
+    def evaluate(
+        self, score: Score, weight_version: int, adapter_off: Callable[[], AbstractContextManager[None]] | None = None
+    ) -> None:
+        """Have the actor score it; what it gave for another version is that of former weights from now on.
+
+        Args:
+            score: the actor's.
+            weight_version: of it.
+            adapter_off: within, it scores without its adapter; None if it has none.
+        """
+        if adapter_off is not None:
+            with adapter_off():
+                self._base = evaluate(score, self._batch, self._dtype, self._rounding)
         if self._latest is not None and self._latest.version != weight_version:
             self._former = self._latest
             self._verified = self._latest if self._has_passed else self._verified
@@ -181,6 +145,33 @@ class Canary:
             f"{length} tokens were compared. The architecture: {'; '.join(traits) or 'unknown'}."
         )
 
+    def check_is_seen(self) -> None:
+        """Raise EngineError if the actor gives the same without its adapter: an engine could not be told from one."""
+        assert self._latest is not None and self._base is not None, "evaluate comes first, of an adapter"
+        found = compare(self._latest.logprobs, self._base.mean(0))
+        if not found.distance > SEEN * found.noise:
+            raise EngineError(
+                f"Whether the engine uses the adapter cannot be told: with other values in it the actor's canary moves "
+                f"by {found.distance:.3g} nats, where rounding makes {found.noise:.3g}. rollout.verify_every: 0 goes "
+                "on without."
+            )
+
+    def _find_adapter_fault(self, actor: Floats, engine: Floats, *, is_far: bool) -> str | None:
+        """Say whether the engine adds another adapter to the base, less of it or more."""
+        if self._base is None:
+            return None
+        way, alone = find_way_back(actor, self._base, engine), compare(self._base, engine)
+        if is_far and alone.distance <= self.tolerance * alone.noise:
+            return "the engine is where the actor is without its adapter: it does not apply the adapter"
+        if abs(way.errors) <= MAX_ERRORS or abs(way.share) <= MAX_SHARE:
+            return None
+        direction = "back to" if way.share > 0 else "further away from"
+        return (
+            f"the engine is {abs(way.share):.0%} of the way {direction} the model without its adapter, by "
+            f"{abs(way.errors):.1f} standard errors, where {MAX_ERRORS:g} may be chance: it applies the adapter with "
+            "another scale, in part, or more than once"
+        )
+
     def _find_fault(self, actor: Floats, engine: Floats) -> str | None:
         """Say what is wrong, if anything is."""
         found = compare(actor, engine)
@@ -196,6 +187,8 @@ class Canary:
                 f"{way.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
                 "all or some of them"
             )
+        if fault := self._find_adapter_fault(actor, engine, is_far=is_far):
+            return fault
         if not is_far:
             return None
         return (
@@ -222,6 +215,16 @@ class VerifiedSampler(Protocol):
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the log-probabilities at temperature 1 of some sequences [N, L]: [N, L], 0 for their first tokens."""
+
+
+class AdaptedSampler(VerifiedSampler, Protocol):
+    """One that is sent an adapter.
+
+    Attributes:
+        is_proven: whether it has been found to use one, since its start.
+    """
+
+    is_proven: bool
 
 
 class InProcessSampler:
@@ -291,23 +294,35 @@ class Verification:
         self.num_syncs = 0
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
-    def evaluate(self, module: Any, engines: Sequence[VerifiedSampler]) -> bool:
+    def needs_proof(self, module: Any, engines: Sequence[AdaptedSampler]) -> bool:
+        """Whether an engine of any rank has not shown yet that it uses an adapter; all ranks call it."""
+        if self.canary is None or adapter_of(module) is None:
+            return False
+        return any_rank(any(one.is_alive and not one.is_proven for one in engines), name="adapter is proven")
+
+    def evaluate(self, module: Any, engines: Sequence[VerifiedSampler], *, is_proof: bool = False) -> bool:
         """Have the actor score the canary, if this sync or the next is verified on any rank; all ranks call it.
 
         Args:
             module: as of :meth:`begin_run`, with the weights that are about to be sent.
             engines: of this rank.
+            is_proof: whether these are no weights to sample from, but an adapter whose effect cannot be overlooked.
 
         Returns:
             Whether this rank's engines are to be verified once they have the weights.
         """
         if self.canary is None:
             return False
+        adapter_off = module.adapter_off if adapter_of(module) is not None else None
+        if is_proof:
+            self.canary.evaluate(module.score, module.weight_version, adapter_off)
+            self.canary.check_is_seen()
+            return True
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0
         self.num_syncs += 1  # here, where all ranks are: an engine that dies in the sync is one rank's
         if any_rank(is_due or self.num_syncs % self.every == 0, name="canary"):
-            self.canary.evaluate(module.score, module.weight_version)
+            self.canary.evaluate(module.score, module.weight_version, adapter_off)
         return is_due
 
     def verify(self, module: Any, engine: VerifiedSampler) -> None:
@@ -397,53 +412,3 @@ def evaluate(score: Score, batch: RolloutBatch, dtype: torch.dtype, rounding: fl
             evaluations.append(score(batch, dtype))
     found = torch.stack(evaluations).double().cpu()[:, batch.is_sampled]
     return found.view(NUM_FORWARDS * NUM_COPIES, -1).numpy()
-
-
-def compare(actor: Floats, engine: Floats) -> Comparison:
-    """Compare an engine's log-probabilities [S] with the actor's [K, S]."""
-    pairs = np.stack([actor[i] - actor[j] for i in range(len(actor)) for j in range(i)])
-    return Comparison(root_mean_square(actor - engine), root_mean_square(pairs) + LEAST_NOISE)
-
-
-def root_mean_square(differences: Floats) -> float:
-    """Root mean square of [., S], without the hundredth of the tokens that differ most; NaN if one is not finite."""
-    squares = np.sort(np.mean(differences**2, 0))
-    if not np.isfinite(squares).all():
-        return math.nan
-    return float(np.sqrt(squares[: len(squares) - int(TRIMMED * len(squares))].mean()))
-
-
-def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
-    """Find out how far back an engine is on the way from the current weights to former ones.
-
-    A token's score is the step from now to before, times the side of the middle between both that a value is on, each
-    in units of the token's noise and half the step, added in squares. An engine with the current weights scores as
-    each evaluation of the actor does against the others, one with the former weights as those of before do.
-
-    Args:
-        actor: [K, S], of the current weights.
-        former: [K, S].
-        engine: [S].
-    """
-    moved, whole = [], []
-    for k in range(len(actor)):
-        others, former_others = np.delete(actor, k, 0), np.delete(former, k, 0)
-        start = _score(actor[k], others, former_others)
-        moved.append(_score(engine, others, former_others) - start)
-        whole.append(_score(former[k], others, former_others) - start)
-    share = float(np.mean(moved) / np.mean(whole)) if np.mean(whole) > 0 else 0.0
-    scores = np.mean(moved, 0)
-    blocks = scores[: len(scores) // BLOCK_LENGTH * BLOCK_LENGTH].reshape(-1, BLOCK_LENGTH).mean(1)
-    deviation = math.hypot(blocks.std(ddof=1), LEAST_DEVIATION)
-    errors = float(blocks.mean() / deviation * math.sqrt(len(blocks)))
-    return WayBack(root_mean_square(actor - former), share, errors)
-
-
-def _score(values: Floats, now: Floats, before: Floats) -> Floats:
-    """[S] scores of values that neither ``now`` nor ``before``, evaluations of both weights, contain."""
-    variance = (now.var(0, ddof=1) + before.var(0, ddof=1)) / 2
-    variance = (variance + np.median(variance)) / 2  # that of few evaluations is itself uncertain
-    step = before.mean(0) - now.mean(0)
-    side = values - (now.mean(0) + before.mean(0)) / 2
-    unit = np.sqrt(variance + step**2 / 4) + LEAST_NOISE
-    return np.asarray(step / unit * (side / unit).clip(-MAX_SIDE, MAX_SIDE))

@@ -39,13 +39,15 @@ class Engine:
         process: the connection to the engine that was started last.
         prefix_cache: of the requests of :meth:`sample`.
         is_verified: whether it has been found to hold the actor's weights, since its start.
+        is_proven: whether it has been found to use an adapter that it was sent, since its start.
+        has_base: whether it holds the weights that an adapter is added to.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.process: EngineConnection | None = None
         self.prefix_cache = PrefixCacheUse()
-        self.is_verified = False
+        self.is_verified = self.is_proven = self.has_base = False
         self._held_version: int | None = None
         self._is_asleep = False
         self._updater: WeightUpdater | None = None
@@ -85,7 +87,7 @@ class Engine:
     def start(self) -> None:
         """Start a process, or connect to one that others have started; returns before the engine is up."""
         self._held_version = None
-        self.is_verified = False
+        self.is_verified = self.is_proven = self.has_base = False
         self._is_asleep = False
         self.process = ServedEngine(self.config) if self.config.url else EngineProcess(self.config)
 
@@ -137,7 +139,7 @@ class Engine:
         """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
         if self.config.can_sleep and not self._is_asleep:
             self.submit("sleep").result()
-            self._is_asleep = True
+            self._is_asleep, self.has_base = True, False
             self.weight_version = None
 
     def wake(self) -> None:

@@ -22,7 +22,7 @@ OF_THE_RUN: dict[str, tuple[str, ...]] = {
         "load_format", "model_loader_extra_config", "quantization", "quantization_config",
         "allow_deprecated_quantization", "weight_transfer_config",
     ),
-    "the actor has no adapters": (
+    "model.adapter says which adapter there is, and rollout.send_adapter whether engines are sent it": (
         "enable_lora", "max_loras", "max_lora_rank", "default_mm_loras", "fully_sharded_loras", "max_cpu_loras",
         "lora_dtype", "lora_target_modules", "enable_tower_connector_lora", "specialize_active_lora",
         "enable_mixed_moe_lora_format", "enable_moe_shared_loras", "max_lora_cls_labels", "lora_modules",

@@ -51,6 +51,11 @@ class EngineConfig:
     copies: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     @property
+    def has_adapter(self) -> bool:
+        """Whether the engine adds an adapter to the weights of a frozen base, which are sent apart."""
+        return bool(self.engine_args.get("enable_lora"))
+
+    @property
     def worker_devices(self) -> Sequence[str]:
         """See :class:`~rlightning.rollout.weights.driver.Engine`."""
         return self.visible_devices or ("",) * int(self.engine_args.get("tensor_parallel_size") or 1)

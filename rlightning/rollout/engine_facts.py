@@ -52,6 +52,10 @@ def check_facts(config: "EngineConfig", engine: dict[str, Any]) -> None:
     length = arguments["max_model_len"]
     if engine.get("max_model_len", 0) < length:
         differences.append(f"max_model_len {engine.get('max_model_len')}, not {length} or more")
+    # An engine that adds an adapter takes base and adapter apart, one that does not takes what they make together.
+    room, needed = engine.get("adapter_rank", 0), arguments["max_lora_rank"] if config.has_adapter else 0
+    if room < needed or (room and not needed):
+        differences.append(f"room for adapters of rank {room}, not {needed}")
     if differences:
         more = len(differences) - SHOWN
         listed = "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")

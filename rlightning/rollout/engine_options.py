@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
+import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from rlightning.errors import ConfigError, check_rules
 from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank, world_size
+from rlightning.protocols import AdapterSettings, HasAdapter, HasConfig, adapter_of, has
+from rlightning.rollout.adapter_support import adapter_bytes, engine_arguments, find_obstacle
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
 from rlightning.rollout.engine_config import EngineConfig
@@ -29,6 +32,8 @@ from rlightning.rpc.authentication import parse_url
 from rlightning.run_key import check_key
 from rlightning.seeds import mix_seed
 from rlightning.types.batch_plan import BatchPlan
+
+log = logging.getLogger(__name__)
 
 Placement = Literal["colocated", "standalone"]
 
@@ -56,6 +61,7 @@ class EngineOptions:
     bucket_bytes: int = 2 << 30
     start_timeout: float = 600.0
     hang_timeout: float = 120.0
+    send_adapter: bool | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -226,6 +232,9 @@ class EngineOptions:
         }
         model_config = getattr(module, "model_config", None)
         check_engine_model(model_config, is_cuda=is_cuda)
+        adapter = adapter_of(module)
+        if adapter is not None and self.adapter_obstacle(module) is None:
+            arguments |= engine_arguments(adapter)
         if is_cuda:
             share = self.memory_share / sharing
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
@@ -254,8 +263,46 @@ class EngineOptions:
             hang_timeout=self.hang_timeout,
         )
 
+    def adapter_obstacle(self, module: object) -> str | None:
+        """Why engines are not sent an adapter by itself; None if they are, or there is none.
+
+        Args:
+            module: as of :meth:`configure`.
+
+        Raises:
+            ConfigError: ``send_adapter`` is true, and they cannot be.
+        """
+        adapter = adapter_of(module)
+        if adapter is None:
+            return None
+        if self.send_adapter is False:
+            return "rollout.send_adapter=false"
+        config = module.model_config if has(module, HasConfig) else None
+        obstacle = find_obstacle(adapter, config) if isinstance(config, PreTrainedConfig) else None
+        if obstacle is not None and self.send_adapter:
+            raise ConfigError(
+                f"rollout.send_adapter=true cannot be: {obstacle}. Leave it out to send base and adapter merged."
+            )
+        return obstacle
+
+    def choose_adapter(self, module: object) -> None:
+        """Tell a module with an adapter whether engines are sent it by itself, and the user why not."""
+        if not has(module, HasAdapter) or module.adapter is None:
+            return
+        obstacle = self.adapter_obstacle(module)
+        module.sends_adapter = obstacle is None
+        if obstacle is not None and global_rank() == 0:
+            log.info("Engines are sent base and adapter merged, rounded to their dtype: %s.", obstacle)
+
     def plan_memory(
-        self, config: PreTrainedConfig, plan: BatchPlan, *, max_prompt_tokens: int, longest: int, num_ranks: int
+        self,
+        config: PreTrainedConfig,
+        plan: BatchPlan,
+        *,
+        max_prompt_tokens: int,
+        longest: int,
+        num_ranks: int,
+        adapter: AdapterSettings | None = None,
     ) -> EngineMemory | None:
         """Return what the engines on a trainer's CUDA device take of it; None if they have devices of their own.
 
@@ -265,6 +312,7 @@ class EngineOptions:
             max_prompt_tokens: of the longest prompt.
             longest: tokens of the longest sequence.
             num_ranks: of the trainer.
+            adapter: that is trained; None if the weights are.
 
         Raises:
             ConfigError: if the engines cannot be dealt out to the ranks.
@@ -280,7 +328,11 @@ class EngineOptions:
         work = self._work(plan, max_prompt_tokens, num_ranks // size * self.num_engines)
         given = {"dtype": self.engine_dtype(device), "gpu_memory_utilization": self.memory_share / self.num_engines}
         arguments = {"max_model_len": longest} | derive_settings(work, given | self._given, is_cuda=True)
-        return read_engine(config, arguments, num_engines=self.num_engines, can_sleep=self.sleep)
+        engine = read_engine(config, arguments, num_engines=self.num_engines, can_sleep=self.sleep)
+        if adapter is None or self.send_adapter is False:
+            return engine
+        room = self.num_engines * adapter_bytes(adapter, getattr(torch, given["dtype"]).itemsize)
+        return replace(engine, weights=engine.weights + room)
 
     def engine_dtype(self, device: torch.device) -> str:
         """The name of the dtype that engines on a device compute in."""

@@ -22,14 +22,16 @@ from typing import NamedTuple
 from rlightning import intervals
 from rlightning.errors import ConfigError, EngineDiedError, EngineError
 from rlightning.parallel.barrier import barrier
-from rlightning.parallel.collectives import gather_objects, global_rank, world_size
+from rlightning.parallel.collectives import any_rank, gather_objects, global_rank, world_size
 from rlightning.processes.liveness import RestartPolicy
+from rlightning.protocols import HasAdapter, has
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection
 from rlightning.rollout.placement import lent_devices
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightSender, WeightUpdater
+from rlightning.rollout.weights.source import AdapterSource
 from rlightning.rollout.weights.transports import make_colocated_sender, make_standalone_sender
 
 log = logging.getLogger(__name__)
@@ -219,16 +221,26 @@ class RankEngines:
             error=next(reversed(self._lost.values()), None),
         )
 
-    def send_weights(self, source: WeightSource, weight_version: int) -> None:
+    def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
         """Have each engine that is stale load the actor's weights; see :meth:`WeightUpdater.send_weights`.
 
         Args:
             source: of the weights.
             weight_version: of them.
+            unproven: send them to engines alone that have not shown yet that they use an adapter.
         """
+        adapter_source = None
+        if self.config.has_adapter:
+            assert has(source, HasAdapter), "its adapter is what the engines were started for"
+            source = adapter_source = AdapterSource(source)
         if self._updater is None:
             self._updater = WeightUpdater(self._make_sender(source), keeps_cache=self.keeps_cache)
         stale = [engine for engine in self.living if engine.is_up and engine.weight_version != weight_version]
+        if unproven:
+            stale = [engine for engine in stale if not engine.is_proven]
+        if adapter_source is not None:
+            lacks_base = any(not engine.has_base for engine in stale)
+            adapter_source.has_base = any_rank(lacks_base, name="engines lack the base")
         self._is_pausing = any(engine.weight_version is not None for engine in stale)
         if self.is_colocated:
             for engine in stale:
@@ -251,8 +263,15 @@ class RankEngines:
         for engine, process in self._sent.items():
             if engine.process is process:
                 engine.weight_version = weight_version if process in complete else None
+                engine.has_base |= process in complete
                 self.updated += [engine] if process in complete else []
         self._has_served |= bool(self.updated)
+
+    def forget_weights(self) -> None:
+        """Take what was sent last for no weights: the engines are sent others next."""
+        for engine in self.updated:
+            engine.weight_version = None
+            engine.is_verified = False
 
     def _describe(self, number: int) -> str:
         return f"Engine {number}" if world_size() == 1 else f"Engine {number} of rank {global_rank()}"

@@ -1,12 +1,12 @@
 """Weight syncs: which engines need the actor's weights, and the hooks that tell callbacks of each sync."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Protocol
 
 from rlightning.errors import EngineDiedError
 from rlightning.hooks import fire
 from rlightning.parallel.collectives import gather_objects
-from rlightning.protocols import Loop, SampledPolicy
+from rlightning.protocols import HasAdapter, Loop, SampledPolicy, has
 from rlightning.rollout.canary import Verification
 from rlightning.rollout.engine_pool import EngineId, EnginePool
 from rlightning.rollout.rank_engines import RankEngines, check_living
@@ -100,15 +100,29 @@ class WeightSync:
             fire(self._trainer, self._module, "on_engine_ready")
 
     def _sync(self) -> None:
-        """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them."""
+        """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them.
+
+        Engines that are new to an adapter are sent another one before: of an adapter that changes nothing yet, as each
+        does that has just been made, nothing can be seen.
+        """
+        engines = self._engines
+        if self._verification.needs_proof(self._module, engines.engines):
+            self._send(is_proof=True)
+            if engines.can_sleep:
+                engines.sleep_before_sync()
+            engines.forget_weights()
+        self._send()
+
+    def _send(self, *, is_proof: bool = False) -> None:
         trainer, module, engines, version = self._trainer, self._module, self._engines, self._module.weight_version
         fire(trainer, module, "on_weight_sync_start", version)
         if engines.can_sleep:
             self._memory.on_weight_sync_start(trainer, module, version)
-        # While the actor has the device: its memory may be somewhere else once the engine is awake.
-        is_due = self._verification.evaluate(module, engines.engines)
-        self._wait_for_start()
-        engines.send_weights(module, version)
+        with module.perturbed_adapter() if is_proof and has(module, HasAdapter) else nullcontext():
+            # While the actor has the device: its memory may be somewhere else once the engine is awake.
+            is_due = self._verification.evaluate(module, engines.engines, is_proof=is_proof)
+            self._wait_for_start()
+            engines.send_weights(module, version, unproven=is_proof)
         if engines.can_sleep:
             fire(trainer, module, "on_engine_wake")
             self._memory.on_engine_wake(trainer, module)
@@ -116,6 +130,7 @@ class WeightSync:
         for engine in engines.updated if is_due else ():
             with suppress(EngineDiedError):  # it is found dead at the next sync
                 self._verification.verify(module, engine)
+                engine.is_proven |= is_proof
         if engines.can_sleep:
             self._memory.on_weight_sync_end(trainer, module, version)
         fire(trainer, module, "on_weight_sync_end", version)

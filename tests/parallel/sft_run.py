@@ -10,6 +10,7 @@ from tiny import bare_trainer
 
 from rlightning.algorithms import SFT
 from rlightning.data import PromptDataModule
+from rlightning.models import Adapter
 from rlightning.optim import OptimizerStates
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 
@@ -45,6 +46,7 @@ def train(
     *callbacks: Callback,
     ckpt_path: Path | None = None,
     optimizer_states: OptimizerStates = "float32",
+    adapter: Adapter | None = None,
     **trainer: Any,
 ) -> tuple[SFT, Any]:
     """Train up to ``max_steps``; the module and its trainer."""
@@ -55,6 +57,7 @@ def train(
         warmup_steps=6,
         weight_decay=0.1,
         optimizer_states=optimizer_states,
+        adapter=adapter,
     )
     data = PromptDataModule(str(folder / "rows.jsonl"), max_prompt_tokens=16)
     if "strategy" not in trainer:

@@ -18,17 +18,14 @@ from rlightning.errors import EngineError
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.canary import (
-    LEAST_NOISE,
     MAX_DISTANCE,
     MAX_ERRORS,
     Canary,
     canary_tokens,
-    compare,
     evaluate,
-    find_way_back,
     perturbed_embeddings,
-    root_mean_square,
 )
+from rlightning.rollout.comparison import LEAST_NOISE, compare, find_way_back, root_mean_square
 from rlightning.rollout.engine import Engine
 from rlightning.types import RolloutBatch
 

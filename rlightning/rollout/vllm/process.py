@@ -74,6 +74,7 @@ class EngineHost:
             dtype=str(config.model_config.dtype),
             max_model_len=config.model_config.max_model_len,
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+            adapter_rank=config.lora_config.max_lora_rank if config.lora_config is not None else 0,
         )
 
     def _guard(self, method: Method) -> Method:

@@ -15,6 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning.foreign_text import cut_line
+from rlightning.rollout.vllm.adapters import adapter_request
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
 ALL_AT_ONCE = 1 << 30
@@ -73,6 +74,7 @@ class VLLMServer:
         self.versions = TokenVersions()
         self._num_requests = self._num_updates = 0
         self._is_asleep = self._is_updating = False
+        self._adapter = adapter_request() if engine.vllm_config.lora_config is not None else None
         self._admission = asyncio.Lock()
         """Held while a request is handed to vLLM, which takes several awaits, and all through a weight update."""
         self._transition = asyncio.Lock()
@@ -202,7 +204,7 @@ class VLLMServer:
                     self.versions.begin(request_id, params.n)
                 # The salt keeps it from the keys and values that other weights have computed for the same prompt.
                 prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._num_updates)}
-                collector = await self.engine.add_request(request_id, prompt, params)
+                collector = await self.engine.add_request(request_id, prompt, params, lora_request=self._adapter)
             output: Any = await collector.get()  # FINAL_ONLY: there is one
             lengths = [len(one.token_ids) for one in output.outputs]
         except asyncio.CancelledError:

@@ -7,7 +7,7 @@ hold them. After the first sync each weight must have been taken, after each syn
 import pickle
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,8 +24,9 @@ from vllm.platforms import current_platform
 from rlightning.models.remote_code import read_config
 from rlightning.parallel.device import synchronize_stream
 from rlightning.processes.process_group import die_with_parent
+from rlightning.rollout.vllm.adapters import install_adapter, unwrap_output_layer, without_wrappers
 from rlightning.rollout.vllm.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
-from rlightning.rollout.weights import driver
+from rlightning.rollout.weights import ChunkPlan, driver
 
 die_with_parent()  # the workers must not outlive an engine process that is killed and can end no process any more
 
@@ -46,6 +47,7 @@ class WeightReceiver:
     _rl_stored_form: "StoredForm | None" = None
     _rl_loaded: set[str]
     _rl_unread: set[str]
+    _rl_adapter: dict[str, Tensor]
     _rl_is_checked = False
 
     def rl_open_receiver(self, receivers: list[bytes]) -> None:
@@ -57,6 +59,8 @@ class WeightReceiver:
         receiver.open(torch.device(self.device))
         self._rl_receiver = receiver
         if self._rl_stored_form is None:
+            if self.vllm_config.lora_config is not None:
+                unwrap_output_layer(self.model_runner.model, self.model_runner.lora_manager)
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
                 self._rl_stored_form = StoredForm(self.vllm_config.model_config)
 
@@ -68,13 +72,40 @@ class WeightReceiver:
             sync, also the weights that the model has not taken. Else nothing.
         """
         assert self._rl_receiver is not None, "rl_open_receiver comes first"
+        model, plan, received = self.model_runner.model, self._rl_receiver.plan, self._rl_receiver.receive(chunk)
+        if chunk < plan.num_adapter_chunks:
+            return [], self._rl_receive_adapter(chunk, plan, received)
+        with without_wrappers(model) if plan.num_adapter_chunks else nullcontext():
+            return self._rl_receive_base(chunk - plan.num_adapter_chunks, len(plan.chunks) - 1 - chunk, received)
+
+    def _rl_receive_adapter(self, chunk: int, plan: ChunkPlan, received: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Keep a chunk of an adapter, and after the last one put it to use; those weights that have no place."""
+        self._rl_adapter = {} if chunk == 0 else self._rl_adapter
+        # the sender refills the bucket, and vLLM scales what it is given in place
+        self._rl_adapter |= {name: tensor.clone() for name, tensor in received}
+        synchronize_stream(self.device)
+        if chunk < plan.num_adapter_chunks - 1:
+            return []
+        assert plan.adapter is not None
+        unread = self.rl_install_adapter(plan.adapter, self._rl_adapter)
+        self._rl_adapter = {}
+        return sorted(unread)
+
+    def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> list[str]:
+        """Put an adapter in the place of the one before."""
+        return install_adapter(self.model_runner.lora_manager, settings, weights, torch.device(self.device))
+
+    def _rl_receive_base(
+        self, number: int, num_left: int, received: Iterable[tuple[str, Tensor]]
+    ) -> tuple[list[str], list[str]]:
+        """Load the ``number``-th chunk of the model's own weights; see :meth:`rl_receive_weights`."""
         model = self.model_runner.model
-        if chunk == 0:
+        if number == 0:
             self._rl_loaded, self._rl_unread = set(), set()
             unpack_weights(model)
-        self._rl_load(model, self._rl_receiver.receive(chunk))
+        self._rl_load(model, received)
         synchronize_stream(self.device)  # the sender refills the bucket after this returns
-        if chunk < len(self._rl_receiver.plan.chunks) - 1:
+        if num_left:
             return [], []
         pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
         self._rl_is_checked = True  # the names of later syncs are the same

@@ -4,7 +4,7 @@ Sharded weights are gathered straight into the bucket, in the engine's dtype; th
 does not grow with the model (:func:`~rlightning.parallel.gathering.gather_into`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlightning.errors import EngineError
 from rlightning.parallel.device import synchronize_stream
 from rlightning.parallel.gathering import gather_into
+from rlightning.protocols import HasAdapter
 
 ALIGNMENT = 256
 """Bytes. Each tensor starts at a multiple of this, which suits every dtype and CUDA's wide copies."""
@@ -24,6 +25,26 @@ class WeightSource(Protocol):
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield names and weights, whole or sharded; each call yields the same names and shapes in the same order."""
+
+
+class AdapterSource:
+    """An adapter's weights and, as long as an engine lacks them, those of the frozen base behind them.
+
+    Args:
+        module: has both.
+
+    Attributes:
+        has_base: whether the base's are sent too; all ranks set it alike.
+    """
+
+    def __init__(self, module: HasAdapter) -> None:
+        self.module, self.has_base = module, True
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See :class:`WeightSource`; without the base there are fewer."""
+        yield from self.module.adapter_weights()
+        if self.has_base:
+            yield from self.module.base_weights()
 
 
 class WeightShape(NamedTuple):
@@ -54,10 +75,24 @@ class Slot:
 
 
 class ChunkPlan(NamedTuple):
-    """Which tensors are in the bucket at a time, and the bucket's size in bytes. Sender and receivers have the same."""
+    """Which tensors are in the bucket at a time, and the bucket's size in bytes. Sender and receivers have the same.
+
+    Attributes:
+        chunks: the tensors of each.
+        num_bytes: of the bucket.
+        num_adapter_chunks: the first ones, which are an adapter's and may be sent alone; 0 without one.
+        adapter: PEFT's settings of it; None without one.
+    """
 
     chunks: list[list[Slot]]
     num_bytes: int
+    num_adapter_chunks: int = 0
+    adapter: Mapping[str, object] | None = None
+
+    def sent_chunks(self, source: WeightSource) -> list[list[Slot]]:
+        """The chunks of a sync: all, or the adapter's where the engines have the base."""
+        is_adapter_alone = isinstance(source, AdapterSource) and not source.has_base
+        return self.chunks[: self.num_adapter_chunks] if is_adapter_alone else self.chunks
 
     def filled(self, bucket: Tensor, chunk: int) -> Tensor:
         """The part of the bucket that a chunk fills."""
@@ -103,6 +138,30 @@ def plan_chunks(
     return ChunkPlan(chunks, max(largest, 1))
 
 
+def plan_source(source: WeightSource, dtype: torch.dtype, bucket_bytes: int) -> ChunkPlan:
+    """Return the chunks of a source's weights; an adapter and its base share none.
+
+    Args:
+        source: of the weights.
+        dtype: see :func:`plan_chunks`.
+        bucket_bytes: see :func:`plan_chunks`.
+    """
+    if not isinstance(source, AdapterSource):
+        return plan_chunks(weight_shapes(source), dtype, bucket_bytes)
+    module = source.module
+    assert module.adapter is not None
+    adapter, base = (
+        plan_chunks([WeightShape(name, tuple(tensor.shape)) for name, tensor in weights], dtype, bucket_bytes)
+        for weights in (module.adapter_weights(), module.base_weights())
+    )
+    return ChunkPlan(
+        adapter.chunks + base.chunks,
+        max(adapter.num_bytes, base.num_bytes),
+        num_adapter_chunks=len(adapter.chunks),
+        adapter=module.adapter.peft_settings(),
+    )
+
+
 @torch.no_grad()
 def fill_bucket(
     plan: ChunkPlan, bucket: Tensor, source: WeightSource, *, destination: int | None = None
@@ -122,7 +181,7 @@ def fill_bucket(
         EngineError: the source's weights are not those of the plan.
     """
     weights = iter(source.named_weights())
-    for index, chunk in enumerate(plan.chunks):
+    for index, chunk in enumerate(plan.sent_chunks(source)):
         tensors = _take(weights, chunk)
         gather_into([slot.view(bucket) for slot in chunk], tensors, destination=destination)
         # Another process reads the bucket, which this process's streams do not order.

@@ -14,7 +14,7 @@ from rlightning.rollout.weights.broadcast import BroadcastSender
 from rlightning.rollout.weights.driver import WeightSender
 from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket, plan_chunks, weight_shapes
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket, plan_source
 from rlightning.rpc.authentication import parse_url
 
 SENDER_RANK = 0
@@ -87,4 +87,4 @@ def own_address(urls: Sequence[str]) -> str:
 
 
 def _plan(source: WeightSource, config: EngineConfig) -> ChunkPlan:
-    return plan_chunks(weight_shapes(source), config.dtype, config.bucket_bytes)
+    return plan_source(source, config.dtype, config.bucket_bytes)

@@ -1,0 +1,259 @@
+"""Adapters (LoRA): what a user says of one, and what follows from it for a model, before any weight is loaded."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rlightning.errors import ConfigError, check_rules, did_you_mean
+from rlightning.foreign_text import cut_line
+from rlightning.models.adapter_files import CONFIG_FILE, check_files, stored_name
+from rlightning.models.counts import build_empty, num_experts
+from rlightning.models.layers import decoder_layers
+
+ALL_LINEAR = "all-linear"
+"""The target of every linear layer of the model's blocks."""
+DEFAULT_RANK = 32
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Beginnings of PEFT's ``init_lora_weights`` with which an adapter belongs to a base of other values."""
+READ = {
+    "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision", "task_type", "inference_mode",
+    "auto_mapping", "peft_type", "peft_version",
+}  # fmt: skip
+"""The entries of an adapter's configuration that are understood, or say nothing about what it computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Trains low-rank additions to frozen matrices in place of the matrices (LoRA, arXiv:2106.09685).
+
+    Attributes:
+        rank: of the additions; None is 32, or what the folder has.
+        alpha: the additions are scaled by ``alpha / rank``; None is twice the rank, or what the folder has.
+        target_modules: names of linear layers, or endings of names such as ``q_proj``; None is "all-linear", which is
+            all in the model's blocks, or what the folder has.
+        use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732); None is no, or what the folder has.
+        path: a folder of PEFT's to start from; None starts from additions of zero.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    target_modules: str | Sequence[str] | None = None
+    use_rslora: bool | None = None
+    path: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers with which nothing could be learned."""
+        rank, alpha = self.rank, self.alpha
+        is_scale = alpha is None or 0 < alpha < math.inf
+        check_rules(
+            {
+                f"adapter.rank={rank} must be at least 1. Leave model.adapter out to train all weights": (
+                    rank is None or rank >= 1
+                ),
+                f"adapter.alpha={alpha} must be above 0 and finite. Try twice the rank": is_scale,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRA:
+    """An adapter of a certain model.
+
+    Attributes:
+        rank: see :class:`Adapter`.
+        alpha: see :class:`Adapter`.
+        use_rslora: see :class:`Adapter`.
+        modules: the name of each linear layer that is adapted, with its outputs and inputs.
+        targets: the same for PEFT's configuration, shorter.
+        start: a folder of PEFT's with the first values; None for none.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    modules: Mapping[str, tuple[int, int]]
+    targets: tuple[str, ...]
+    start: Path | None = None
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the additions."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many are trained."""
+        return self.rank * sum(outputs + inputs for outputs, inputs in self.modules.values())
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, int]]]:
+        """Names, as PEFT's files have them, and shapes of its weights."""
+        found: list[tuple[str, tuple[int, int]]] = []
+        for name, (outputs, inputs) in self.modules.items():
+            found.append((stored_name(name, "A"), (self.rank, inputs)))
+            found.append((stored_name(name, "B"), (outputs, self.rank)))
+        return found
+
+    def describe(self) -> str:
+        """Return what is trained, in a few words."""
+        kind = "rsLoRA" if self.use_rslora else "LoRA"
+        start = f" from {self.start}" if self.start is not None else ""
+        return f"{kind} of rank {self.rank}, alpha {self.alpha:g}, on {len(self.modules)} linear layers{start}"
+
+    def peft_settings(self) -> dict[str, Any]:
+        """The arguments of PEFT's LoraConfig."""
+        return {
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": self.use_rslora,
+            "target_modules": list(self.targets),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "task_type": "CAUSAL_LM",
+        }
+
+
+def import_peft() -> ModuleType:
+    """Return the package, or raise a ConfigError if it is missing."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"model.adapter needs the package peft ({cut_line(error)}). Install it by: pip install 'rlightning[peft]'"
+        ) from error
+    return peft
+
+
+def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> LoRA:
+    """Return what an adapter is on a model, from the model's configuration and the adapter's folder alone.
+
+    Raises:
+        ConfigError: for layers that the model does not have or that cannot be adapted, and for a folder of another
+            base or of a kind that is not trained here.
+    """
+    import_peft()
+    if experts := num_experts(config):
+        raise ConfigError(
+            f"model='{model}' has {experts} experts, for which there are no adapters. Leave model.adapter out."
+        )
+    layers = linear_layers(config)
+    if adapter.path is not None:
+        return _read_folder(adapter, model, layers)
+    targets = adapter.target_modules or ALL_LINEAR
+    modules = layers if targets == ALL_LINEAR else match_targets(targets, layers, config)
+    rank = adapter.rank or DEFAULT_RANK
+    return LoRA(
+        rank=rank,
+        alpha=adapter.alpha or 2.0 * rank,
+        use_rslora=bool(adapter.use_rslora),
+        modules=modules,
+        targets=shorten(modules, layers),
+    )
+
+
+def linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
+    """Return the linear layers in a model's blocks, each with its numbers of outputs and inputs."""
+    policy = build_empty(config)
+    prefix = next(name for name, module in policy.named_modules() if module is decoder_layers(policy))
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in policy.named_modules()
+        if type(module) is nn.Linear and name.startswith(f"{prefix}.")
+    }
+
+
+def match_targets(
+    targets: str | Sequence[str], layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig
+) -> dict[str, tuple[int, int]]:
+    """Return the layers that are named, or end, as the targets say."""
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    for target in wanted:
+        if not any(is_match(name, target) for name in layers):
+            known = sorted({name.rpartition(".")[2] for name in layers})
+            others = build_empty(config).named_modules()
+            kind = next((type(module).__name__ for name, module in others if name and is_match(name, target)), None)
+            found = (
+                "is no module of the model" if kind is None else f"is a {kind}, no linear layer of the model's blocks"
+            )
+            raise ConfigError(f"adapter.target_modules: '{target}' {found}. {did_you_mean(target, known)}")
+    return {name: sizes for name, sizes in layers.items() if any(is_match(name, target) for target in wanted)}
+
+
+def is_match(name: str, target: str) -> bool:
+    """Return whether a module's name is a target, or ends as it does, as PEFT reads a list of them."""
+    return name == target or name.endswith(f".{target}")
+
+
+def shorten(modules: Mapping[str, Any], layers: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the ends of names that stand for these modules among all layers; the names, if ends would not do."""
+    ends = sorted({name.rpartition(".")[2] for name in modules})
+    meant = {name for name in layers if name.rpartition(".")[2] in ends}
+    return tuple(ends if meant == modules.keys() else modules)
+
+
+def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, int]]) -> LoRA:
+    """The adapter of a folder; what the user has said of it must be what it is."""
+    peft, folder = import_peft(), Path(str(adapter.path)).expanduser()
+    where = f"adapter.path='{folder}'"
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{where} has no {CONFIG_FILE}. Name a folder that PEFT or SaveHF has written.")
+    try:
+        found = peft.PeftConfig.from_pretrained(str(folder))
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where} has no readable {CONFIG_FILE}: {cut_line(error)}") from error
+    if not isinstance(found, peft.LoraConfig):
+        raise ConfigError(f"{where} is an adapter of the type {found.peft_type}, and only LoRA is trained here.")
+    _check_kind(where, found, peft.LoraConfig())
+    _check_base_name(where, found.base_model_name_or_path, model)
+    matches = peft.tuners.tuners_utils.check_target_module_exists
+    if found.target_modules == ALL_LINEAR:
+        modules = dict(layers)
+    else:
+        modules = {name: sizes for name, sizes in layers.items() if matches(found, name)}
+    given = {"rank": adapter.rank, "alpha": adapter.alpha, "use_rslora": adapter.use_rslora}
+    own = {"rank": found.r, "alpha": found.lora_alpha, "use_rslora": found.use_rslora}
+    for name, value in given.items():
+        if value is not None and value != own[name]:
+            raise ConfigError(f"adapter.{name}={value}, but {where} has {own[name]}. Leave adapter.{name} out.")
+    if adapter.target_modules is not None:
+        raise ConfigError(f"adapter.target_modules cannot be set: {where} says which layers it is for. Leave it out.")
+    lora = LoRA(
+        rank=found.r,
+        alpha=float(found.lora_alpha),
+        use_rslora=found.use_rslora,
+        modules=modules,
+        targets=shorten(modules, layers),
+        start=folder,
+    )
+    check_files(lora, folder, model)
+    return lora
+
+
+def _check_kind(where: str, found: Any, usual: Any) -> None:
+    """Refuse variants of LoRA, which compute something else, by what differs from the usual configuration."""
+    settings, usual_settings = found.to_dict(), usual.to_dict()
+    for name, value in settings.items():
+        if name not in READ and value != usual_settings.get(name) and value not in (None, [], {}, False):
+            raise ConfigError(f"{where} has {name}={cut_line(value)}, which is not trained here: plain LoRA alone is.")
+    init = str(settings.get("init_lora_weights")).lower()
+    if init.startswith(CHANGES_BASE):
+        raise ConfigError(
+            f"{where} has init_lora_weights='{init}', by which its base has other values than the model's files. "
+            "Convert it to plain LoRA by PEFT's path_initial_model_for_weight_conversion."
+        )
+
+
+def _check_base_name(where: str, base: str | None, model: str) -> None:
+    """Refuse an adapter of a base that is called otherwise; folders may have moved, so the last part counts."""
+    if base and Path(base).name != Path(model).name:
+        raise ConfigError(
+            f"{where} is an adapter of '{base}', and model='{model}' is another base. Name its own base in model, or "
+            f"write that into base_model_name_or_path of {CONFIG_FILE} if it is the same."
+        )

@@ -1,0 +1,80 @@
+"""PEFT's folders of adapters: which weights they hold, and of which base."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
+from rlightning.models.files import find_weights
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+BASE_DIGEST = "base_digest"
+"""The entry of a file's metadata with the digest of the base that an adapter was trained on."""
+
+
+class AdapterShapes(Protocol):
+    """An adapter, as far as its files are concerned: :class:`~rlightning.models.adapter.LoRA`."""
+
+    @property
+    def shapes(self) -> Iterable[tuple[str, tuple[int, int]]]:
+        """Names and shapes of its weights in a file."""
+
+
+def stored_name(module: str, factor: str) -> str:
+    """Return the name of a layer's factor, "A" or "B", in PEFT's files."""
+    return f"base_model.model.{module}.lora_{factor}.weight"
+
+
+def base_digest(model: str) -> str:
+    """Return a digest of a model's weights that tells bases apart: of the first rows of each, by name.
+
+    "" of a model whose weights are in other files than safetensors.
+    """
+    digest, files = hashlib.sha256(), find_weights(model)
+    for path in sorted(set(files.values())):
+        with safe_open(path, "pt") as file:
+            for name in sorted(name for name in files if files[name] == path):
+                stored = file.get_slice(name)
+                shape = stored.get_shape()
+                rows = stored[:1] if shape else file.get_tensor(name)
+                digest.update(f"{name} {shape} {stored.get_dtype()}".encode())
+                digest.update(rows.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32] if files else ""
+
+
+def check_files(adapter: AdapterShapes, folder: Path, model: str) -> None:
+    """Refuse a folder whose weights are not those of an adapter on a model, without reading them.
+
+    Raises:
+        ConfigError: names the first weight that is missing, of another shape or too many, or says that it was trained
+            on a base of other values.
+    """
+    where = f"adapter.path='{folder}'"
+    try:
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            digest = (file.metadata() or {}).get(BASE_DIGEST, "")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{where} has no readable {WEIGHTS_FILE}: {cut_line(error)}") from error
+    shapes = dict(adapter.shapes)
+    for name in sorted({*stored, *shapes}):
+        if stored.get(name) != shapes.get(name):
+            held = f"is {list(stored[name])}" if name in stored else "is missing"
+            needed = f"should be {list(shapes[name])}" if name in shapes else "has no place"
+            raise ConfigError(f"{where} is an adapter of another base than model='{model}': '{name}' {held}, {needed}.")
+    if digest and digest != base_digest(model):
+        raise ConfigError(
+            f"{where} was trained on a base with other weights than model='{model}' has. Name its own base in model."
+        )
+
+
+def read_weights(folder: Path) -> Mapping[str, Tensor]:
+    """Return the weights of a folder of PEFT's, by the names in its file."""
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary

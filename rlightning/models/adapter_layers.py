@@ -1,0 +1,199 @@
+"""A policy with an adapter: PEFT's layers in place of linear ones, around a base that is frozen.
+
+A layer computes ``W x + s B A x``, with ``W`` of the base, ``A`` [r, in], ``B`` [out, r] and the scaling ``s``. The
+base keeps its names for all who ask for the weights of a model (:func:`~rlightning.parallel.sharding.named_weights`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rlightning.errors import ConfigError
+from rlightning.models.adapter import LoRA, import_peft
+from rlightning.models.adapter_files import read_weights, stored_name
+from rlightning.models.finite import find_not_finite
+from rlightning.optim.optimizer import global_norm
+from rlightning.parallel.collectives import gather_objects
+from rlightning.parallel.gathering import gather_into, local_box
+from rlightning.parallel.sharding import local_tensor, named_weights, with_local_tensor
+
+NAME = "default"
+"""Of the adapter within PEFT's layers."""
+PERTURBATION = 0.2
+"""The size of a perturbed adapter's additions, as a share of the matrices that they are added to."""
+
+
+class AdaptedLinear(nn.Module):
+    """What is used of PEFT's ``lora.Linear``."""
+
+    base_layer: nn.Linear
+    lora_A: Mapping[str, nn.Linear]  # noqa: N815  # PEFT's names
+    lora_B: Mapping[str, nn.Linear]  # noqa: N815
+    scaling: dict[str, float]
+    cast_input_dtype_enabled: bool
+    disable_adapters: bool
+    _disable_adapters: bool
+
+
+def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> None:
+    """Put PEFT's layers around the adapted ones, and freeze everything else.
+
+    Args:
+        policy: gets them.
+        lora: the adapter, which has no values yet (:func:`initialize_adapter`).
+        device: of its weights; "meta" for a policy that is sharded before it has memory.
+    """
+    peft = import_peft()
+    policy.requires_grad_(False)
+    config = peft.LoraConfig(**lora.peft_settings() | {"target_modules": list(lora.modules)})
+    peft.inject_adapter_in_model(config, policy, NAME, low_cpu_mem_usage=True)
+    for _, layer in adapted_layers(policy):
+        layer.cast_input_dtype_enabled = False  # autocast, or FSDP, casts the factors to the inputs' dtype
+        for factor in (layer.lora_A, layer.lora_B):
+            shape, dtype = factor[NAME].weight.shape, torch.get_default_dtype()
+            factor[NAME].weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
+    """Yield the adapted layers of a policy by the names that they have in the base; none without an adapter."""
+    for name, module in policy.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            yield name, module
+
+
+@torch.no_grad()
+def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
+    """Give the adapter its first values: its folder's, or zeros for ``B`` and random numbers for ``A``.
+
+    All ranks call it, and get the same values on any number of them.
+
+    Args:
+        policy: whole, or sharded.
+        lora: the adapter.
+    """
+    stored = None if lora.start is None else read_weights(lora.start)
+    if broken := find_not_finite((stored or {}).items()):
+        raise ConfigError(f"adapter.path='{lora.start}' has a weight that is NaN or infinite, '{broken[0]}'.")
+    random = torch.Generator().manual_seed(gather_objects(torch.initial_seed() % 2**63, name="adapter")[0])
+    for name, layer in adapted_layers(policy):
+        for factor, holder in (("A", layer.lora_A), ("B", layer.lora_B)):
+            weight = holder[NAME].weight
+            whole = (
+                torch.zeros(weight.shape, dtype=torch.float32) if stored is None else stored[stored_name(name, factor)]
+            )
+            if stored is None and factor == "A":
+                bound = weight.shape[1] ** -0.5  # PEFT's, the usual one of a linear layer
+                whole.uniform_(-bound, bound, generator=random)
+            copy_into(weight, whole)
+
+
+def copy_into(target: Tensor, whole: Tensor) -> None:
+    """Write a full value into a tensor, or this rank's part of it into a shard."""
+    local_tensor(target.detach()).copy_(local_box(target).of(whole) if isinstance(target, DTensor) else whole)
+
+
+def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapter's weights, whole or sharded, by the names of PEFT's files."""
+    for name, layer in adapted_layers(policy):
+        for factor, holder in (("A", layer.lora_A), ("B", layer.lora_B)):
+            weight = holder[NAME].weight
+            yield stored_name(name, factor), weight
+
+
+@contextmanager
+def adapter_off(policy: nn.Module) -> Iterator[None]:
+    """Within, without gradient, the policy is its base alone."""
+    layers = [layer for _, layer in adapted_layers(policy)]
+    # Not PEFT's enable_adapters(), which says of the adapter's weights that they are not trained: FSDP may ask then.
+    for layer in layers:
+        layer._disable_adapters = True
+    assert all(layer.disable_adapters for layer in layers), "PEFT has another name for it"
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
+def merged_forward(policy: nn.Module) -> Iterator[None]:
+    """Within, layers multiply once, by the sum of base and adapter in the base's dtype, as an engine of merged weights.
+
+    The sum is rounded, which it is not in training.
+    """
+
+    def forward(layer: AdaptedLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if layer.disable_adapters:
+            result: Tensor = layer.base_layer(x)
+            return result
+        weight, bias = layer.base_layer.weight, layer.base_layer.bias
+        product = layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
+        merged = (weight.float() + layer.scaling[NAME] * product).to(weight.dtype)
+        return F.linear(x, merged, bias)
+
+    layers = [layer for _, layer in adapted_layers(policy)]
+    for layer in layers:
+        layer.forward = MethodType(forward, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the model that base and adapter make, by the base's names, one at a time.
+
+    Sharded ones stay sharded; all ranks call it, since ``A`` is gathered for them.
+    """
+    layers = dict(adapted_layers(policy))
+    for name, weight in named_weights(policy):
+        layer = layers.get(name.removesuffix(".weight"))
+        yield name, weight if layer is None else merge(layer)
+
+
+@torch.no_grad()
+def merge(layer: AdaptedLinear) -> nn.Parameter:
+    """Return a layer's matrix with its adapter added, in float32, sharded as the base's is."""
+    base, a, b = layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    local = local_tensor(base.detach())
+    whole = torch.empty(a.shape, dtype=torch.float32, device=local.device)
+    gather_into([whole], [a.detach()])  # base and B are cut alike, by their rows
+    product = local_tensor(b.detach()).float() @ whole
+    merged = torch.add(local.float(), product, alpha=layer.scaling[NAME])
+    return nn.Parameter(with_local_tensor(base.detach(), merged), requires_grad=False)
+
+
+@contextmanager
+@torch.no_grad()
+def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
+    """Within, each ``B`` has further values, the same on all ranks, whose effect on its layer cannot be overlooked."""
+    random = torch.Generator().manual_seed(0)
+    saved: list[tuple[Tensor, Tensor]] = []
+    try:
+        for _, layer in adapted_layers(policy):
+            b = layer.lora_B[NAME].weight
+            values = local_tensor(b.detach())
+            saved.append((values, values.clone()))
+            noise = torch.randn(b.shape, generator=random) * perturbation_size(layer)
+            values += (local_box(b).of(noise) if isinstance(b, DTensor) else noise).to(values.device)
+        yield
+    finally:
+        for values, before in saved:
+            values.copy_(before)
+
+
+def perturbation_size(layer: AdaptedLinear) -> float:
+    """Return the size of random numbers in ``B`` with which its product has ``PERTURBATION`` of the base's norm."""
+    base, a = layer.base_layer.weight.detach(), layer.lora_A[NAME].weight
+    norms = [float(global_norm([tensor])) for tensor in (base, a.detach())]
+    outputs: int = base.shape[0]
+    size: float = PERTURBATION * norms[0] / (layer.scaling[NAME] * outputs**0.5 * max(norms[1], 1e-12))
+    return size

@@ -1,0 +1,61 @@
+"""What a checkpoint of an actor with an adapter holds: the adapter, and of the frozen base a digest."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlightning.errors import ConfigError
+from rlightning.models.adapter import LoRA
+from rlightning.models.adapter_files import base_digest
+from rlightning.parallel.sharding import is_adapter_weight
+
+KEY = "adapter"
+"""Of a checkpoint."""
+PREFIX = "actor."
+"""Of the actor's weights in a module."""
+
+
+def is_base_weight(name: str) -> bool:
+    """Return whether a weight of the module is one of the actor's frozen base."""
+    return name.startswith(PREFIX) and not is_adapter_weight(name)
+
+
+def without_base(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's state without the base's weights, which the model's folder has."""
+    return {name: value for name, value in state.items() if not is_base_weight(name)}
+
+
+def with_base(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the base's weights as the module has them."""
+    return {name: value for name, value in own.items() if is_base_weight(name)} | dict(state)
+
+
+def describe_base(lora: LoRA, model: str) -> dict[str, Any]:
+    """Return what a checkpoint says of its adapter."""
+    return {"rank": lora.rank, "scaling": lora.scaling, "modules": sorted(lora.modules), "base": base_digest(model)}
+
+
+def check_resumed(saved: Mapping[str, Any] | None, lora: LoRA | None, model: str) -> None:
+    """Refuse to go on from a checkpoint of another adapter, or of another base.
+
+    Args:
+        saved: what the checkpoint says of its adapter; None if it has none.
+        lora: the run's.
+        model: the run's base.
+    """
+    if saved is None and lora is None:
+        return
+    if saved is None or lora is None:
+        way = "Leave model.adapter out" if saved is None else "Set model.adapter as that run did"
+        kind = "all weights" if saved is None else f"an adapter of rank {saved['rank']}"
+        raise ConfigError(f"The checkpoint is of a run that trains {kind}. {way}, or begin a new run.")
+    own = describe_base(lora, model)
+    for key in ("rank", "scaling", "modules"):
+        if saved[key] != own[key]:
+            values = "others" if key == "modules" else f"{saved[key]:g}, not {own[key]:g}"
+            raise ConfigError(
+                f"The checkpoint's adapter has another {key}: {values}. Set model.adapter as that run did."
+            )
+    if saved["base"] != own["base"]:
+        raise ConfigError(
+            f"The checkpoint's adapter was trained on a base with other weights than model='{model}' has. Name its own."
+        )

@@ -1,0 +1,100 @@
+"""Whether vLLM takes adapters of a model, by its source: importing vLLM would change this process."""
+
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from rlightning.protocols import AdapterSettings
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The sizes that vLLM makes room for."""
+SUPPORTS = "SupportsLoRA"
+MODELS = "vllm.model_executor.models"
+
+
+def room_for(rank: int) -> int:
+    """Return the least of vLLM's sizes that a rank fits into."""
+    return next((size for size in RANKS if size >= rank), rank)
+
+
+def adapter_bytes(adapter: AdapterSettings, itemsize: int) -> int:
+    """Return the bytes that an engine takes for an adapter: what was sent, and the place that it is used in."""
+    sizes = sum(outputs + inputs for outputs, inputs in adapter.modules.values())
+    return itemsize * sizes * (adapter.rank + room_for(adapter.rank))
+
+
+def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
+    """Return arguments of an engine that has room for one adapter."""
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room_for(adapter.rank)}
+
+
+def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | None:
+    """Return why vLLM cannot be sent an adapter of a model; None if it can, as far as can be seen.
+
+    What only shows in the engine, such as a module that it has no place for, is refused after the first sync.
+    """
+    if adapter.rank > RANKS[-1]:
+        return f"vLLM takes ranks of up to {RANKS[-1]}, not {adapter.rank}"
+    names = config.architectures or []
+    found = next((place for name in names if (place := find_class(name)) is not None), None)
+    if found is None:
+        return f"vLLM has no model class of its own for {' or '.join(names) or config.model_type}"
+    if not supports_adapters(*found):
+        return f"vLLM's {found[1]} takes no adapters"
+    return None
+
+
+@cache
+def find_class(architecture: str) -> tuple[str, str] | None:
+    """Return the module and the name of vLLM's class for an architecture; None if its registry has none."""
+    registry = read_source(f"{MODELS}.registry")
+    entry = re.search(rf'"{re.escape(architecture)}":\s*\(\s*"([\w.]+)",\s*"(\w+)"', registry)
+    return (f"{MODELS}.{entry[1]}", entry[2]) if entry else None
+
+
+@cache
+def supports_adapters(module: str, name: str) -> bool:
+    """Return whether a class, or one that it derives from, takes adapters.
+
+    Args:
+        module: of the class.
+        name: of the class in it.
+    """
+    tree = ast.parse(read_source(module))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if name not in classes:
+        return False
+    origins = {
+        alias.asname or alias.name: (_absolute(node, module), alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)]
+    return any(
+        base == SUPPORTS
+        or (base in classes and supports_adapters(module, base))
+        or (base in origins and origins[base][0].startswith(f"{MODELS}.") and supports_adapters(*origins[base]))
+        for base in bases
+    )
+
+
+def _absolute(node: ast.ImportFrom, module: str) -> str:
+    """The module that names are imported from."""
+    if not node.level:
+        return node.module or ""
+    package = module.rsplit(".", node.level)[0]
+    return f"{package}.{node.module}" if node.module else package
+
+
+def read_source(module: str) -> str:
+    """Return a module's source, "" if there is none where its name says."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parent.joinpath(*module.split(".")[1:])
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file.read_text() for file in files if file.is_file()), "")

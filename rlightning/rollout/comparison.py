@@ -1,0 +1,112 @@
+"""How far an engine's log-probabilities are from an actor's, in units of rounding, and in which direction.
+
+Letters: ``K`` evaluations of the actor, ``S`` scored tokens.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+BLOCK_LENGTH = 16
+"""Consecutive tokens that count as one observation: their errors may hang together."""
+TRIMMED = 0.01
+"""The share of tokens that are left out, those that differ most: rounding may change the experts of one."""
+MAX_SIDE = 2.0
+"""A token that is further off than so many of its units counts no more."""
+LEAST_DEVIATION = 0.01
+"""Of the scores of blocks, which are all alike where the weights are far apart."""
+LEAST_NOISE = 2e-6
+"""Nats: steps of float32 near log-probabilities of -10."""
+
+
+class Comparison(NamedTuple):
+    """How far an engine is from the actor.
+
+    Attributes:
+        distance: of its log-probabilities from the actor's, root mean square in nats.
+        noise: that of the actor's evaluations from each other.
+    """
+
+    distance: float
+    noise: float
+
+
+class WayBack(NamedTuple):
+    """How far an engine is on the way from the current weights back to former ones.
+
+    Attributes:
+        length: distance of the actor's evaluations of both, root mean square in nats.
+        share: of the way, 0 with the current weights and 1 with the former ones. Where these differ by less than can be
+            told from rounding it means nothing.
+        errors: standard errors by which it is above 0.
+    """
+
+    length: float
+    share: float
+    errors: float
+
+
+class Findings(NamedTuple):
+    """What a check has found, whether it passed or not.
+
+    Attributes:
+        comparison: of the engine with the actor.
+        ways: back to former weights, by their version.
+    """
+
+    comparison: Comparison
+    ways: dict[int, WayBack]
+
+
+def compare(actor: Floats, engine: Floats) -> Comparison:
+    """Compare an engine's log-probabilities [S] with the actor's [K, S]."""
+    pairs = np.stack([actor[i] - actor[j] for i in range(len(actor)) for j in range(i)])
+    return Comparison(root_mean_square(actor - engine), root_mean_square(pairs) + LEAST_NOISE)
+
+
+def root_mean_square(differences: Floats) -> float:
+    """Root mean square of [., S], without the hundredth of the tokens that differ most; NaN if one is not finite."""
+    squares = np.sort(np.mean(differences**2, 0))
+    if not np.isfinite(squares).all():
+        return math.nan
+    return float(np.sqrt(squares[: len(squares) - int(TRIMMED * len(squares))].mean()))
+
+
+def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
+    """Find out how far back an engine is on the way from the current weights to former ones.
+
+    A token's score is the step from now to before, times the side of the middle between both that a value is on, each
+    in units of the token's noise and half the step, added in squares. An engine with the current weights scores as
+    each evaluation of the actor does against the others, one with the former weights as those of before do.
+
+    Args:
+        actor: [K, S], of the current weights.
+        former: [K, S].
+        engine: [S].
+    """
+    moved, whole = [], []
+    for k in range(len(actor)):
+        others, former_others = np.delete(actor, k, 0), np.delete(former, k, 0)
+        start = _score(actor[k], others, former_others)
+        moved.append(_score(engine, others, former_others) - start)
+        whole.append(_score(former[k], others, former_others) - start)
+    share = float(np.mean(moved) / np.mean(whole)) if np.mean(whole) > 0 else 0.0
+    scores = np.mean(moved, 0)
+    blocks = scores[: len(scores) // BLOCK_LENGTH * BLOCK_LENGTH].reshape(-1, BLOCK_LENGTH).mean(1)
+    deviation = math.hypot(blocks.std(ddof=1), LEAST_DEVIATION)
+    errors = float(blocks.mean() / deviation * math.sqrt(len(blocks)))
+    return WayBack(root_mean_square(actor - former), share, errors)
+
+
+def _score(values: Floats, now: Floats, before: Floats) -> Floats:
+    """[S] scores of values that neither ``now`` nor ``before``, evaluations of both weights, contain."""
+    variance = (now.var(0, ddof=1) + before.var(0, ddof=1)) / 2
+    variance = (variance + np.median(variance)) / 2  # that of few evaluations is itself uncertain
+    step = before.mean(0) - now.mean(0)
+    side = values - (now.mean(0) + before.mean(0)) / 2
+    unit = np.sqrt(variance + step**2 / 4) + LEAST_NOISE
+    return np.asarray(step / unit * (side / unit).clip(-MAX_SIDE, MAX_SIDE))

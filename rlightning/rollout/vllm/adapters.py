@@ -1,0 +1,93 @@
+"""An adapter in vLLM's worker: put to use from memory, in the place of the one before."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+ADAPTER_ID = 1
+"""The same for all versions: a request that is under way goes on with the newest. The prefix cache tells versions apart
+by the salt of requests (:class:`~rlightning.rollout.vllm.server.VLLMServer`)."""
+
+
+def adapter_request() -> LoRARequest:
+    """Return what names the adapter in a request; nothing is read from the path."""
+    return LoRARequest(lora_name="actor", lora_int_id=ADAPTER_ID, lora_path="/sent/by/the/trainer")
+
+
+def install_adapter(
+    manager: Any, settings: Mapping[str, object], weights: Mapping[str, Tensor], device: torch.device
+) -> list[str]:
+    """Replace the worker's adapter.
+
+    Args:
+        manager: the worker's LRUCacheWorkerLoRAManager.
+        settings: PEFT's.
+        weights: by the names of PEFT's files; vLLM changes them.
+        device: the worker's.
+
+    Returns:
+        The modules that the engine's model has no place for, which vLLM would leave out without a word.
+    """
+    adapters = manager._adapter_manager
+    helper = PEFTHelper.from_dict(dict(settings))
+    helper.validate_legal(manager.lora_config)
+    mapper: Any = getattr(adapters.model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "get_rename_mapper"):
+        mapper = mapper.get_rename_mapper()
+    adapter = LoRAModel.from_lora_tensors(
+        lora_model_id=ADAPTER_ID,
+        tensors=dict(weights),
+        peft_helper=helper,
+        device=str(device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=mapper,
+    )
+    packed = {name for names in adapters.packed_modules.values() for name in names}
+    homeless = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
+    # All: what a worker remembers of the last batch's adapters goes too, and a sleep has changed its memory.
+    manager.remove_all_adapters()
+    adapters.add_adapter(adapter)
+    adapters.activate_adapter(ADAPTER_ID)
+    return homeless
+
+
+def unwrap_output_layer(model: Any, manager: Any) -> None:
+    """Take away what adds an adapter to the output layer, which no adapter here has.
+
+    vLLM's wrapper knows of the rows that are sampled from alone: it fails, or worse, at a prompt's log-probabilities.
+    """
+    adapters = manager._adapter_manager
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LogitsProcessorWithLoRA):
+            _replace(model, name, module.base_layer)
+            for key in [key for key, value in adapters.modules.items() if value is module]:
+                del adapters.modules[key]
+
+
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Within, the layers that adapters are added to are those of the model itself, with their own names."""
+    wrapped = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, BaseLayerWithLoRA) and hasattr(module, "base_layer")
+    ]
+    for name, module in wrapped:
+        _replace(model, name, module.base_layer)
+    try:
+        yield
+    finally:
+        for name, module in wrapped:
+            _replace(model, name, module)
+
+
+def _replace(model: nn.Module, name: str, module: Any) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)

@@ -1,0 +1,97 @@
+"""The memory of runs with an adapter: a frozen base in bfloat16, and masters, moments and gradients of the adapter."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planned import COLOCATED, FSDP_ALONE, LARGE, SMALL, TWO_PROMPTS, colocated
+from tiny import save_model
+
+from rlightning.callbacks import VLLMRollout
+from rlightning.cli.plan import parse_work, plan
+from rlightning.memory_plan.devices import read_device_memory
+from rlightning.memory_plan.phases import MemoryPlan
+from rlightning.memory_plan.trainer import TrainerMemory
+from rlightning.memory_plan.work import Parallelism, Work
+from rlightning.models.adapter import Adapter, LoRA, resolve_adapter
+from rlightning.models.counts import count_weights
+
+RUN = """\
+model:
+  class_path: rlightning.algorithms.GRPO
+  init_args: {model: model, rewards: [rlightning.rewards.exact_match], kl_coef: 0.1, adapter: {rank: 4}}
+data: {train: rows.jsonl, max_prompt_tokens: 16}
+rollout: {max_new_tokens: 16}
+trainer: {precision: bf16-mixed, max_steps: 3}
+"""
+
+
+def adapter_of(config: object, **kwargs: int) -> LoRA:
+    return resolve_adapter(Adapter(**kwargs), "model", config)  # type: ignore[arg-type]
+
+
+def test_the_base_has_bfloat16_alone_and_the_adapter_the_rest() -> None:
+    lora = adapter_of(SMALL)
+    # a layer: q 1024 + 2048, k and v 1024 + 1024, o 2048 + 1024, gate and up 1024 + 3072, down 3072 + 1024
+    assert lora.num_parameters == 28 * 32 * (3072 + 2 * 2048 + 3072 + 3 * 4096)
+    memory = TrainerMemory(Work(config=SMALL, adapter=lora, batch=TWO_PROMPTS, longest=1280))
+    assert memory.frozen_models() == 2 * count_weights(SMALL).total
+    assert memory.parameters() == memory.gradients() == 4 * lora.num_parameters
+    assert memory.optimizer_state() == 8 * lora.num_parameters
+
+
+def test_shards_of_two_ranks_hold_half() -> None:
+    sharded = replace(FSDP_ALONE, parallelism=Parallelism(kind="fsdp", ranks=2, shard_size=2))
+    one, two = (TrainerMemory(replace(work, adapter=adapter_of(SMALL))) for work in (FSDP_ALONE, sharded))
+    assert two.frozen_models() == pytest.approx(one.frozen_models() / 2, rel=0.01)
+    assert two.optimizer_state() == pytest.approx(one.optimizer_state() / 2, rel=0.01)
+    assert two.gathered_parameters() == pytest.approx(one.gathered_parameters(), rel=0.01)
+
+
+def test_an_update_with_an_adapter_takes_less() -> None:
+    work = replace(COLOCATED, others=(), config=LARGE)
+    device = read_device_memory("H200")
+    full, adapted = MemoryPlan(work, device), MemoryPlan(replace(work, adapter=adapter_of(LARGE)), device)
+    with_all = replace(work, gradient_checkpointing=True)
+    total = count_weights(LARGE).total
+    saved = MemoryPlan(with_all, device).update().total - adapted.with_work(gradient_checkpointing=True).update().total
+    assert saved > 13 * total  # of 16 bytes a parameter, 2 and the adapter's are left
+    assert adapted.count_checkpointed_layers() <= full.count_checkpointed_layers()
+
+
+def test_the_adapter_is_its_own_reference() -> None:
+    work = replace(colocated(SMALL), others=(), adapter=adapter_of(SMALL))
+    assert not work.is_scored
+    assert replace(work, is_own_reference=True).is_scored
+
+
+def test_an_engine_has_room_for_the_adapter() -> None:
+    rollout = VLLMRollout()
+    bare = Work(config=SMALL, batch=TWO_PROMPTS, longest=1280)
+    lora = adapter_of(SMALL, rank=16)
+    engines = [rollout.plan_memory(work, 256).engine for work in (bare, replace(bare, adapter=lora))]
+    assert engines[0] is not None and engines[1] is not None
+    assert engines[1].weights - engines[0].weights == 2 * 2 * lora.num_parameters
+
+
+def test_plan_reads_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "model", hidden_size=256, num_hidden_layers=4)
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    work = parse_work(["fit", "--config", "run.yaml"])
+    assert work.adapter is not None and work.adapter.rank == 4
+    assert work.others == () and work.is_own_reference
+    text = plan(["--config", "run.yaml", "--device-memory", "80GB"])
+    assert "frozen models" in text
+    apart = parse_work(["fit", "--config", "run.yaml", "--model.reference_model", "model", "--model.adapter", "null"])
+    assert [role.name for role in apart.others] == ["reference"]
+
+
+def test_8b_fits_into_80_gb_where_full_training_does_not() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+    config = type(LARGE)(**LARGE.to_dict() | sizes)
+    device = read_device_memory("80GB")
+    work = replace(colocated(config, share=0.45), others=(), gradient_checkpointing="auto")
+    full, adapted = MemoryPlan(work, device), MemoryPlan(replace(work, adapter=adapter_of(config)), device)
+    assert full.update().total > device > adapted.update().total
+    assert adapted.update().frozen_models == 2 * count_weights(config).total

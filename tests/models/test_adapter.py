@@ -1,0 +1,190 @@
+"""Adapters: what a user may say of one, PEFT's folders, and the layers that they make of a policy."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import make_batch, save_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from rlightning.errors import ConfigError
+from rlightning.models import Adapter, load_config, load_policy, packed_logprobs
+from rlightning.models.adapter import LoRA, resolve_adapter
+from rlightning.models.adapter_layers import (
+    adapted_layers,
+    adapter_off,
+    adapter_parameters,
+    add_adapter,
+    initialize_adapter,
+    merged_forward,
+    merged_weights,
+    perturbed_adapter,
+)
+from rlightning.parallel.sharding import named_weights
+
+BATCH = make_batch([[[1, 2, 3, 0], [4, 5, 6, 7]], [[7, 8, 9], [1, 1, 0]]])
+
+
+def resolve(model: str, **kwargs: Any) -> LoRA:
+    return resolve_adapter(Adapter(**kwargs), model, load_config(model))
+
+
+def load_adapted(model: str, lora: LoRA) -> Any:
+    policy = load_policy(model)
+    add_adapter(policy, lora, torch.device("cpu"))
+    initialize_adapter(policy, lora)
+    return policy
+
+
+def logprobs(policy: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return packed_logprobs(policy, BATCH)[0]
+
+
+def save_peft(model: str, folder: Path, **kwargs: Any) -> Any:
+    """A folder as PEFT writes it, of an adapter that changes something; the model with it."""
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM", **{"r": 4} | kwargs)
+    )
+    torch.manual_seed(1)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    wrapped.save_pretrained(str(folder))
+    return wrapped
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("adapter") / "model")
+
+
+def test_defaults_are_rank_32_on_all_linear_layers(model: str) -> None:
+    lora = resolve(model)
+    assert (lora.rank, lora.alpha, lora.scaling) == (32, 64.0, 2.0)
+    assert len(lora.modules) == 14
+    assert set(lora.targets) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    # inputs and outputs: q 32 + 64, k and v 32 + 32, o 64 + 32, gate and up 32 + 64, down 64 + 32
+    assert lora.num_parameters == 2 * 32 * (96 + 2 * 64 + 96 + 2 * 96 + 96)
+    assert math.isclose(resolve(model, rank=16, use_rslora=True).scaling, 32 / 4)
+
+
+def test_targets_are_ends_of_names(model: str) -> None:
+    assert set(resolve(model, target_modules=["q_proj"]).modules) == {
+        f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)
+    }
+    one = resolve(model, target_modules="layers.1.mlp.up_proj")
+    assert one.targets == ("model.layers.1.mlp.up_proj",)  # the end alone would stand for both layers'
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"rank": 0}, r"adapter\.rank=0 must be at least 1"),
+        ({"alpha": 0.0}, r"adapter\.alpha=0\.0 must be above 0"),
+        ({"target_modules": ["q_prj"]}, r"'q_prj' is no module of the model\. Did you mean 'q_proj'\?"),
+        ({"target_modules": ["lm_head"]}, r"'lm_head' is a Linear, no linear layer of the model's blocks"),
+        ({"target_modules": ["input_layernorm"]}, r"'input_layernorm' is a Qwen3RMSNorm"),
+        ({"path": "nowhere"}, r"adapter\.path='nowhere' has no adapter_config\.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(model: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        resolve(model, **kwargs)
+    assert "\n" not in str(error.value)
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has 8 experts, for which there are no adapters"):
+        resolve_adapter(Adapter(), "moe", Qwen3MoeConfig(num_experts=8))
+
+
+def test_without_peft_a_line_says_what_to_install(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"needs the package peft .* pip install 'rlightning\[peft\]'"):
+        resolve(model)
+
+
+def test_a_new_adapter_changes_nothing_and_trains_alone(model: str) -> None:
+    policy = load_adapted(model, resolve(model, rank=4))
+    assert torch.equal(logprobs(policy), logprobs(load_policy(model)))
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in policy.named_parameters() if "lora_" in name}
+    base = load_policy(model)
+    assert [name for name, _ in named_weights(policy)] == [name for name, _ in named_weights(base)]
+
+
+@pytest.mark.parametrize("kwargs", [{"lora_alpha": 6}, {"lora_alpha": 6, "use_rslora": True}])
+def test_a_folder_of_pefts_computes_as_in_peft(model: str, tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    theirs = save_peft(model, tmp_path, target_modules=["q_proj", "down_proj"], **kwargs)
+    ours = load_adapted(model, resolve(model, path=tmp_path))
+    ids = torch.tensor([[1, 2, 5, 4, 3]])
+    bounds = torch.tensor([0, 5], dtype=torch.int32)
+    with torch.no_grad():
+        got = ours(ids, use_cache=False, cu_seq_lens_q=bounds, max_length_q=5).logits
+        torch.testing.assert_close(got, theirs(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_merged_weights_and_forward_are_those_of_the_adapted_model(model: str, tmp_path: Path) -> None:
+    save_peft(model, tmp_path / "adapter", target_modules="all-linear")
+    policy = load_adapted(model, resolve(model, path=tmp_path / "adapter"))
+    with_adapter, base = logprobs(policy), logprobs(load_policy(model))
+    assert (with_adapter - base).abs().max() > 0.1
+    merged = load_policy(model)
+    merged.load_state_dict(dict(merged_weights(policy)), strict=False)
+    torch.testing.assert_close(logprobs(merged), with_adapter, atol=1e-4, rtol=1e-4)
+    with merged_forward(policy):
+        torch.testing.assert_close(logprobs(policy), logprobs(merged), atol=1e-6, rtol=1e-6)
+    assert torch.equal(logprobs(policy), with_adapter)
+    with torch.no_grad(), adapter_off(policy):
+        assert torch.equal(logprobs(policy), base)
+    assert all(weight.requires_grad for _, weight in adapter_parameters(policy))
+
+
+def test_a_perturbed_adapter_has_a_fifth_of_the_bases_norm(model: str) -> None:
+    policy = load_adapted(model, resolve(model))
+    before = {name: weight.clone() for name, weight in adapter_parameters(policy)}
+    with perturbed_adapter(policy), torch.no_grad():
+        for _, layer in adapted_layers(policy):
+            added: Any = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
+            assert 0.15 < added.norm() / layer.base_layer.weight.norm() < 0.25
+    assert all(torch.equal(weight, before[name]) for name, weight in adapter_parameters(policy))
+
+
+def test_another_bases_adapter_is_refused(model: str, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", hidden_size=64)
+    save_peft(other, tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    with pytest.raises(ConfigError, match=r"is an adapter of '.*other', and model='.*model' is another base"):
+        resolve(model, path=tmp_path / "adapter")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
+    with pytest.raises(
+        ConfigError, match=r"another base than model=.*lora_A\.weight' is \[4, 64\], should be \[4, 32\]"
+    ):
+        resolve(model, path=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"use_dora": True}, "has use_dora=True, which is not trained here"),
+        ({"bias": "lora_only"}, "has bias=lora_only"),
+        ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern="),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save="),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(model: str, tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
+    LoraConfig(target_modules=["q_proj"], base_model_name_or_path=model, **kwargs).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        resolve(model, path=tmp_path)
+
+
+def test_a_folders_own_rank_is_not_overridden(model: str, tmp_path: Path) -> None:
+    save_peft(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"adapter\.rank=8, but adapter\.path=.* has 4"):
+        resolve(model, path=tmp_path, rank=8)

@@ -1,0 +1,122 @@
+"""Runs with an adapter: what is trained, what the reference is, what checkpoints hold and refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import copy_weights, make_algorithm, make_data, make_grpo, make_trainer, save_model
+
+from rlightning.algorithms import CISPO, DAPO, GRPO, GSPO, RLOO, SAPO, DrGRPO, REINFORCEPlusPlus
+from rlightning.errors import ConfigError
+from rlightning.models import Adapter, layers
+from rlightning.module import RLModule
+from rlightning.module.start_block import describe_model
+
+ADAPTER = Adapter(rank=4)
+
+
+def fit(folder: Path, module: RLModule, max_steps: int, **kwargs: Any) -> Any:
+    trainer = make_trainer(folder, max_steps)
+    trainer.fit(module, make_data(folder), **kwargs)
+    return trainer
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, DrGRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCEPlusPlus])
+def test_every_algorithm_trains_the_adapter_alone(algorithm: type[RLModule], model_folder: str, tmp_path: Path) -> None:
+    module = make_algorithm(algorithm, model_folder, adapter=ADAPTER, validate_first=False)
+    fit(tmp_path, module, 2)
+    states = module.trainer.optimizers[0].state
+    assert {tuple(parameter.shape) for parameter in states} <= {shape for _, shape in module.adapter.shapes}  # type: ignore[union-attr]
+    parameters = dict(module.named_parameters())
+    assert all(("lora_" in name) == parameter.requires_grad for name, parameter in parameters.items())
+    assert any(weight.abs().max() > 0 for name, weight in parameters.items() if "lora_B" in name)
+    plain = make_algorithm(algorithm, model_folder)
+    plain.configure_model()
+    base = dict(plain.named_weights())
+    held = {name.replace(".base_layer", ""): weight for name, weight in parameters.items() if "lora_" not in name}
+    assert all(torch.equal(weight, held[f"actor.{name}"]) for name, weight in base.items())
+
+
+def test_the_reference_is_the_actor_without_its_adapter(model_folder: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    own = make_grpo(model_folder, adapter=ADAPTER, kl_coef=0.1, lr=1e-2, validate_first=False)
+    trainer = fit(tmp_path, own, 3)
+    torch.manual_seed(0)
+    copy = save_model(tmp_path / "copy")
+    apart = make_grpo(model_folder, adapter=ADAPTER, kl_coef=0.1, lr=1e-2, reference_model=copy, validate_first=False)
+    other = fit(tmp_path, apart, 3)
+    assert set(own.roles) == {"actor"} and set(apart.roles) == {"actor", "reference"}
+    assert trainer.callback_metrics["policy/kl"] > 1e-4
+    assert float(trainer.callback_metrics["policy/kl"]) == pytest.approx(
+        float(other.callback_metrics["policy/kl"]), rel=1e-5
+    )
+
+
+def test_a_resumed_run_ends_as_one_in_one_go(model_folder: str, tmp_path: Path) -> None:
+    ends = []
+    for cut in (None, 2):
+        torch.manual_seed(0)
+        module = make_grpo(model_folder, adapter=ADAPTER, lr=1e-2, validate_first=False)
+        if cut:
+            trainer = fit(tmp_path, module, cut)
+            trainer.save_checkpoint(tmp_path / "cut.ckpt")
+            torch.manual_seed(1)  # what a new run would begin with does not matter
+            module = make_grpo(model_folder, adapter=ADAPTER, lr=1e-2, validate_first=False)
+        fit(tmp_path, module, 4, ckpt_path=tmp_path / "cut.ckpt" if cut else None)
+        ends.append(copy_weights(module))
+    assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
+    stored = torch.load(tmp_path / "cut.ckpt", weights_only=False)
+    assert all("lora_" in name for name in stored["state_dict"])
+    again = GRPO.load_from_checkpoint(tmp_path / "cut.ckpt")
+    assert again.adapter is not None and again.adapter.rank == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"adapter": None}, r"trains an adapter of rank 4\. Set model\.adapter"),
+        ({"adapter": Adapter(rank=2)}, "has another rank: 4, not 2"),
+        ({"adapter": Adapter(rank=4, alpha=16)}, "has another scaling: 2, not 4"),
+        ({"adapter": Adapter(rank=4, target_modules=["q_proj"])}, "has another modules: others"),
+    ],
+)
+def test_a_checkpoint_of_another_adapter_is_refused(
+    change: dict[str, Any], message: str, model_folder: str, tmp_path: Path
+) -> None:
+    fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER, validate_first=False), 1).save_checkpoint(
+        tmp_path / "a.ckpt"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path, make_grpo(model_folder, **change), 2, ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_a_checkpoint_of_another_base_is_refused(model_folder: str, tmp_path: Path) -> None:
+    fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER, validate_first=False), 1).save_checkpoint(
+        tmp_path / "a.ckpt"
+    )
+    other = save_model(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match="was trained on a base with other weights"):
+        fit(tmp_path, make_grpo(other, adapter=ADAPTER), 2, ckpt_path=tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("how", [{"gradient_checkpointing": True}, {"compile": True}])
+@pytest.mark.long
+def test_checkpointed_and_compiled_layers_train_alike(
+    how: dict[str, Any], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "BACKEND", "aot_eager")  # inductor's code takes minutes to make
+    ends = []
+    for arguments in ({}, how):
+        torch.manual_seed(0)
+        module = make_grpo(model_folder, adapter=ADAPTER, kl_coef=0.1, lr=1e-2, validate_first=False, **arguments)
+        fit(tmp_path, module, 2)
+        ends.append(copy_weights(module))
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight, atol=1e-4, rtol=0)
+
+
+def test_the_start_says_what_is_trained(model_folder: str, tmp_path: Path) -> None:
+    module = make_grpo(model_folder, adapter=ADAPTER)
+    text = describe_model(make_trainer(tmp_path, 1), module, 1)
+    assert "trained by LoRA of rank 4, alpha 8, on 14 linear layers (4,864 parameters)" in text

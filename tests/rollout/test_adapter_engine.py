@@ -1,0 +1,229 @@
+"""An adapter in a real engine: sent by itself, proven to be used, and every way of getting it wrong."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import engine_config, make_prompt, save_model
+from torch import Tensor
+
+from rlightning.errors import EngineError
+from rlightning.models import Adapter
+from rlightning.models.adapter_layers import adapter_parameters
+from rlightning.module.policy_module import PolicyModule
+from rlightning.rollout.adapter_support import engine_arguments
+from rlightning.rollout.canary import Verification
+from rlightning.rollout.engine import Engine
+from rlightning.rollout.rank_engines import RankEngines, colocated_engines
+from rlightning.rollout.weight_sync import WeightSync
+from rlightning.rollout.weights.source import AdapterSource, plan_source
+from rlightning.types import RolloutBatch
+
+pytestmark = pytest.mark.processes
+
+ADAPTER = Adapter(rank=4, alpha=16)
+LONG_PROMPT = make_prompt("12+3=15 " * 25)
+"""It fills a block of the prefix cache, of 128 tokens."""
+
+
+class Policy(PolicyModule):
+    """An actor with an adapter, of which a test sets the values, without a Trainer."""
+
+    def __init__(self, model: str, adapter: Adapter = ADAPTER) -> None:
+        super().__init__(model, adapter=adapter)
+        self.weight_version, self.sends_adapter = 0, True
+        self.configure_model()
+
+    def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
+        from rlightning.models import packed_logprobs
+
+        with torch.no_grad():
+            return packed_logprobs(self.loaded_actor, batch)[0]
+
+    @torch.no_grad()
+    def change(self, seed: int, size: float) -> None:
+        """A further version, with other values of this size in B."""
+        torch.manual_seed(seed)
+        for name, weight in adapter_parameters(self.loaded_actor):
+            if "lora_B" in name:
+                weight.add_(torch.randn_like(weight), alpha=size)
+        self.weight_version += 1
+
+
+class NoMemory:
+    """On the CPU nothing makes room."""
+
+    def on_weight_sync_start(self, *_: Any) -> None: ...
+    def on_engine_wake(self, *_: Any) -> None: ...
+    def on_weight_sync_end(self, *_: Any) -> None: ...
+
+
+class Run:
+    """An engine with room for an adapter, and what keeps it at the actor's version."""
+
+    def __init__(self, model: str, folder: Path, policy: Policy, **arguments: Any) -> None:
+        self.fault = folder / "fault"
+        self.set_fault("")
+        config = engine_config(model, folder / "engine.log", bucket_bytes=30_000)  # several chunks of both
+        assert policy.adapter is not None
+        config.engine_args.update(engine_arguments(policy.adapter), worker_extension_cls="wrong_adapters.WrongAdapter")
+        config.engine_args.update(arguments)
+        config.environment.update(FAULT=str(self.fault), PYTHONPATH=str(Path(__file__).parent))
+        self.engines: RankEngines = colocated_engines([config])
+        self.engines.keeps_cache = False
+        self.engines.start()
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines.engines[0]
+
+    def set_fault(self, fault: str) -> None:
+        self.fault.write_text(fault)
+
+    def begin(self, policy: Policy) -> WeightSync:
+        """Forget what has been proven; the sync of a run with this policy."""
+        self.engine.is_proven = self.engine.is_verified = False
+        self.engine.weight_version = None
+        verification = Verification(every=1, tolerance=1.2)
+        verification.begin_run(policy, 256, torch.float32, torch.device("cpu"))
+        trainer: Any = SimpleNamespace(callbacks=[])
+        return WeightSync(trainer, policy, self.engines, verification, NoMemory())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def run(model: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Run]:
+    run = Run(model, tmp_path_factory.mktemp("engine"), Policy(model))
+    try:
+        yield run
+    finally:
+        run.engines.close()
+
+
+def scores(run: Run, token_ids: list[int]) -> Any:
+    return run.engine.score_all(np.array([token_ids]))[0]
+
+
+def expected(policy: Policy, token_ids: list[int]) -> Any:
+    return policy.score(RolloutBatch.of_sequences([token_ids]), torch.float32).numpy()
+
+
+def test_the_adapter_alone_is_sent_and_used(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once and after a change, also for a prompt whose keys and values are in the prefix cache."""
+    policy, tokens = Policy(model), list(LONG_PROMPT.token_ids)
+    sync = run.begin(policy)
+    sync.sync_weights()
+    assert run.engine.is_proven and run.engine.is_verified
+    assert run.engine.process is not None
+    receive, chunks = run.engine.process.receive_weights, list[int]()
+
+    def receive_counted(chunk: int) -> Any:
+        chunks.append(chunk)
+        return receive(chunk)
+
+    monkeypatch.setattr(run.engine.process, "receive_weights", receive_counted)
+    seen = []
+    for seed in range(3):
+        seen.append(scores(run, tokens))
+        np.testing.assert_allclose(seen[-1][1:], expected(policy, tokens)[1:], atol=1e-4)
+        policy.change(seed, 0.3)
+        sync.sync_weights()
+    assert all(np.abs(seen[i] - seen[i + 1]).max() > 0.1 for i in range(2))
+    plan = plan_source(AdapterSource(policy), torch.float32, run.engine.config.bucket_bytes)
+    assert 1 < plan.num_adapter_chunks < len(plan.chunks) - 1
+    assert chunks == list(range(plan.num_adapter_chunks)) * 3
+
+
+@pytest.mark.parametrize("fault", ["not applied", "applied twice", "alpha", "rslora", "one module missing"])
+def test_what_is_wrong_with_a_new_adapter_is_found(fault: str, run: Run, model: str) -> None:
+    """A new adapter changes nothing, so only other values in it show that it is wrong."""
+    policy = Policy(model)
+    run.set_fault(fault)
+    try:
+        with pytest.raises(EngineError, match="Actor and engine disagree") as error:
+            run.begin(policy).sync_weights()
+    finally:
+        run.set_fault("")
+    if fault == "not applied":
+        assert "it does not apply the adapter" in str(error.value)
+    assert run.engine.weight_version is None and not run.engine.is_proven
+    run.begin(policy).sync_weights()
+
+
+@pytest.mark.parametrize("size", [0.001, 0.1])
+@pytest.mark.parametrize("fault", ["older", "not applied", "applied twice", "alpha", "one module missing"])
+def test_what_is_wrong_with_a_later_adapter_is_found(fault: str, size: float, run: Run, model: str) -> None:
+    policy = Policy(model)
+    policy.change(1, size)
+    sync = run.begin(policy)
+    sync.sync_weights()
+    policy.change(2, size)
+    run.set_fault(fault)
+    try:
+        with pytest.raises(EngineError, match="Actor and engine disagree"):
+            sync.sync_weights()
+    finally:
+        run.set_fault("")
+    assert run.engine.weight_version is None
+
+
+def test_requests_under_way_go_on_with_the_new_adapter(run: Run, model: str) -> None:
+    """Tokens carry the version that sampled them; those after the sync are the new adapter's, on the whole sequence."""
+    policy = Policy(model)
+    policy.change(1, 0.3)
+    sync = run.begin(policy)
+    sync.sync_weights()
+    before = policy.weight_version
+    sampling = {"n": 1, "temperature": 1.0, "max_tokens": 250, "ignore_eos": True, "seed": 3}
+    answer = run.engine.submit("generate", [1, 2, 3], sampling)
+    threading.Event().wait(0.15)
+    was = {name: weight.clone() for name, weight in adapter_parameters(policy.loaded_actor)}
+    policy.change(2, 0.3)
+    sync.sync_weights()
+    sample = answer.result(60)[0]
+    versions = np.asarray(sample["weight_versions"])
+    tokens = [1, 2, 3, *np.asarray(sample["token_ids"]).tolist()]
+    assert set(versions.tolist()) == {before, before + 1}, "the sync did not come amid the tokens"
+    new = expected(policy, tokens)[3:]
+    with torch.no_grad():
+        for name, weight in adapter_parameters(policy.loaded_actor):
+            weight.copy_(was[name])
+    logprobs, former = np.asarray(sample["logprobs"]), expected(policy, tokens)[3:]
+    np.testing.assert_allclose(logprobs[versions == before], former[versions == before], atol=1e-3)
+    np.testing.assert_allclose(logprobs[versions > before], new[versions > before], atol=1e-3)
+
+
+def test_a_restarted_engine_is_sent_base_and_adapter_and_proves_it(run: Run, model: str) -> None:
+    policy = Policy(model)
+    policy.change(1, 0.3)
+    sync = run.begin(policy)
+    sync.sync_weights()
+    run.engine.close()
+    run.engine.start()
+    assert not run.engine.has_base and not run.engine.is_proven
+    sync.sync_weights()
+    assert run.engine.is_proven
+    tokens = list(LONG_PROMPT.token_ids)
+    np.testing.assert_allclose(scores(run, tokens)[1:], expected(policy, tokens)[1:], atol=1e-4)
+
+
+def test_a_module_that_the_engine_has_no_place_for_is_named(run: Run, model: str) -> None:
+    policy = Policy(model)
+    policy.adapter_weights = lambda: (  # type: ignore[method-assign]
+        (name.replace("q_proj", "z_proj"), weight) for name, weight in adapter_parameters(policy.loaded_actor)
+    )
+    run.engines._updater = None
+    try:
+        with pytest.raises(EngineError, match=r"weights that the actor sent were not taken, such as .*z_proj"):
+            run.begin(policy).sync_weights()
+    finally:
+        run.engines._updater = None
