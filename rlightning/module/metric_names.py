@@ -16,8 +16,8 @@ OF_SECTIONS = {
     "reward": "mean std no_signal failed <function>",
     "completion": "length length_max truncated",
     "trajectory": "not_sampled",
-    "policy": "loss entropy kl clip_low clip_high gate rollout_gap_mean rollout_gap_max skipped_share correction_weight "
-    "correction_out_of_bounds",
+    "policy": "loss entropy kl clip_low clip_high gate rollout_gap_mean rollout_gap_max skipped_share "
+    "correction_weight correction_out_of_bounds",
     "optim": "grad_norm grad_norm/<role> skipped skipped/<role> lr lr/<group>",
     "throughput": "tokens_per_second update_mfu",
     "time": "step generate reward update sync engine_start offload restore",
