@@ -105,6 +105,24 @@ def random_completion(length: int, vocabulary: int, rng: np.random.Generator) ->
     )
 
 
+class SetRewards(RLCallback):
+    """Gives the completions of a group rewards that differ, or that are all equal.
+
+    Args:
+        alike: the share of the groups whose rewards are equal.
+    """
+
+    def __init__(self, alike: float) -> None:
+        super().__init__()
+        self.alike = alike
+
+    def on_reward_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        """Replace the rewards."""
+        groups = torch.unique(batch.group_ids, return_inverse=True)[1]
+        has_signal = groups >= round(self.alike * len(set(groups.tolist())))
+        batch.rewards = torch.where(has_signal, torch.arange(batch.num_trajectories) % 2, 0).double()
+
+
 class UpdateTrace(CSVTrace):
     """Writes each update's seconds, the device being waited for, its MFU, memory and compiled graphs so far."""
 

@@ -3,9 +3,11 @@
     python benchmarks/update.py --model 0.6b 1.7b --microbatch-tokens 16384 32768
     python benchmarks/update.py --try compile=false "gradient_checkpointing=true trainer.precision=bf16-true" --profile
     python benchmarks/update.py --tokens 131072 --try "" compile=false -- --model.entropy_coef 0.01
+    python benchmarks/update.py --alike 0 0.5
 
 A run is `rlightning fit` as it is, but that completions of random tokens take the engine's place. Every combination of
---model, --strategy, --microbatch-tokens and --try is a variant; a --try is a list of KEY=VALUE, where a key without a
+--model, --strategy, --microbatch-tokens, --alike and --try is a variant; --alike is the share of groups whose rewards
+are all equal, which an update skips; a --try is a list of KEY=VALUE, where a key without a
 section is one of the algorithm's. All are forks of one process, which has done the imports. A variant starts when the
 one before has ended, has a log of its own, and may fail. A step is 60 prompts x 8 completions x (128 + 1,024) tokens,
 or 553,000 tokens; with --variable each completion ends at random, and there are as many as make --tokens.
@@ -59,7 +61,7 @@ NO_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initia
 """What CUDA says in a fork of a process that has used it."""
 
 
-def make_job(arguments: argparse.Namespace, name: str, strategy: str, microbatch_tokens: int) -> Job:
+def make_job(arguments: argparse.Namespace, name: str, strategy: str, microbatch_tokens: int, alike: float) -> Job:
     """One variant, but for the options that it tries."""
     from synthetic import mean_length
 
@@ -74,6 +76,7 @@ def make_job(arguments: argparse.Namespace, name: str, strategy: str, microbatch
             short_steps=num_profiled,
             short_tokens=PROFILED_MICROBATCHES * microbatch_tokens,
         ),
+        callback("synthetic.SetRewards", alike=alike),
         callback("synthetic.UpdateTrace"),
     ]
     if arguments.profile:
@@ -214,6 +217,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
     parser.add_argument("--strategy", nargs="+", default=["auto"], help="auto, fsdp2 (auto)")
     parser.add_argument("--microbatch-tokens", type=int, nargs="+", default=[32768], help="of a micro-batch (32768)")
+    parser.add_argument("--alike", type=float, nargs="+", default=[0.0], help="share of groups to skip (0)")
     parser.add_argument("--try", nargs="+", default=[""], dest="tries", metavar="KEYS", help="see above")
     parser.add_argument("--tokens", type=int, default=551000, help="a step, about (551000)")
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="of the longest completion (1024)")
@@ -242,19 +246,22 @@ def main() -> None:
     import rlightning.cli.lightning_cli  # noqa: F401
 
     rows: list[dict[str, Any]] = []
-    choices = itertools.product(arguments.model, arguments.strategy, arguments.microbatch_tokens, arguments.tries)
-    for number, (model, strategy, microbatch_tokens, tried) in enumerate(choices, start=1):
+    lists = (arguments.model, arguments.strategy, arguments.microbatch_tokens, arguments.alike, arguments.tries)
+    for number, (model, strategy, microbatch_tokens, alike, tried) in enumerate(itertools.product(*lists), start=1):
         named = argparse.Namespace(**vars(arguments) | {"model": model})
         prepare(named)
         named.options = [*arguments.options, *write_options(tried)]
-        job = make_job(named, str(number), strategy, microbatch_tokens)
-        variant = {"model": Path(model).name, "strategy": strategy, "micro-batch": microbatch_tokens, "tried": tried}
+        job = make_job(named, str(number), strategy, microbatch_tokens, alike)
+        variant = {"model": Path(model).name, "strategy": strategy, "micro-batch": microbatch_tokens}
+        variant |= {"alike": alike, "tried": tried}
         left = deadline - time.monotonic()
         if left < 20:
             say(f"{number}: {variant} is left out, as --limit is over")
             continue
         run = run_variant(named, job, min(arguments.timeout, left))
         rows.append(variant | summarise(run, arguments))
+        seconds, first = rows[-1]["update, s"], rows[0]["update, s"]
+        rows[-1]["x first"] = seconds / first if seconds and first else None
         say(format_table(rows).splitlines()[-1])
         for path in run.folder.glob("kernels.json.gz"):
             text = describe(read_trace(path))

@@ -49,11 +49,11 @@ class Throughput(PhaseTimer):
         self.last: dict[str, float] = {}
         self._update_flops = 0.0
 
-    def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Begin the update, and count what it takes."""
-        super().on_update_start(trainer, module, batch)
+    def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
+        """End the update, and count what it took."""
         if device_peak(platform.device_of(trainer, module)) is not None:
             self._update_flops += update_flops(module, batch)
+        super().on_update_end(trainer, module, batch)
 
     def begin_run(self) -> None:
         """Forget the last step of the run before."""
@@ -92,13 +92,17 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
 
     Args:
         module: with a ``model_config``; see :class:`Throughput`.
-        batch: this rank's share. The output layer is computed for its completions alone.
+        batch: this rank's share. The output layer is computed for its completions alone, and nothing for sequences
+            that the update has skipped.
     """
     if not has(module, HasConfig) or not isinstance(module.model_config, PreTrainedConfig):
         return 0.0
     epochs = module.plan.epochs_per_rollout if has(module, HasPlan) else 1
     num_ranks = module.tensor_parallel_size if has(module, HasTensorParallelSize) else 1
-    return float(sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths).sum()) * epochs / num_ranks
+    flops = sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths)
+    if batch.is_skipped is not None:
+        flops = flops.masked_fill(batch.is_skipped, 0.0)
+    return float(flops.sum()) * epochs / num_ranks
 
 
 def log_metrics(module: object, metrics: dict[str, float]) -> None:

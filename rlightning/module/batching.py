@@ -14,7 +14,9 @@ sees: a list of this rank's sequences.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,15 +25,19 @@ from rlightning.parallel.collectives import all_to_all_objects, gather_objects, 
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import RolloutBatch
 
+Batch = TypeVar("Batch", bound=RolloutBatch)
+MIN_GAIN = 0.95
+"""Groups are moved once more only if the update then takes at most this share of its time."""
+
 
 def balance(
-    batch: RolloutBatch,
+    batch: Batch,
     costs: Callable[[RolloutBatch], Tensor] = lambda batch: batch.lengths,
     *,
     num_minibatches: int = 1,
     seed: int = 0,
     tensor_parallel_size: int = 1,
-) -> RolloutBatch:
+) -> Batch:
     """Move whole groups between ranks, so that data-parallel ranks have about as much work with each minibatch.
 
     Args:
@@ -56,15 +62,68 @@ def balance(
     all_costs = [cost for table in tables for cost in table]
     minibatches = assign_minibatches(len(all_costs), num_minibatches, seed)[0]
     owner = assign_groups(all_costs, minibatches, world_size() // tensor_parallel_size)
-    owner_of_trajectory = torch.tensor(owner[first : first + len(own_costs)], dtype=torch.int64)[group]
     batch.group_ids = group + first
+    return _move(batch, torch.tensor(owner, dtype=torch.int64)[batch.group_ids], tensor_parallel_size)
+
+
+def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, tensor_parallel_size: int = 1) -> Batch:
+    """Move groups between ranks once more, if their costs are no longer balanced; arguments as of :func:`balance`.
+
+    Args:
+        batch: what :func:`balance` gave this rank.
+        costs: [N], of each sequence.
+
+    Returns:
+        This rank's share; the groups keep their numbers.
+    """
+    if world_size() == tensor_parallel_size:
+        return batch
+    numbers, group = torch.unique(batch.group_ids, return_inverse=True)
+    sums = torch.zeros(len(numbers), dtype=torch.float64).index_add(0, group[batch.trajectory_ids], costs.double())
+    tables = gather_objects(dict(zip(numbers.tolist(), sums.tolist(), strict=True)), name="costs of groups")
+    tables = tables[::tensor_parallel_size]  # neighbours have the same
+    num_groups = sum(len(table) for table in tables)
+    all_costs, before = [0.0] * num_groups, [0] * num_groups
+    for rank, table in enumerate(tables):
+        for number, cost in table.items():
+            all_costs[number], before[number] = cost, rank
+    minibatches = assign_minibatches(num_groups, num_minibatches, seed)[0]
+    owner = assign_groups(all_costs, minibatches, len(tables))
+    work = [_slowest(all_costs, minibatches, placement) for placement in (before, owner)]
+    if work[1] > MIN_GAIN * work[0]:
+        return batch
+    here = global_rank() % tensor_parallel_size == 0
+    return _move(batch if here else batch.select([]), torch.tensor(owner)[batch.group_ids], tensor_parallel_size)
+
+
+def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner: Sequence[int]) -> float:
+    """What the ranks with most work have in each minibatch, which the others wait for."""
+    total = 0.0
+    for minibatch in minibatches:
+        load: defaultdict[int, float] = defaultdict(float)
+        for group in minibatch:
+            load[owner[group]] += costs[group]
+        total += max(load.values(), default=0.0)
+    return total
+
+
+def _move(batch: Batch, owner: Tensor, tensor_parallel_size: int) -> Batch:
+    """Send each trajectory [M] to the ranks of a data-parallel rank, its owner; what comes is in order of its group."""
     shares_by_rank = {}
-    for data_parallel_rank in set(owner_of_trajectory.tolist()):
-        share = batch.select((owner_of_trajectory == data_parallel_rank).nonzero()[:, 0])
+    for data_parallel_rank in set(owner.tolist()) if batch.num_trajectories else ():
+        share = batch.select((owner == data_parallel_rank).nonzero()[:, 0])
         for neighbour in range(tensor_parallel_size):
             shares_by_rank[data_parallel_rank * tensor_parallel_size + neighbour] = share
     received = list(all_to_all_objects(shares_by_rank, name="groups to their ranks").values()) or [batch.select([])]
     numbers = torch.cat([share.group_ids for share in received])
+    if bool((numbers.diff() < 0).any()):
+        single = [
+            part.select((part.group_ids == number).nonzero()[:, 0])
+            for part in received
+            for number in part.group_ids.unique()
+        ]
+        received = sorted(single, key=lambda part: int(part.group_ids[0]))
+        numbers = torch.cat([share.group_ids for share in received])
     merged = type(batch).concatenate(received)
     merged.group_ids = numbers
     return merged

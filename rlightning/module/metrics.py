@@ -38,6 +38,17 @@ class RunningMeans:
             self._sums[name] = self._sums.get(name, 0) + chosen.sum()
             self._counts[name] = self._counts.get(name, 0) + count
 
+    def add_share(self, name: str, part: Tensor, whole: Tensor) -> None:
+        """Take in two counts, of which the metric is the quotient.
+
+        Args:
+            name: of the metric.
+            part: a scalar.
+            whole: a scalar that ``part`` is a part of.
+        """
+        self._sums[name] = self._sums.get(name, 0) + part.double()
+        self._counts[name] = self._counts.get(name, 0) + whole
+
     @torch.no_grad()
     def add_max(self, name: str, values: Tensor) -> None:
         """Take in values of which only the largest is wanted."""

@@ -27,6 +27,7 @@ from rlightning.module.run_folder import UnlockRun, lock_run_of
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.parallel.collectives import all_reduce, world_size
+from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.parallel.prompt_batches import EpochStep
 from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.parallel.stop_signal import GRACE_PERIOD, EndOnSigterm
@@ -62,6 +63,8 @@ class RLModule(EvaluationSteps):
             skip their updates, with a warning.
         max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
             refused, where a reward function is marked by :func:`~rlightning.rewards.answer_checker`.
+        check_rewards: before the first update, ask reward functions about a few completions once more, and warn of
+            results that differ, are all equal, or take too long.
         validate_first: validate before the first step too.
         stop_grace: seconds between SIGTERM or Ctrl-C and the end of the process, with the run's state saved: a little
             less than a scheduler waits before it kills. A step that still samples after half of them is left.
@@ -81,6 +84,7 @@ class RLModule(EvaluationSteps):
         max_failed_share: float = 0.1,
         max_steps_without_signal: int = 5,
         max_unrewarded_references: float = 0.02,
+        check_rewards: bool = True,
         validate_first: bool = True,
         stop_grace: float = GRACE_PERIOD,
         **kwargs: Any,
@@ -89,7 +93,7 @@ class RLModule(EvaluationSteps):
         self.rewarder = RewardRunner(
             rewards, max_failed_share=max_failed_share, max_unrewarded_references=max_unrewarded_references
         )
-        self.mask_truncated, self.count_timeouts = mask_truncated, count_timeouts
+        self.mask_truncated, self.count_timeouts, self._checks_rewards = mask_truncated, count_timeouts, check_rewards
         if not 0 < stop_grace < math.inf:
             raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
         self.validate_first, self.stop_grace = validate_first, stop_grace
@@ -316,6 +320,9 @@ class RLModule(EvaluationSteps):
         rewards = returned_tensor(rewards, batch.num_trajectories, "compute_rewards", "trajectories")
         batch.rewards = fail_too_large(rewards)
         batch.check()
+        if self._checks_rewards and self.weight_version == 0 and self.trainer.is_global_zero:
+            self._checks_rewards = False  # a refill's are not asked about, too
+            self.rewarder.check_repeats(batch.trajectories, batch.scores, barrier_timeout())
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
 

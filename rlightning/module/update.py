@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch import Tensor
 from rlightning.errors import check_rules
 from rlightning.models import load_config, packed_logprobs
 from rlightning.models.files import check_export
-from rlightning.module.batching import assign_minibatches, minibatch_seed
+from rlightning.module.batching import assign_minibatches, minibatch_seed, rebalance
 from rlightning.module.metrics import RunningMeans
 from rlightning.module.optimizers import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
 from rlightning.module.policy_module import PolicyModule
@@ -30,6 +31,7 @@ from rlightning.objectives import (
     RolloutCorrection,
     approximate_proximal,
     entropy,
+    has_zero_gradient,
     sum_components,
 )
 from rlightning.objectives.policy import TokenLoss
@@ -39,6 +41,8 @@ from rlightning.types import LossTotals, RolloutBatch
 from rlightning.types.batch_plan import BatchPlan
 
 log = logging.getLogger(__name__)
+
+SKIPPED_SHARE = "policy/skipped_share"
 
 
 class UpdateModule(PolicyModule):
@@ -173,6 +177,16 @@ class UpdateModule(PolicyModule):
         """
         optimizers = listed(self.optimizers())
         means = RunningMeans()
+        batch.is_skipped = self.skippable_sequences(batch)
+        moved = rebalance(
+            batch,
+            self.costs(batch).masked_fill(batch.is_skipped, 0.0),
+            num_minibatches=self.plan.updates_per_rollout,
+            seed=minibatch_seed(self.weight_version),
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
+        for field in fields(batch):  # what the hooks after the update see, too
+            setattr(batch, field.name, getattr(moved, field.name))
         minibatches = self._minibatches(batch)
         for number, minibatch in enumerate(minibatches, start=1):
             self._update_progress = (number - 1) / len(minibatches)
@@ -183,7 +197,11 @@ class UpdateModule(PolicyModule):
             step_optimizers(optimizers, is_last=number == len(minibatches))
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
-        return means.compute(self.all_sum, self.all_max) | rates
+        metrics = means.compute(self.all_sum, self.all_max)
+        if metrics[SKIPPED_SHARE] == 1:  # there is no token to be the mean of
+            computed = {name for name in metrics if name.startswith("policy/")} - {SKIPPED_SHARE}
+            metrics |= dict.fromkeys(computed, math.nan)
+        return metrics | rates
 
     def skip_update(self) -> dict[str, float]:
         """Count a step of the trainer and of the schedule, as :meth:`update` does, that changes no weight.
@@ -199,6 +217,35 @@ class UpdateModule(PolicyModule):
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
         return {"optim/skipped": 1.0} | rates
 
+    def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
+        """Return which sequences cannot move the gradient, so that neither forward nor backward computes them.
+
+        Those are sequences without an advantage on any sampled token, if no term of the loss has a gradient on any
+        of them, on any rank (:func:`~rlightning.objectives.zero_gradient.has_zero_gradient`). Normalisers count them
+        all the same. An override that returns zeros has everything computed.
+
+        Args:
+            batch: with advantages, on the CPU.
+
+        Returns:
+            [N] bool.
+        """
+        skippable = torch.zeros(batch.num_sequences, dtype=torch.bool)
+        if batch.advantages is not None:
+            has_advantage = (batch.advantages != 0) & batch.is_sampled
+            skippable = batch.sum_tokens(has_advantage.long(), "N") == 0
+        components = [replace(one, term=partial(checked_term, one)) for one in self.loss_components()]
+        count_units(batch)
+        # Ranks make as many rounds as each other: a term may compute with a sharded model.
+        candidates = batch.select(skippable.nonzero()[:, 0], "N")
+        for sequences in self.split_microbatches(candidates, self.plan.max_tokens_per_microbatch):
+            microbatch = self.to_microbatch(candidates, sequences)
+            microbatch.totals = LossTotals(1.0, 1.0, 1.0, 1.0)
+            has_gradient = not has_zero_gradient(components, microbatch)
+            if self.all_max(torch.tensor(float(has_gradient))):
+                return torch.zeros_like(skippable)
+        return skippable
+
     def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
         """The rollout's minibatches, each the trajectories of it that this rank has: maybe none."""
         groups = batch.group_ids
@@ -213,7 +260,12 @@ class UpdateModule(PolicyModule):
         Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
         """
         totals = LossTotals(*self.all_sum(count_units(minibatch)).tolist())
-        microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch)
+        if minibatch.is_skipped is not None:
+            sampled = minibatch.sampled_lengths.to(self.device)
+            means.add_share(SKIPPED_SHARE, (minibatch.is_skipped.to(self.device) * sampled).sum(), sampled.sum())
+            minibatch = minibatch.select((~minibatch.is_skipped).nonzero()[:, 0], "N")
+        # Without a sequence on any rank gradients are 0 rather than absent: optimizers step, by their moments.
+        microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch) or [[]]
         for number, sequences in enumerate(microbatches, start=1):
             batch = self.to_microbatch(minibatch, sequences)
             batch.totals = totals
@@ -233,8 +285,7 @@ class UpdateModule(PolicyModule):
         values: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
         for component in components:
-            term = component.term(forward, batch)
-            values[component.name], details = returned_loss(term, batch.num_tokens, component.name)
+            values[component.name], details = checked_term(component, forward, batch)
             metrics |= details
         if self.generates:
             gap = torch.where(batch.is_sampled, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
@@ -290,6 +341,11 @@ class UpdateModule(PolicyModule):
         return packed_logprobs(
             self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
         )
+
+
+def checked_term(component: LossComponent, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
+    """Return what a component's term gives, or raise ConfigError if that is no loss a token with its metrics."""
+    return returned_loss(component.term(forward, batch), batch.num_tokens, component.name)
 
 
 def count_units(minibatch: RolloutBatch) -> Tensor:

@@ -38,6 +38,7 @@ from rlightning.objectives.policy import (
 )
 from rlightning.objectives.proximal import approximate_proximal
 from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
+from rlightning.objectives.zero_gradient import has_zero_gradient
 
 __all__ = [
     "Aggregation",
@@ -59,6 +60,7 @@ __all__ = [
     "estimate_kl",
     "group_advantages",
     "has_signal",
+    "has_zero_gradient",
     "leave_one_out",
     "overlong_penalty",
     "reinforce",

@@ -2,20 +2,26 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from contextlib import contextmanager
+from itertools import chain
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
 from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
+from rlightning.rewards.event_loop import MAX_CONCURRENT
 from rlightning.rewards.pool import RewardPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
+from rlightning.rewards.repeats import REPEAT_SECONDS, REPEATED_CALLS, Repeat, describe_repeat
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 from rlightning.rewards.worker import Outcome
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlightning.types import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -200,6 +206,36 @@ class RewardRunner:
         except BaseException:
             self.close()
             raise
+
+    def check_repeats(
+        self, trajectories: "Sequence[Trajectory]", scores: "Mapping[str, Tensor]", deadline: float
+    ) -> None:
+        """Ask each function once more about a few trajectories, and warn of what is wrong with its results.
+
+        That takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`. Functions of weight 0 are only logged,
+        and not asked.
+
+        Args:
+            trajectories: M of them.
+            scores: [M] by the function's name, what :meth:`score` gave for them.
+            deadline: seconds that the other ranks wait for a step's rewards.
+        """
+        chosen = trajectories[:REPEATED_CALLS]
+        asked = [f for f, function in enumerate(self.functions) if function.weight and function.name in scores]
+        begun, ends = perf_counter(), dict[Future[Outcome], float]()
+        calls = {f: [self._submit(f, trajectory) for trajectory in chosen] for f in asked}
+        for call in chain(*calls.values()):
+            call.add_done_callback(lambda done: ends.setdefault(done, perf_counter()))
+        wait(list(chain(*calls.values())), timeout=REPEAT_SECONDS)
+        for f, own in calls.items():
+            function, values = self.functions[f], scores[self.functions[f].name].tolist()
+            again = [call.result() if call.done() and call.exception() is None else None for call in own]
+            seconds = max((ends.get(call, perf_counter()) for call in own), default=begun) - begun
+            num_parallel = MAX_CONCURRENT if function.is_async else self.num_workers
+            repeat = Repeat(values[: len(chosen)], again, seconds)
+            line = describe_repeat(function.name, repeat, values, num_parallel=num_parallel, deadline=deadline)
+            if line is not None:
+                logger.warning("%s", line)
 
     def close(self) -> None:
         """End the worker processes, and drop what was begun; later calls start them again."""

@@ -77,6 +77,7 @@ class RolloutBatch:
         advantages: [T] float32.
         old_logprobs: [T] float32, of the policy before this rollout's first update.
         ref_logprobs: [T] float32, of the reference model.
+        is_skipped: [N] bool, sequences that cannot move the gradient, which the update does not compute; set by it.
         totals: set on micro-batches.
 
     A batch that :meth:`to` has moved knows what its host knew, so that computing with it does not wait for its device;
@@ -100,6 +101,7 @@ class RolloutBatch:
     advantages: Tensor | None = field(default=None, metadata=axis("T"))
     old_logprobs: Tensor | None = field(default=None, metadata=axis("T"))
     ref_logprobs: Tensor | None = field(default=None, metadata=axis("T"))
+    is_skipped: Tensor | None = field(default=None, metadata=axis("N"))
     totals: LossTotals | None = None
     _max_length: int | None = field(default=None, repr=False)
     _sampled_index: Tensor | None = field(default=None, repr=False)

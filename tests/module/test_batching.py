@@ -1,12 +1,21 @@
 """Groups find their ranks; between real processes they do in test_module_ranks.py."""
 
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import make_batch
+from rank_processes import finish, start_calls
+from tiny import make_batch, make_completion
 
-from rlightning.module.batching import assign_groups, balance, split_microbatches, split_minibatches
+from rlightning.module.batching import assign_groups, balance, rebalance, split_microbatches, split_minibatches
+from rlightning.parallel.collectives import global_rank
+from rlightning.types import Prompt, RolloutBatch, axis, single_turns
 
 
 def test_largest_groups_go_first_to_least_loaded_rank() -> None:
@@ -135,3 +144,56 @@ def test_minibatches_follow_from_the_generator() -> None:
 def test_one_minibatch_keeps_the_order() -> None:
     assert split_minibatches(3, 1, torch.Generator()) == [[0, 1, 2]]
     assert split_minibatches(0, 2, torch.Generator()) == []
+
+
+@dataclass(slots=True)
+class NotedBatch(RolloutBatch):
+    noted: torch.Tensor | None = field(default=None, metadata=axis("G"))
+
+
+def move_expensive(folder: Path) -> dict[str, list[Any]]:
+    """Balance groups of equal cost over two ranks, then again when all that costs is on the first."""
+    start = 10 * global_rank()
+    batch = NotedBatch.concatenate([pack(start + number) for number in range(3)])
+    batch = balance(batch)
+    first = batch.group_ids.tolist()
+    batch.noted = torch.unique(batch.group_ids) * 7
+    costs = batch.lengths.double() * (global_rank() == 0)
+    kept = rebalance(batch, batch.lengths.double(), num_minibatches=1, seed=0)
+    moved = rebalance(batch, costs, num_minibatches=1, seed=0)
+    assert moved.noted is not None
+    return {
+        "first": first,
+        "kept": kept.group_ids.tolist(),
+        "moved": moved.group_ids.tolist(),
+        "noted": moved.noted.tolist(),
+        "tokens": moved.token_ids.tolist(),
+    }
+
+
+def pack(token: int) -> NotedBatch:
+    prompt = Prompt(0, "", [token], {})
+    return NotedBatch.pack(single_turns([prompt], [[make_completion([token])] * 2]))
+
+
+def ranks_that_move(folder: Path) -> dict[str, list[Any]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        return move_expensive(folder)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.processes
+def test_groups_move_once_more_when_costs_have_changed(tmp_path: Path) -> None:
+    ranks = finish(start_calls(ranks_that_move, 2, tmp_path))
+    for rank in ranks:
+        assert rank["kept"] == rank["first"]
+        assert rank["moved"] == sorted(rank["moved"])
+        groups = sorted(set(rank["moved"]))
+        assert rank["noted"] == [7 * group for group in groups]
+        assert rank["tokens"] == [token for group in groups for token in [group % 3 + 10 * (group // 3)] * 4]
+    owners = [set(rank["moved"]) for rank in ranks]
+    assert owners[0] | owners[1] == set(range(6)) and not owners[0] & owners[1]
+    shared = [len(set(ranks[0]["first"]) & own) for own in owners]
+    assert sorted(shared) == [1, 2]  # of three that cost

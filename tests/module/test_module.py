@@ -88,6 +88,13 @@ def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folde
     assert_close(results[0], results[1], 1e-5)
 
 
+class ComputesAll(GRPO):
+    """Computes sequences without advantage, too."""
+
+    def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
+        return torch.zeros(batch.num_sequences, dtype=torch.bool)
+
+
 class Counter(UseGenerator):
     """Counts forward passes with and without gradient."""
 
@@ -120,7 +127,7 @@ def test_old_logprobs_cost_a_pass_only_with_several_updates(
 
     for file in (update, policy_module):
         monkeypatch.setattr(file, "packed_logprobs", counted)
-    module = GRPO(
+    module = ComputesAll(
         model_folder, rewards=REWARDS, kl_coef=0.0, updates_per_rollout=updates, epochs_per_rollout=epochs, **SMALL
     )
     train(module, tmp_path, 1)
@@ -131,7 +138,7 @@ def test_old_logprobs_cost_a_pass_only_with_several_updates(
 def test_importance_ratio_is_one_until_second_update(model_folder: str, tmp_path: Path) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
-    class Watched(GRPO):
+    class Watched(ComputesAll):
         def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
             assert batch.old_logprobs is not None and not batch.old_logprobs.requires_grad
             seen.append((logprobs.detach(), batch.old_logprobs))
@@ -159,7 +166,7 @@ def test_approximated_proximal_policy_without_staleness_matches_recomputed(model
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
-    class Watched(GRPO):
+    class Watched(ComputesAll):
         def update(self, batch: RolloutBatch) -> dict[str, float]:
             values = (batch.rewards, batch.advantages, batch.old_logprobs, batch.ref_logprobs)
             dtypes = [None if value is None else value.dtype for value in values]
@@ -274,7 +281,7 @@ class StepBehind(ActorGenerator):
 def test_stale_proximal_policy_is_approximated_without_forward_pass(model_folder: str, tmp_path: Path) -> None:
     seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
-    class Watched(GRPO):
+    class Watched(ComputesAll):
         def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
             assert batch.old_logprobs is not None
             now, old, sampler = logprobs.detach(), batch.old_logprobs, batch.rollout_logprobs
@@ -495,7 +502,7 @@ def test_gradients_that_are_not_finite_skip_their_step(model_folder: str, tmp_pa
 def test_kl_in_the_loss_starts_at_zero_and_grows(model_folder: str, tmp_path: Path) -> None:
     seen: list[float] = []
 
-    class Watched(GRPO):
+    class Watched(ComputesAll):
         def update(self, batch: RolloutBatch) -> dict[str, float]:
             assert batch.ref_logprobs is not None
             metrics = super().update(batch)
@@ -519,7 +526,7 @@ def test_kl_in_the_reward_is_taken_off_it(model_folder: str, tmp_path: Path) -> 
     batches: list[RolloutBatch] = []
     judged: list[Tensor] = []
 
-    class Watched(GRPO):
+    class Watched(ComputesAll):
         def compute_advantages(self, batch: RolloutBatch) -> Tensor:
             assert batch.rewards is not None
             judged.append(batch.rewards)

@@ -1,0 +1,69 @@
+"""Whether a loss has any gradient on given sequences, found by differentiating it without a model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlightning.objectives.components import ForwardPass, LossComponent
+from rlightning.types import RolloutBatch
+
+LOG_RATIO_SCALES = (0.0, 0.01, 0.3, 3.0)
+"""Log-probabilities are tried at random factors of the old ones, of this standard deviation in the logarithm."""
+MIN_LOGPROB = -60.0
+
+
+def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) -> bool:
+    """Return whether no weighted term has a gradient on these sequences, whatever the model's forward pass gives.
+
+    Each term is differentiated at random log-probabilities and entropies, with importance ratios of exactly
+    1, near it, and far beyond every clip. A term that trains something besides the actor, such as a critic, counts as
+    one with a gradient.
+
+    Args:
+        components: of the loss; those without a weight are only logged, and do not count.
+        batch: a micro-batch, with what the terms read. Its ``old_logprobs`` are replaced.
+    """
+    with torch.random.fork_rng(devices=[batch.token_ids.device] if batch.token_ids.is_cuda else []):
+        torch.manual_seed(0)
+        return all(
+            _is_zero(component, batch, scale)
+            for scale in LOG_RATIO_SCALES
+            for component in reversed(components)  # the policy's, which comes first, is the likeliest to be zero
+            if component.weight
+        )
+
+
+def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float) -> bool:
+    """Whether a term has no gradient at one draw of random log-probabilities and entropies."""
+    mask = batch.is_sampled
+    likely, entropy, weights = torch.rand(3, batch.num_tokens, device=mask.device)
+    # From -30 to -0.001 nats, evenly in the logarithm.
+    old = -0.001 * 30000**likely
+    moved = (old * torch.exp(scale * torch.randn(batch.num_tokens, device=mask.device))).clamp(min=MIN_LOGPROB)
+    logprobs, entropy = (torch.where(mask, values, 0).requires_grad_() for values in (moved, 5 * entropy))
+    given = replace(batch, old_logprobs=torch.where(mask, old, 0))
+    losses, _ = component.term(ForwardPass(logprobs, entropy), given)
+    # Each token with a weight of its own, so that gradients of different tokens' losses do not cancel out.
+    total = torch.where(mask, losses * (0.5 + weights), 0).sum()
+    if not total.requires_grad:
+        return True
+    if any(leaf is not logprobs and leaf is not entropy for leaf in _leaves(total)):
+        return False
+    gradients = torch.autograd.grad(total, [logprobs, entropy], allow_unused=True)
+    return all(gradient is None or not bool((gradient != 0).any()) for gradient in gradients)  # NaN is not 0
+
+
+def _leaves(value: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a backward pass from a value would give gradients to."""
+    waiting, seen = [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad nodes alone
+        if isinstance(leaf, Tensor):
+            yield leaf
+        waiting += [following for following, _ in node.next_functions]

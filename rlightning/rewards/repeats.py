@@ -1,0 +1,97 @@
+"""Whether reward functions give the same when they are asked again, say anything, and are fast enough for a step."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlightning.rewards.worker import Outcome
+
+REPEATED_CALLS = 8
+"""Completions that each function is asked about again."""
+REPEAT_SECONDS = 0.8
+"""In which it has to answer; what is late counts as taking longer."""
+SAME = 1e-9
+"""Results that differ by less, relative to the larger, are equal up to rounding."""
+
+
+class Repeat(NamedTuple):
+    """A function's results on the completions that it was asked about twice.
+
+    Attributes:
+        first: what it gave in the step; NaN where it failed or gave None.
+        again: what the calls gave after that, in the same order; None of those that were late.
+        seconds: until the last call, or until the others were no longer waited for.
+    """
+
+    first: Sequence[float]
+    again: Sequence[Outcome | None]
+    seconds: float
+
+
+def describe_repeat(
+    name: str, repeat: Repeat, all_values: Sequence[float], *, num_parallel: int, deadline: float
+) -> str | None:
+    """Return what is wrong with a reward function in one line, or None.
+
+    Args:
+        name: the function's.
+        repeat: of some completions.
+        all_values: its results on all completions of the step, NaN where there is none.
+        num_parallel: calls that run at once.
+        deadline: seconds that the other ranks wait for a step's rewards.
+    """
+    faults = [_describe_noise(repeat), _describe_values(all_values)]
+    if _step_seconds(repeat, len(all_values), num_parallel) > deadline:
+        speed = _describe_speed(repeat, len(all_values), num_parallel)
+        faults.append(f"{speed}, and other ranks wait for {deadline:g} s")
+    said = "; ".join(fault for fault in faults if fault)
+    return f"Reward '{name}': {said}. model.check_rewards: false leaves this check out." if said else None
+
+
+def _describe_noise(repeat: Repeat) -> str | None:
+    """By how much the results differ from call to call."""
+    pairs = [
+        (first, math.nan if outcome.value is None else outcome.value)
+        for first, outcome in zip(repeat.first, repeat.again, strict=True)
+        if outcome is not None
+    ]
+    num_different = sum(not _is_same(first, again) for first, again in pairs)
+    if not num_different:
+        return None
+    distances = [abs(again - first) for first, again in pairs if not math.isnan(again - first)]
+    # Two calls of equal variance: their difference has twice that.
+    noise = math.sqrt(sum(d * d for d in distances) / (2 * len(distances))) if distances else math.nan
+    return (
+        f"asked again, it gave {num_different} of {len(pairs)} completions another result, up to "
+        f"{max(distances, default=math.nan):g} apart, a standard deviation of {noise:.3g} from call to call, which is "
+        "noise in the advantages"
+    )
+
+
+def _is_same(first: float, again: float) -> bool:
+    if math.isnan(first) or math.isnan(again):
+        return math.isnan(first) and math.isnan(again)
+    return abs(again - first) <= SAME * max(abs(first), abs(again))
+
+
+def _describe_values(values: Sequence[float]) -> str | None:
+    """Whether all completions of the step got the same."""
+    known = [value for value in values if not math.isnan(value)]
+    if len(known) < 2 or any(not _is_same(known[0], value) for value in known):
+        return None
+    return f"it gave all {len(known)} completions of the first step {known[0]:g}, from which nothing can be learned"
+
+
+def _step_seconds(repeat: Repeat, num_samples: int, num_parallel: int) -> float:
+    """What a step's calls take, as so many at once take; calls that were late make it a lower bound."""
+    rounds = math.ceil(len(repeat.again) / num_parallel)
+    return repeat.seconds / max(rounds, 1) * math.ceil(num_samples / num_parallel)
+
+
+def _describe_speed(repeat: Repeat, num_samples: int, num_parallel: int) -> str:
+    bound = "more than " if None in repeat.again else ""
+    seconds = _step_seconds(repeat, num_samples, num_parallel)
+    return (
+        f"{len(repeat.again)} calls took {bound}{repeat.seconds:.2g} s, so that the {num_samples} of a step, "
+        f"{num_parallel} at once, take {bound}{seconds:.3g} s"
+    )

@@ -1,0 +1,209 @@
+"""Sequences that cannot move the gradient are not computed, and nothing else changes, on one rank and on two."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence_run import RandomGenerator
+from lightning.pytorch import Callback
+from rank_processes import each_run, finish, start_calls
+from tiny import UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
+from torch import Tensor
+
+from rlightning.algorithms import GRPO
+from rlightning.models import packed_logprobs
+from rlightning.module import update
+from rlightning.objectives import RolloutCorrection
+from rlightning.parallel import DDP, FSDP
+from rlightning.parallel.collectives import global_rank
+from rlightning.types import RolloutBatch
+
+STEPS = 3
+ALL_ALIKE = 1
+"""The step all of whose groups have equal rewards."""
+
+
+class HalfAlike(GRPO):
+    """Of every second prompt all completions have the same reward, and in one step those of all prompts.
+
+    Each sequence is a micro-batch, so that one more or less does not change the bits of a product over tokens.
+    """
+
+    is_cut = True
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        is_alike = torch.tensor([prompt.index % 2 == 0 for prompt in batch.prompts])
+        rewards = (torch.arange(batch.num_trajectories) % 4).double().square()
+        return torch.where(is_alike | (self.weight_version == ALL_ALIKE), 1.0, rewards)
+
+    def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
+        return super().split_microbatches(batch, 1 if self.is_cut else max_tokens)
+
+
+class InLargeMicrobatches(HalfAlike):
+    is_cut = False
+
+
+class ComputesAll(HalfAlike):
+    """Computes sequences without advantage, too."""
+
+    def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
+        return torch.zeros(batch.num_sequences, dtype=torch.bool)
+
+
+class OfFirstRank(GRPO):
+    """Only what balance gives the first rank has advantages."""
+
+    def compute_rewards(self, batch: RolloutBatch) -> Tensor:
+        return (torch.arange(batch.num_trajectories) % 4).double()
+
+    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+        return super().compute_advantages(batch) * (global_rank() == 0)
+
+    def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
+        return super().split_microbatches(batch, 1)
+
+
+class OwnLoss(HalfAlike):
+    """Its loss has a part that no advantage multiplies."""
+
+    def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.advantages is not None
+        return -(batch.advantages + 0.1) * logprobs, {}
+
+
+class Record(Callback):
+    """Notes the metrics of each step, and the sequences that are computed."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.computed: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.computed.append(0)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.metrics.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+
+def train(folder: Path, model: str, algorithm: str, kind: str | None = None, **arguments: Any) -> dict[str, Any]:
+    """Weights, metrics and counts of computed sequences after some steps, in float64 but for FSDP."""
+    folder.mkdir(exist_ok=True)
+    record = Record()
+
+    def counted(model: Any, batch: RolloutBatch, **kwargs: Any) -> Any:
+        record.computed[-1] += int(batch.is_sampled.any())
+        return packed_logprobs(model, batch, **kwargs)
+
+    usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 46, "validate_first": False, "weight_decay": 0.1}
+    module: Any = make_algorithm(globals()[algorithm], model, **usual | arguments)
+    # A sum over ranks after each micro-batch would add up others, in another order.
+    strategy = FSDP(reduce_every_microbatch=False) if kind == "fsdp" else DDP()
+    ranks: dict[str, Any] = {"devices": 2, "strategy": strategy} if kind else {}
+    precision = "32-true" if kind == "fsdp" else "64-true"  # which it does not have
+    trainer = make_trainer(folder, STEPS, UseGenerator(RandomGenerator), record, precision=precision, **ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "packed_logprobs", counted)
+        trainer.fit(module, make_data(folder))
+    weights = {name: weight.tolist() for name, weight in full_weights(module.loaded_actor).items()}
+    return {"weights": weights, "metrics": record.metrics, "computed": record.computed}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def distance(first: dict[str, Any], second: dict[str, Any]) -> float:
+    pairs = zip(first["weights"].values(), second["weights"].values(), strict=True)
+    return max((torch.tensor(a).double() - torch.tensor(b).double()).abs().max().item() for a, b in pairs)
+
+
+def check_skipped(skipped: dict[str, Any], whole: dict[str, Any]) -> None:
+    """The same bits, of fewer sequences."""
+    assert skipped["weights"] == whole["weights"]
+    for name in ("optim/grad_norm", "optim/skipped"):
+        assert [step[name] for step in skipped["metrics"]] == [step[name] for step in whole["metrics"]]
+    shares = [step["policy/skipped_share"] for step in skipped["metrics"]]
+    assert shares[ALL_ALIKE] == 1 and all(0 < shares[step] < 1 for step in (0, 2))
+    assert [step["policy/skipped_share"] for step in whole["metrics"]] == [0] * STEPS
+    # A skipped token has no loss: the mean over the others is larger.
+    for step in range(STEPS):
+        few, all_ = skipped["metrics"][step], whole["metrics"][step]
+        if step == ALL_ALIKE:
+            assert math.isnan(few["policy/loss"]) and math.isnan(few["policy/entropy"])
+            assert few["optim/grad_norm"] == 0
+        else:
+            assert few["policy/loss"] * (1 - shares[step]) == pytest.approx(all_["policy/loss"], abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"updates_per_rollout": 2, "epochs_per_rollout": 2, "loss_aggregation": "group_mean"},
+        {"loss_aggregation": "token_mean", "rollout_correction": RolloutCorrection("icepop", "sequence_mean")},
+    ],
+)
+def test_skipping_gives_the_same_bits(arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
+    skipped, whole = (train(tmp_path, model, name, **arguments) for name in ("HalfAlike", "ComputesAll"))
+    check_skipped(skipped, whole)
+    passes = arguments.get("epochs_per_rollout", 1)
+    assert whole["computed"] == [16 * passes] * STEPS
+    assert skipped["computed"] == [8 * passes, 0, 8 * passes]
+
+
+@pytest.mark.long
+def test_skipping_in_large_microbatches_gives_the_same_up_to_rounding(model: str, tmp_path: Path) -> None:
+    skipped, whole = (train(tmp_path, model, name) for name in ("InLargeMicrobatches", "ComputesAll"))
+    assert distance(skipped, whole) < 1e-9
+    assert sum(skipped["computed"]) < 8
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments"),
+    [("HalfAlike", {"kl_coef": 0.1}), ("HalfAlike", {"entropy_coef": 0.01}), ("OwnLoss", {})],
+)
+def test_terms_that_read_sequences_without_advantage_have_them_computed(
+    algorithm: str, arguments: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    run = train(tmp_path, model, algorithm, **arguments)
+    assert run["computed"] == [16] * STEPS
+    assert [step["policy/skipped_share"] for step in run["metrics"]] == [0] * STEPS
+
+
+def test_masked_sequences_are_skipped(model: str, tmp_path: Path) -> None:
+    """Of a module that trains no truncated completion: those of the generator all end by themselves."""
+    module = make_algorithm(HalfAlike, model)
+    batch = RolloutBatch.of_sequences([[1, 2, 3], [1, 2, 3]])
+    batch.advantages = torch.ones(6)
+    batch.is_sampled[3:] = False
+    assert module.skippable_sequences(batch).tolist() == [False, True]
+    batch.advantages = None
+    assert module.skippable_sequences(batch).tolist() == [False, False]
+
+
+def train_rank(folder: Path, model: str, kind: str) -> dict[str, Any]:
+    names = ("HalfAlike", "ComputesAll", "InLargeMicrobatches", "OfFirstRank")
+    runs: dict[str, dict[str, Any]] = {name: {} for name in names}
+    runs["InLargeMicrobatches"] = {"updates_per_rollout": 2}
+    folder = folder / os.environ["RANK"]
+    folder.mkdir(exist_ok=True)
+    return {name: train(folder / name, model, name, kind, **arguments) for name, arguments in each_run(runs)}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_skipping_on_two_ranks_gives_the_same_bits(kind: str, model: str, tmp_path: Path) -> None:
+    first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind))
+    for rank in (first, second):
+        check_skipped(rank["HalfAlike"], rank["ComputesAll"])
+        assert rank["HalfAlike"]["computed"] == [4, 0, 4]
+        assert rank["OfFirstRank"]["computed"] == [4] * STEPS  # not 8 and 0: groups are moved once more
+    for name in first:
+        assert first[name]["weights"] == second[name]["weights"]
+    if kind == "ddp":
+        assert distance(first["HalfAlike"], train(tmp_path, model, "HalfAlike")) < 1e-9

@@ -1,0 +1,102 @@
+"""Reward functions are asked twice before the first update."""
+
+import itertools
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scoring import MakeRunner, make_trajectories
+from tiny import in_this_process, make_data, make_grpo, make_trainer, share_of_ones
+
+from rlightning.rewards import RewardFunction
+from rlightning.rewards.repeats import Repeat, describe_repeat
+from rlightning.rewards.worker import Outcome
+
+
+def describe(first: list[float], again: list[float | None], seconds: float = 0.1, **options: Any) -> str | None:
+    repeat = Repeat(first, [Outcome(value) for value in again], seconds)
+    return describe_repeat("judge", repeat, first, **{"num_parallel": 4, "deadline": 100.0} | options)
+
+
+def test_equal_results_that_differ_over_completions_say_nothing() -> None:
+    assert describe([0.0, 1.0, math.nan], [0.0, 1.0 + 1e-12, None]) is None
+
+
+def test_noise_is_measured_from_pairs() -> None:
+    line = describe([0.0, 1.0, 0.5, 0.5], [0.2, 1.0, 0.5, 0.3])
+    # Differences of 0.2, 0, 0, 0.2: twice the variance is 0.08 / 4.
+    assert line is not None and "gave 2 of 4 completions another result, up to 0.2 apart" in line
+    assert "a standard deviation of 0.1 from call to call" in line
+
+
+def test_a_result_that_is_there_only_once_differs() -> None:
+    line = describe([0.0, 1.0], [0.0, None])
+    assert line is not None and "gave 1 of 2 completions another result" in line
+
+
+def test_results_that_are_all_equal_are_named() -> None:
+    assert describe([0.5, 0.5, math.nan], [0.5, 0.5, None]) == (
+        "Reward 'judge': it gave all 2 completions of the first step 0.5, from which nothing can be learned. "
+        "model.check_rewards: false leaves this check out."
+    )
+
+
+def test_a_step_that_takes_longer_than_others_wait_is_named() -> None:
+    values = [0.0, 1.0] * 20
+    repeat = Repeat(values[:8], [Outcome(value) for value in values[:7]] + [None], 4.0)
+    assert describe_repeat("judge", repeat, values, num_parallel=4, deadline=30.0) is None
+    # Two rounds took 4 s, and ten are needed.
+    line = describe_repeat("judge", repeat, values, num_parallel=4, deadline=19.0)
+    assert (
+        line is not None and "the 40 of a step, 4 at once, take more than 20 s, and other ranks wait for 19 s" in line
+    )
+
+
+def test_slow_and_random_functions_are_asked_for_less_than_a_second(
+    make_runner: MakeRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = itertools.count()
+
+    async def slow(completion: str) -> float:
+        import asyncio
+
+        await asyncio.sleep(0 if next(numbers) < 10 else 60)
+        return float(len(completion))
+
+    @in_this_process
+    def counted(completion: str) -> float:
+        return float(next(numbers))
+
+    runner = make_runner(
+        RewardFunction(slow, timeout=60.0, name="slow"), RewardFunction(counted), RewardFunction(counted, 0.0, "logged")
+    )
+    trajectories = make_trajectories(["a" * n for n in range(10)])
+    scores = runner.score(trajectories).components
+    begun = time.perf_counter()
+    runner.check_repeats(trajectories, scores, 1800.0)
+    assert time.perf_counter() - begun < 2
+    lines = [record.getMessage() for record in caplog.records if "asked again" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].startswith("Reward 'counted': asked again, it gave 8 of 8 completions another")
+    caplog.clear()
+    runner.check_repeats([], {name: torch.zeros(0) for name in scores}, 1800.0)
+    assert "Reward" not in caplog.text
+
+
+@in_this_process
+async def noisy(completion: str) -> float:
+    return time.perf_counter()
+
+
+@pytest.mark.parametrize(("options", "is_asked"), [({}, True), ({"check_rewards": False}, False)])
+def test_a_run_asks_once_before_its_first_update(
+    options: dict[str, Any], is_asked: bool, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    module = make_grpo(model_folder, rewards=[share_of_ones, RewardFunction(noisy)], **options)
+    make_trainer(tmp_path, 2).fit(module, make_data(tmp_path))
+    lines = [record.getMessage() for record in caplog.records if "check_rewards" in record.getMessage()]
+    assert ["noisy" in line for line in lines] == [True] * is_asked
