@@ -44,7 +44,7 @@ def random_trajectory(draw: random.Random, index: int = 0, *, max_turns: int = 5
         status=cast(Status, draw.choice(get_args(Status))),
         scores={"exact": draw.random(), "format": draw.choice((None, 1.0))},
         reward=draw.choice((None, draw.random())),
-        turn_rewards=draw.choice((None, [draw.random() for _ in turns])),
+        turn_rewards=draw.choice((None, [draw.random() for turn in turns if turn.sample is not None])),
         metrics={"calls": float(draw.randrange(3))} if draw.random() < 0.5 else {},
         timings={"policy": draw.random()},
         error=draw.choice((None, "lost the connection")),

@@ -7,13 +7,16 @@ in which nothing of before is trained again.
 
 import asyncio
 import logging
+import math
 import secrets
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from rlightning.environments.environment import LimitReachedError, Message, Policy
+from rlightning.environments.environment import LimitReachedError, Message, Policy, TrajectoryLostError
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import Sampling, TokenSampler
@@ -50,13 +53,20 @@ class RecordedPolicy:
         request: the group's.
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
+        attempt: at the trajectory, from 0; each draws other random numbers.
     """
 
     def __init__(
-        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, number: int, max_length: int
+        self,
+        sampler: TokenSampler,
+        tokenizer: Any,
+        request: GroupRequest,
+        number: int,
+        max_length: int,
+        attempt: int = 0,
     ) -> None:
         self._sampler, self._tokenizer, self._request = sampler, tokenizer, request
-        self._number, self._max_length = number, max_length
+        self._number, self._max_length, self._attempt = number, max_length, attempt
         self._session = secrets.token_hex(8)
         self._branches: list[Branch] = []
         self._turns: list[Turn] = []
@@ -93,6 +103,7 @@ class RecordedPolicy:
         if sampling.seed is not None:
             # The first turn draws what it would if the group were sampled by one request.
             seed = sampling.seed + self._number
+            seed = mix_seed(seed, "attempt", self._attempt) if self._attempt else seed
             sampling = replace(sampling, seed=mix_seed(seed, "turn", num_sampled) if num_sampled else seed)
         (sample,) = await self._sampler.sample(token_ids, sampling, num_samples=1, session=self._session)
         return sample
@@ -111,7 +122,7 @@ class RecordedPolicy:
         self._turns.append(Turn({"role": "assistant", "content": sample.text}, sample))
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
-        """Return the trajectory; one that a limit on tokens has cut is truncated.
+        """Return the trajectory; one that a limit on tokens has cut is truncated, and rewards of turns alone are added.
 
         Args:
             outcome: what the environment has returned.
@@ -119,13 +130,14 @@ class RecordedPolicy:
         """
         samples = [turn.sample for turn in self._turns if turn.sample is not None]
         is_cut = self._has_reached_limit or bool(samples and samples[-1].is_truncated)
+        reward, turn_rewards = outcome.reward, outcome.turn_rewards
         return Trajectory(
             self._request.prompt,
             tuple(self._branches),
             tuple(self._turns),
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,
-            reward=outcome.reward,
-            turn_rewards=outcome.turn_rewards,
+            reward=math.fsum(turn_rewards) if reward is None and turn_rewards else reward,
+            turn_rewards=turn_rewards,
             metrics=outcome.metrics,
             timings={"trajectory": seconds},
             error=outcome.error,
@@ -141,14 +153,28 @@ class RecordedGroup:
         request: as of it.
         max_length: as of it.
         timeout: seconds that a trajectory may take; None: any time.
+        max_requeues: how often a trajectory that was lost with its worker is made again.
+
+    Attributes:
+        num_requeues: of all trajectories.
+        first_failure: of them in a line, and its traceback; None without any.
     """
 
     def __init__(
-        self, sampler: TokenSampler, tokenizer: Any, request: GroupRequest, max_length: int, timeout: float | None
+        self,
+        sampler: TokenSampler,
+        tokenizer: Any,
+        request: GroupRequest,
+        max_length: int,
+        timeout: float | None,
+        max_requeues: int = 0,
     ) -> None:
         self._sampler, self._request, self._timeout = sampler, request, timeout
-        numbers = range(request.num_trajectories)
-        self._policies = [RecordedPolicy(sampler, tokenizer, request, number, max_length) for number in numbers]
+        self._max_requeues = max_requeues
+        self._make_policy = partial(RecordedPolicy, sampler, tokenizer, request, max_length=max_length)
+        self._policies = [self._make_policy(number=number) for number in range(request.num_trajectories)]
+        self.num_requeues = 0
+        self.first_failure: tuple[str, str] | None = None
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""
@@ -165,11 +191,27 @@ class RecordedGroup:
     ) -> list[Outcome]:
         """See :meth:`PolicyGroup.run_each`."""
 
-        async def run_in_place(policy: Policy) -> Outcome:
+        async def run_in_place(number: int) -> Outcome:
             async with places or nullcontext():
-                return await self._run(run, policy)
+                return await self._run_again(run, number)
 
-        return await asyncio.gather(*map(run_in_place, self._policies))
+        return await asyncio.gather(*map(run_in_place, range(len(self._policies))))
+
+    async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
+        """Make a trajectory, again if it was lost: within the budget, unless another one is known to be the cause."""
+        attempt = num_caused = 0
+        while True:
+            try:
+                return await self._run(run, self._policies[number])
+            except TrajectoryLostError as error:
+                num_caused += error.is_cause
+                if num_caused > self._max_requeues:
+                    return self.fail(str(error), error.details)
+                line = cut_line(str(error))
+            attempt += 1
+            self.num_requeues += 1
+            log.warning("A trajectory of prompt %d is requeued: %s", self._request.prompt.index, line)
+            self._policies[number] = self._make_policy(number=number, attempt=attempt)
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: Policy) -> Outcome:
         try:
@@ -177,18 +219,26 @@ class RecordedGroup:
                 return await run(policy)
         except LimitReachedError:
             return Outcome(status="truncated")
+        except TrajectoryLostError:
+            raise
         except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             # Of the environment's own, which would end the loop, or reach the trainer without a text.
-            return failed_outcome(self._request.prompt, f"it raised {describe_error(error)}")
+            return self.fail(f"it raised {describe_error(error)}")
         except Exception as error:
             if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
                 raise  # such as the sampler's: no trajectory can go on
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Outcome(status="timeout", error=f"It took more than {self._timeout:g} s.")
-            return failed_outcome(self._request.prompt, error)
+            return self.fail(error)
+
+    def fail(self, error: Exception | str, details: str = "") -> Outcome:
+        """Return the outcome of a trajectory that has failed, see :func:`failed_outcome`."""
+        if self.first_failure is None and isinstance(error, Exception):
+            self.first_failure = describe_error(error), "".join(traceback.format_exception(error))
+        return failed_outcome(self._request.prompt, error, details)
 
     def finish(self, outcomes: Sequence[Outcome], seconds: float) -> list[Trajectory]:
         """Return the trajectories.
@@ -197,6 +247,9 @@ class RecordedGroup:
             outcomes: of each.
             seconds: that the group took.
         """
+        errors = (outcome.error or "" for outcome in outcomes if outcome.status == "failed")
+        if self.first_failure is None and (error := next(errors, None)) is not None:
+            self.first_failure = error.strip().rpartition("\n")[2], error
         pairs = zip(self._policies, outcomes, strict=True)
         return [policy.finish(outcome, seconds) for policy, outcome in pairs]
 

@@ -290,10 +290,11 @@ def count_units(minibatch: RolloutBatch) -> Tensor:
     """Set the ``group_lengths`` of this rank's part of a minibatch; groups are whole on a rank.
 
     Returns:
-        [4] float64, its sampled tokens, sequences, trajectories and groups.
+        [5] float64, its sampled tokens, sequences, trajectories, groups and turns of the policy.
     """
     ids, group = torch.unique(minibatch.group_ids, return_inverse=True)
     lengths = minibatch.completion_lengths
     minibatch.group_lengths = lengths.new_zeros(len(ids)).index_add(0, group, lengths)[group]
-    counts = [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories, len(ids)]
+    num_turns = sum(len(one.samples) for one in minibatch.trajectories)
+    counts = [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories, len(ids), num_turns]
     return torch.tensor(counts, dtype=torch.float64)
