@@ -186,9 +186,9 @@ class RolloutCallback(RLCallback, Generator):
             max_requeues=self.max_requeues,
         )
 
-    def make_verifier(self, sampler: TokenSampler) -> TrajectoryVerifier | None:
+    def make_verifier(self, sampler: TokenSampler, dtype: torch.dtype) -> TrajectoryVerifier | None:
         """Return what verifies trajectories, on rank 0; None if they are not to be."""
-        return TrajectoryVerifier(sampler, self.max_sequence_length) if self.verify_trajectories else None
+        return TrajectoryVerifier(sampler, self.max_sequence_length, dtype) if self.verify_trajectories else None
 
     @abstractmethod
     def close(self) -> None:

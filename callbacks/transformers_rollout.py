@@ -111,7 +111,7 @@ class TransformersRollout(RolloutCallback):
             InFlight(0),
             self,
             max_failed_share=self.max_failed_share,
-            verifier=None if self._sampler is None else self.make_verifier(self._sampler),
+            verifier=None if self._sampler is None else self.make_verifier(self._sampler, self._sampler_dtype),
         )
         if self._runner is not None:
             self._runner.check()

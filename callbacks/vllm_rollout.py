@@ -201,7 +201,7 @@ class VLLMRollout(RolloutCallback):
             sync(pool, runner.loop),
             partial(runner.loop.call, pool.take_idle_seconds),
             max_failed_share=self.max_failed_share,
-            verifier=self.make_verifier(pool),
+            verifier=self.make_verifier(pool, engines.config.dtype),
         )
         return collector
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rlightning.errors import ConfigError, VerificationError
@@ -23,15 +24,16 @@ from rlightning.types.trajectory import Branch, Prompt, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
-LEAST_GAP = 1e-4
-"""Nats, that are always allowed: they change no importance ratio by more than 0.01%."""
+LEAST_GAP = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 2e-3}
+"""Nats, by what the sampler computes in, that are always allowed: they change importance ratios by 0.2% or less, and
+rounding may show in a few tokens alone, which single-turn rollouts happen not to have."""
 MAX_RATIO = 3.0
 """Of a mean gap to that of single-turn rollouts: longer contexts and other batches round more, by less than twice."""
 CHANCE = 6.0
 """Further shares of the limit that few tokens are allowed, over the root of their number: some differ by many times the
 mean, and may be all there are."""
-MAX_SINGLE_TURNS = 16
-"""Single-turn rollouts that a step is compared with, besides those of the steps before it."""
+NUM_SINGLE_TURNS = 16
+"""That a step is compared with, or a few more, besides those of the steps before it."""
 MAX_CONCURRENT = 32
 """Sequences that are scored at once."""
 
@@ -74,13 +76,14 @@ class TrajectoryVerifier:
     Args:
         sampler: that has sampled them, and scores.
         max_length: tokens of the longest sequence.
+        dtype: what the sampler computes in.
 
     Attributes:
         single_turns: the gap of single-turn rollouts, of all steps so far.
     """
 
-    def __init__(self, sampler: TokenSampler, max_length: int) -> None:
-        self._sampler, self._max_length = sampler, max_length
+    def __init__(self, sampler: TokenSampler, max_length: int, dtype: torch.dtype) -> None:
+        self._sampler, self._max_length, self._least_gap = sampler, max_length, LEAST_GAP[dtype]
         self._places = asyncio.Semaphore(MAX_CONCURRENT)
         self._has_warned = False
         self.single_turns = Gap()
@@ -141,29 +144,31 @@ class TrajectoryVerifier:
         """Return how large the mean gap of so many tokens may be."""
         single = self.single_turns
         chance = CHANCE * math.sqrt(1 / max(gap.num_tokens, 1) + 1 / max(single.num_tokens, 1))
-        return max(LEAST_GAP, MAX_RATIO * (1 + chance) * single.mean)
+        return max(self._least_gap, MAX_RATIO * (1 + chance) * single.mean)
 
     async def _roll_out_single_turns(self, trajectories: Sequence[Trajectory], sampling: Sampling) -> None:
-        """Sample one completion of each of some prompts, as the policy read them, and score it."""
+        """Sample completions of some prompts, as the policy read them, and score them."""
         beginnings = {one.prompt.index: (one.prompt, _beginning(one)) for one in reversed(trajectories)}
-        chosen = list(reversed(beginnings.values()))[:MAX_SINGLE_TURNS]
-        samples = await asyncio.gather(*(self._complete(prompt, ids, sampling) for prompt, ids in chosen))
+        chosen = list(reversed(beginnings.values()))[:NUM_SINGLE_TURNS]
+        num_samples = -(-NUM_SINGLE_TURNS // len(chosen))
+        samples = await asyncio.gather(*(self._complete(one, ids, sampling, num_samples) for one, ids in chosen))
         branches = []
-        for (_, token_ids), sample in zip(chosen, samples, strict=True):
-            branch = Branch()
-            branch.append(token_ids)
-            branch.append_sample(sample, 0)
-            branches.append(branch)
+        for (_, token_ids), completions in zip(chosen, samples, strict=True):
+            for sample in completions:
+                branches.append(Branch())
+                branches[-1].append(token_ids)
+                branches[-1].append_sample(sample, 0)
         for distances in await asyncio.gather(*map(self._compare, branches)):
             self.single_turns = self.single_turns.add(distances)
 
-    async def _complete(self, prompt: Prompt, token_ids: Sequence[int], sampling: Sampling) -> Sample:
+    async def _complete(
+        self, prompt: Prompt, token_ids: Sequence[int], sampling: Sampling, num_samples: int
+    ) -> list[Sample]:
         own = sampling.of(prompt)
         seed = None if own.seed is None else mix_seed(own.seed, "verification", prompt.index)
-        length = min(own.max_new_tokens, self._max_length - len(token_ids))
+        own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, self._max_length - len(token_ids)))
         async with self._places:
-            (sample,) = await self._sampler.sample(token_ids, replace(own, seed=seed, max_new_tokens=length))
-        return sample
+            return await self._sampler.sample(token_ids, own, num_samples=num_samples)
 
     async def _compare(self, branch: Branch) -> NDArray[np.float64]:
         """Return the distance of each sampled token of a branch, as far as the sampler has room for it."""
