@@ -120,8 +120,7 @@ def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Pat
     prompts = PromptDataModule([{"prompt": "3+1=", "answer": "4"}], predict=write_sums(tmp_path), max_prompt_tokens=16)
     tiny_run = make_trainer(tmp_path / "predict", 1, make_rollout(FailsSometimes()))
     predicted = tiny_run.predict(make_module(folder, rewards=[]), prompts)
-    statuses = {one.status for batch in predicted for _, group in batch for one in group}
-    assert "failed" in statuses, "a prediction goes on"
+    assert "failed" in {one.status for batch in predicted or [] for _, group in batch for one in group}
 
 
 class FailsOnce(Environment):

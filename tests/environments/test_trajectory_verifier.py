@@ -178,7 +178,7 @@ def test_run_is_verified_in_training_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"temperature": 0.7}, {"top_p": 0.9}])
-def test_changed_distributions_cannot_be_verified(changed: dict[str, float], model_folder: str, tmp_path: Path) -> None:
+def test_changed_distributions_cannot_be_verified(changed: dict[str, Any], model_folder: str, tmp_path: Path) -> None:
     rollout = TransformersRollout(max_new_tokens=8, verify_trajectories=True, **changed)
     rule = rf"^rollout\.verify_trajectories needs .* rollout\.{next(iter(changed))}=0\.\d changes\."
     with pytest.raises(ConfigError, match=rule):

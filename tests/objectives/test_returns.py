@@ -132,8 +132,8 @@ def test_advantages_are_those_of_the_definition_however_cut(draw: random.Random,
     place, number = 0, 0
     for group in groups:
         pool = expected[number : number + len(group)]
-        for own, values in enumerate(pool):
-            others = [value for other, them in enumerate(pool) if other != own for value in them]
+        for member, values in enumerate(pool):
+            others = [value for other, them in enumerate(pool) if other != member for value in them]
             for value in values:
                 by_hand = value - sum(others) / len(others) if others else 0.0
                 assert advantages[place] == pytest.approx(by_hand, abs=1e-6)
