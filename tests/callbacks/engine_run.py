@@ -38,9 +38,10 @@ def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:
 
 
 def make_rollout(**kwargs: Any) -> VLLMRollout:
-    """A small engine, verified at every sync."""
+    """A small engine, verified at every sync, and what it samples, if it can be."""
     engine = {"kv_cache_memory_bytes": 1 << 28, **kwargs.pop("engine", {})}
-    return VLLMRollout(**{"max_new_tokens": 8, "verify_every": 1, **kwargs}, engine=engine)
+    usual = {"max_new_tokens": 8, "verify_every": 1, "verify_trajectories": kwargs.get("temperature", 1) == 1}
+    return VLLMRollout(**usual | kwargs, engine=engine)
 
 
 make_trainer = tiny.bare_trainer

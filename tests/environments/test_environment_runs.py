@@ -111,8 +111,8 @@ def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Pat
     witness = Witness()
     trainer = make_trainer(tmp_path, 4, make_rollout(FailsSometimes()), witness)
     line = (
-        r"^At least 12 of the 16 trajectories of the step failed, more than rollout\.max_failed_share=0\.5 allows\. The "
-        r"first failure: ConnectionError: no sandbox\nTraceback(?s:.*)raise ConnectionError"
+        r"^At least 12 of the 16 trajectories of the step failed, more than rollout\.max_failed_share=0\.5 allows\. "
+        r"The first failure: ConnectionError: no sandbox\nTraceback(?s:.*)raise ConnectionError"
     )
     with pytest.raises(EnvironmentFailedError, match=line):
         trainer.fit(module, make_data(tmp_path))

@@ -8,30 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trajectories import random_groups
+from random_trajectories import make_trajectory, random_groups
 
 from rlightning.errors import ConfigError
 from rlightning.objectives import Returns, TurnBaseline, Turns, group_advantages, leave_one_out
-from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
+from rlightning.types import RolloutBatch, Trajectory
 
 RANDOM = st.integers(0, 2**32).map(random.Random)
-
-
-def make_trajectory(index: int, lengths: Sequence[int], turn_rewards: list[float] | None = None) -> Trajectory:
-    """Turns of so many tokens, an observation of two tokens after each; from the third one on in another branch."""
-    branches, turns = [Branch()], list[Turn]()
-    branches[0].append([1, 2])
-    for number, length in enumerate(lengths):
-        if number == 2:
-            history = branches[-1].token_ids
-            branches.append(Branch("compaction"))
-            branches[-1].append(history, len(turns) - 1)
-        sample = Sample([3] * length, [-1.0] * length, [0] * length, "", "stop")
-        branches[-1].append_sample(sample, len(turns))
-        turns.append(Turn({"role": "assistant", "content": ""}, sample))
-        branches[-1].append([4, 5], len(turns))
-        turns.append(Turn({"role": "tool", "content": ""}))
-    return Trajectory(Prompt(index, "", [1, 2], {}), tuple(branches), tuple(turns), turn_rewards=turn_rewards)
 
 
 def make_batch() -> RolloutBatch:
