@@ -28,7 +28,8 @@ LEAST_GAP = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """Nats, by what the sampler computes in, that are always allowed: they change importance ratios by 0.2% or less, and
 rounding may show in a few tokens alone, which single-turn rollouts happen not to have."""
 MAX_RATIO = 3.0
-"""Of a mean gap to that of single-turn rollouts: longer contexts and other batches round more, by less than twice."""
+"""Of a mean gap to that of single-turn rollouts: longer contexts and other batches round more. Measured, 10 layers in
+bfloat16: 1.8 at 500 tokens, 1.0 in float32. Tokens in another context are off by tenths of a nat, 10 times and more."""
 CHANCE = 6.0
 """Further shares of the limit that few tokens are allowed, over the root of their number: some differ by many times the
 mean, and may be all there are."""
@@ -174,7 +175,7 @@ class TrajectoryVerifier:
         """Return the distance of each sampled token of a branch, as far as the sampler has room for it."""
         room = self._max_length - 1  # an engine samples a token after what it scores
         async with self._places:
-            scores = await self._sampler.score(branch.token_ids[:room])
+            scores = await self._sampler.score(list(branch.token_ids[:room]))
         mask = np.asarray(branch.is_sampled[:room], np.bool_)
         recorded = np.asarray(branch.logprobs[:room], np.float64)
         distances: NDArray[np.float64] = np.abs(np.asarray(scores, np.float64) - recorded)[mask]
