@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.callbacks.throughput import log_metrics
+from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments import Environment, SingleTurn
 from rlightning.environments.collector import Collector
+from rlightning.environments.runner import EnvironmentRunner
 from rlightning.environments.turn_metrics import TurnTotals, turn_metrics
+from rlightning.environments.verification import TrajectoryVerifier, check_verifiable
 from rlightning.errors import ConfigError, check_rules
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
@@ -37,8 +39,9 @@ from rlightning.protocols import (
     has,
     members,
 )
-from rlightning.rollout import Generator, OnCompleted, Sampling
+from rlightning.rollout import Generator, OnCompleted, Sampling, TokenSampler
 from rlightning.rollout.canary import MAX_DISTANCE, Verification
+from rlightning.rollout.engine_relay import COLLECTOR_RANK
 from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
 from rlightning.rollout.weights.fingerprint import WeightFingerprint
@@ -70,6 +73,12 @@ class RolloutCallback(RLCallback, Generator):
             ``environment`` names one; None: a prompt is completed once. In YAML it is a section beside ``rollout``.
         trajectory_timeout: seconds that an environment may take for a trajectory, which else counts as not sampled;
             None: any time.
+        max_requeues: how often a trajectory is made again whose worker process ended or hung, before it counts as not
+            sampled.
+        max_failed_share: of a step's trajectories, refills included; when more have failed, the run ends with the
+            first failure.
+        verify_trajectories: end the run if a step's trajectories do not train on what was sampled: the sampler scores
+            each branch again, by one prefill, and some single-turn rollouts to compare that with.
     """
 
     runs_in = "workers"
@@ -89,11 +98,22 @@ class RolloutCallback(RLCallback, Generator):
         verify_tolerance: float = MAX_DISTANCE,
         environment: Environment | Mapping[str, Environment] | None = None,
         trajectory_timeout: float | None = None,
+        max_requeues: int = 2,
+        max_failed_share: float = 0.5,
+        verify_trajectories: bool = False,
     ) -> None:
         super().__init__()
         is_timeout = trajectory_timeout is None or trajectory_timeout > 0
-        check_rules({f"rollout.trajectory_timeout={trajectory_timeout} must be above 0 seconds": is_timeout})
+        check_rules(
+            {
+                f"rollout.trajectory_timeout={trajectory_timeout} must be above 0 seconds": is_timeout,
+                f"rollout.max_requeues={max_requeues} must be at least 0": max_requeues >= 0,
+                f"rollout.max_failed_share={max_failed_share} must be from 0 to 1": 0 <= max_failed_share <= 1,
+            }
+        )
         self.environment, self.trajectory_timeout = environment, trajectory_timeout
+        self.max_requeues, self.max_failed_share = max_requeues, max_failed_share
+        self.verify_trajectories = verify_trajectories
         self.sampling = Sampling(
             temperature=temperature,
             top_p=top_p,
@@ -105,6 +125,7 @@ class RolloutCallback(RLCallback, Generator):
             seed=seed,
         )
         self.verification = Verification(verify_every, verify_tolerance)
+        self._collector: Collector | None = None
         self._loop: Loop | None = None
         self._policy: SampledPolicy | None = None
         self._fingerprint, self._seen_version = WeightFingerprint(), -1
@@ -161,6 +182,22 @@ class RolloutCallback(RLCallback, Generator):
             EngineError: if there is no sampler.
         """
 
+    def make_runner(self, sampler: TokenSampler) -> EnvironmentRunner:
+        """Return what makes trajectories, on rank 0."""
+        return EnvironmentRunner(
+            sampler,
+            self._module.tokenizer,
+            self.environment,
+            max_length=self.max_sequence_length,
+            timeout=self.trajectory_timeout,
+            prompt_format=self.prompt_format,
+            max_requeues=self.max_requeues,
+        )
+
+    def make_verifier(self, sampler: TokenSampler, dtype: torch.dtype) -> TrajectoryVerifier | None:
+        """Return what verifies trajectories, on rank 0; None if they are not to be."""
+        return TrajectoryVerifier(sampler, self.max_sequence_length, dtype) if self.verify_trajectories else None
+
     @abstractmethod
     def close(self) -> None:
         """End the sampler and whatever it started. May be called twice."""
@@ -215,6 +252,8 @@ class RolloutCallback(RLCallback, Generator):
         """Called when a step begins, and when one has ended, in a loop without batches too."""
         self._streams.begin("training")
         self._turns = TurnTotals()
+        if self._collector is not None:
+            self._collector.begin_step()
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
         """Begin a step."""
@@ -288,10 +327,20 @@ class RolloutCallback(RLCallback, Generator):
         self._count_change()
         try:
             requests = self._streams.assign(prompts, sampling, self._module.weight_version)
-            return collector.generate(requests, num_samples, sampling, on_completed)
+            collector.is_training = self._streams.purpose == "training"
+            groups = collector.generate(requests, num_samples, sampling, on_completed)
         except BaseException:
             self.begin_step()  # a loop may go on after Ctrl-C, and begin the step again
             raise
+        if collector.is_training:
+            self._log_environments(collector)
+        return groups
+
+    def _log_environments(self, collector: Collector) -> None:
+        """Log what the step's environments have come to so far; a collective, where there is anything to log."""
+        if self.verify_trajectories or not self.is_single_turn:
+            metrics = gather_objects(collector.environment_metrics(), name="metrics")[COLLECTOR_RANK]
+            log_metrics(self._module, metrics)
 
     def _count_change(self) -> None:
         """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
@@ -326,6 +375,8 @@ class RolloutCallback(RLCallback, Generator):
                 "top_p, top_k and min_p cut the distribution that the engine samples from, but not the trainer's: "
                 "the gap between them will not be 0. Consider model.rollout_correction."
             )
+        if stage == "fit" and self.verify_trajectories:
+            check_verifiable(sampling)
         datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None
         for chosen in datamodule.validation_sets if has(datamodule, HasValidationSets) else ():
             try:

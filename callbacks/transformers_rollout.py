@@ -62,7 +62,6 @@ class TransformersRollout(RolloutCallback):
         self._sampler: Sampler | None = None
         self._verified: InProcessSampler | None = None
         self._runner: EnvironmentRunner | None = None
-        self._collector: Collector | None = None
         self._device, self._sampler_dtype = torch.device("cpu"), torch.float32
 
     @property
@@ -107,7 +106,13 @@ class TransformersRollout(RolloutCallback):
         self._device, self._sampler_dtype = device, self._resolve_dtype(device)
         self.verification.begin_run(module, self.max_sequence_length, self._sampler_dtype, device)
         self._runner = self._start_sampler() if global_rank() == SAMPLING_RANK else None
-        self._collector = Collector(self._runner, InFlight(0), self)
+        self._collector = Collector(
+            self._runner,
+            InFlight(0),
+            self,
+            max_failed_share=self.max_failed_share,
+            verifier=None if self._sampler is None else self.make_verifier(self._sampler, self._sampler_dtype),
+        )
         if self._runner is not None:
             self._runner.check()
 
@@ -185,14 +190,7 @@ class TransformersRollout(RolloutCallback):
         module = self._module
         self._sampler = self.make_sampler(module, self._device, self._sampler_dtype)
         self._sampler.sleep()
-        runner = EnvironmentRunner(
-            self._sampler,
-            module.tokenizer,
-            self.environment,
-            max_length=self.max_sequence_length,
-            timeout=self.trajectory_timeout,
-            prompt_format=self.prompt_format,
-        )
+        runner = self.make_runner(self._sampler)
         self._verified = InProcessSampler(self._sampler, runner.loop)
         return runner
 

@@ -142,7 +142,6 @@ class VLLMRollout(RolloutCallback):
         self._engines: RankEngines | None = None
         self._network: EngineNetwork | None = None
         self._runner: EnvironmentRunner | None = None  # on rank 0
-        self._collector: Collector | None = None
         self._bottleneck: BottleneckMonitor | None = None
         self._is_started = False
         self._room = MakeRoomForEngine()
@@ -200,17 +199,16 @@ class VLLMRollout(RolloutCallback):
         if global_rank() != COLLECTOR_RANK:
             return Collector(None, self.in_flight, sync())
         pool = EnginePool(self._network.engines, lambda: collector.has_changed.set())
-        self._runner = runner = EnvironmentRunner(
-            pool,
-            self._module.tokenizer,
-            self.environment,
-            max_length=self.max_sequence_length,
-            timeout=self.trajectory_timeout,
-            prompt_format=self.prompt_format,
-        )
-        take_idle_seconds = partial(runner.loop.call, pool.take_idle_seconds)
+        self._runner = runner = self.make_runner(pool)
         self.take_prefix_cache = partial(runner.loop.call, pool.take_prefix_cache)
-        collector = Collector(runner, self.in_flight, sync(pool, runner.loop), take_idle_seconds)
+        collector = Collector(
+            runner,
+            self.in_flight,
+            sync(pool, runner.loop),
+            partial(runner.loop.call, pool.take_idle_seconds),
+            max_failed_share=self.max_failed_share,
+            verifier=self.make_verifier(pool, engines.config.dtype),
+        )
         return collector
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
@@ -402,8 +400,10 @@ class VLLMRollout(RolloutCallback):
             requests += self._streams.assign(further, sampling, self._module.weight_version)
         version = self._module.weight_version
         wanted = StepPlan(len(prompts), per_step, room=per_step + ahead, weight_version=version)
+        self.collector.is_training = True
         groups = self.collector.collect_trajectories(requests, num_samples, sampling, on_completed, wanted)
         self._log_totals(version)
+        self._log_environments(self.collector)
         return groups
 
     def _log_totals(self, version: int) -> None:

@@ -75,7 +75,11 @@ class RewardError(RunError, RuntimeError):
 
 
 class EnvironmentFailedError(RunError, RuntimeError):
-    """An environment's worker processes end again and again; the details are how the last one did."""
+    """Environments fail too often, or their worker processes end again and again; the details are how one did."""
+
+
+class VerificationError(RunError, RuntimeError):
+    """Trajectories would train on other tokens, or in other contexts, than were sampled."""
 
 
 class DeviceMemoryError(RunError, RuntimeError):

@@ -1,6 +1,7 @@
-"""Random trajectories of several turns and branches, with tokens below 13."""
+"""Trajectories of several turns and branches, with tokens below 13: random, or of given lengths."""
 
 import random
+from collections.abc import Sequence
 from typing import cast, get_args
 
 from rlightning.types import Branch, BranchReason, Prompt, Sample, Status, Trajectory, Turn
@@ -44,7 +45,7 @@ def random_trajectory(draw: random.Random, index: int = 0, *, max_turns: int = 5
         status=cast(Status, draw.choice(get_args(Status))),
         scores={"exact": draw.random(), "format": draw.choice((None, 1.0))},
         reward=draw.choice((None, draw.random())),
-        turn_rewards=draw.choice((None, [draw.random() for _ in turns])),
+        turn_rewards=draw.choice((None, [draw.random() for turn in turns if turn.sample is not None])),
         metrics={"calls": float(draw.randrange(3))} if draw.random() < 0.5 else {},
         timings={"policy": draw.random()},
         error=draw.choice((None, "lost the connection")),
@@ -55,3 +56,20 @@ def random_groups(draw: random.Random, num_groups: int | None = None) -> list[li
     """Up to four groups of up to four trajectories, some of them of none."""
     number = draw.randint(0, 4) if num_groups is None else num_groups
     return [[random_trajectory(draw, index) for _ in range(draw.randrange(5))] for index in range(number)]
+
+
+def make_trajectory(index: int, lengths: Sequence[int], turn_rewards: list[float] | None = None) -> Trajectory:
+    """Turns of so many tokens, an observation of two tokens after each; from the third one on in another branch."""
+    branches, turns = [Branch()], list[Turn]()
+    branches[0].append([1, 2])
+    for number, length in enumerate(lengths):
+        if number == 2:
+            history = branches[-1].token_ids
+            branches.append(Branch("history_edited"))
+            branches[-1].append(history, len(turns) - 1)
+        sample = Sample([3] * length, [-1.0] * length, [0] * length, "", "stop")
+        branches[-1].append_sample(sample, len(turns))
+        turns.append(Turn({"role": "assistant", "content": ""}, sample))
+        branches[-1].append([4, 5], len(turns))
+        turns.append(Turn({"role": "tool", "content": ""}))
+    return Trajectory(Prompt(index, "", [1, 2], {}), tuple(branches), tuple(turns), turn_rewards=turn_rewards)

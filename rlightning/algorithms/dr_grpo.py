@@ -38,5 +38,5 @@ class DrGRPO(GroupModule):
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards less their group's mean: [T]."""
-        assert batch.rewards is not None
-        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=False))
+        returns = self.returns(batch)
+        return returns.to_tokens(batch, group_advantages(returns.values, returns.group_ids, scale_by_std=False))

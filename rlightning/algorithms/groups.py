@@ -1,16 +1,33 @@
 """What algorithms that compare the completions of one prompt have in common."""
 
+from pathlib import Path
+from typing import Any
+
+import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.objectives import group_advantages
+from rlightning.objectives import Returns, TurnBaseline, Turns, group_advantages
 from rlightning.types import RolloutBatch
 
 
 class GroupModule(RLModule):
-    """An RLModule whose advantages are taken against other completions of the same prompt, GRPO's unless overridden."""
+    """An RLModule whose advantages are taken against other completions of the same prompt, GRPO's unless overridden.
+
+    A group of which one trajectory alone is left, since others failed, has nothing to compare it with and is left out.
+
+    Args:
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
+        turn_baseline: what a turn's return is compared with where ``turn_discount`` gives each one a return: those of
+            all turns of its "group", or those of the same "turn" of the group's other trajectories, which all must have
+            as many (:meth:`~rlightning.objectives.Returns.of_turns`).
+    """
+
+    def __init__(self, model: str | Path, *, turn_baseline: TurnBaseline = "group", **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        self.turn_baseline = turn_baseline
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse to train on groups of one, whose advantages are all 0; prediction may well sample once a prompt."""
@@ -21,7 +38,28 @@ class GroupModule(RLModule):
             )
         return super().configure_callbacks()
 
+    def keep_sequences(self, batch: RolloutBatch) -> Tensor:
+        """Trajectories of groups of two or more: [M] bool."""
+        group = torch.unique(batch.group_ids, return_inverse=True)[1]
+        return torch.bincount(group)[group] > 1
+
+    def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
+        """The rewards less their trajectory's divergence: [M]; as they are where each turn is charged for its own."""
+        if self.turn_discount is None:
+            return super().penalize_rewards(batch)
+        assert batch.rewards is not None
+        return batch.rewards
+
+    def returns(self, batch: RolloutBatch) -> Returns:
+        """What advantages are taken of: the trajectories' rewards, or with ``turn_discount`` the turns' returns."""
+        if self.turn_discount is None:
+            return Returns.of_trajectories(batch)
+        turns = Turns.of_batch(batch)
+        if self.kl_coef and self.kl_placement == "reward":
+            turns = turns._replace(rewards=turns.rewards - self.kl_coef * turns.sum_tokens(self.estimate_kl(batch)))
+        return Returns.of_turns(batch, turns, self.turn_discount, self.turn_baseline)
+
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards less their group's mean, over its standard deviation: [T]."""
-        assert batch.rewards is not None
-        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids))
+        returns = self.returns(batch)
+        return returns.to_tokens(batch, group_advantages(returns.values, returns.group_ids))

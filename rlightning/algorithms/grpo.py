@@ -44,5 +44,6 @@ class GRPO(GroupModule):
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards against their group's: [T]."""
-        assert batch.rewards is not None
-        return batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=self.scale_by_std))
+        returns = self.returns(batch)
+        advantages = group_advantages(returns.values, returns.group_ids, scale_by_std=self.scale_by_std)
+        return returns.to_tokens(batch, advantages)

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlightning.algorithms.groups import GroupModule
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.objectives import ClippedSurrogate, KLEstimator, estimate_kl, group_advantages, token_returns, whiten
+from rlightning.objectives import ClippedSurrogate, KLEstimator, Turns, group_advantages, token_returns, whiten
 from rlightning.types import RolloutBatch
 
 
@@ -54,6 +54,11 @@ class REINFORCEPlusPlus(RLModule):
             kl_placement=kl_placement,
             **kwargs,
         )
+        if self.turn_discount is not None and discount != 1:
+            raise ConfigError(
+                f"discount={discount} and turn_discount={self.turn_discount} both discount later rewards, the one by "
+                "token, the other by turn. Give one of them."
+            )
         self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high)
         self.discount = discount
 
@@ -65,18 +70,22 @@ class REINFORCEPlusPlus(RLModule):
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Returns to go, whitened over the batch and all ranks: [T]."""
         returns = token_returns(self._token_rewards(batch), batch.cu_seqlens, discount=self.discount)
+        if self.turn_discount is not None:
+            turns = Turns.of_batch(batch)
+            returns = returns + turns.to_tokens(turns.discount_rewards(self.turn_discount))
         return whiten(returns, batch.is_sampled, self.all_sum)
 
     def _token_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The trajectory's reward on the last token of each of its branches, less each token's KL: [T]."""
+        """Less each token's KL, the trajectory's reward on the last token of each of its branches: [T].
+
+        With ``turn_discount`` the KL alone: each turn has a return of its own.
+        """
         assert batch.rewards is not None
-        ends = batch.cu_seqlens[1:].long() - 1
-        rewards = batch.rewards.new_zeros(batch.num_tokens).index_add(0, ends, batch.rewards[batch.trajectory_ids])
+        rewards = batch.rewards.new_zeros(batch.num_tokens)
+        if self.turn_discount is None:
+            rewards.index_add_(0, batch.cu_seqlens[1:].long() - 1, batch.rewards[batch.trajectory_ids])
         if self.kl_coef and self.kl_placement == "reward":
-            assert batch.ref_logprobs is not None
-            logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-            kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
-            rewards = rewards - self.kl_coef * torch.where(batch.is_sampled, kl, 0)
+            rewards = rewards - self.kl_coef * torch.where(batch.is_sampled, self.estimate_kl(batch), 0)
         return rewards
 
 
@@ -108,6 +117,6 @@ class REINFORCEPlusPlusBaseline(GroupModule):
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards less their group's mean, whitened over the tokens of the batch and all ranks: [T]."""
-        assert batch.rewards is not None
-        centred = batch.to_tokens(group_advantages(batch.rewards, batch.group_ids, scale_by_std=False))
+        returns = self.returns(batch)
+        centred = returns.to_tokens(batch, group_advantages(returns.values, returns.group_ids, scale_by_std=False))
         return whiten(centred, batch.is_sampled, self.all_sum)

@@ -56,5 +56,6 @@ class RLOO(GroupModule):
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Rewards less the mean of the others in their group: [T]."""
-        assert batch.rewards is not None
-        return batch.to_tokens(leave_one_out(batch.rewards, batch.group_ids))
+        returns = self.returns(batch)
+        advantages = leave_one_out(returns.values, returns.group_ids, returns.trajectory_ids)
+        return returns.to_tokens(batch, advantages)

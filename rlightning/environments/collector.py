@@ -13,8 +13,10 @@ from concurrent.futures import Future
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from rlightning import intervals
+from rlightning.environments.failures import EnvironmentTotals
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
+from rlightning.environments.verification import Gap, TrajectoryVerifier
 from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.rollout.async_metrics import StepTotals
@@ -65,10 +67,14 @@ class Collector:
         in_flight: prompts that earlier calls were handed, and have not returned.
         weights: of the sampler.
         take_idle_seconds: returns for how long engines have had nothing to do since its last call.
+        max_failed_share: of a step's trajectories, that may fail.
+        verifier: verifies the trajectories of each step; None: they are not verified.
 
     Attributes:
         has_changed: set it when :meth:`Weights.needs_sync` may have changed.
+        is_training: whether trajectories are made to be trained on; of others any may fail, and none is verified.
         totals: of the step.
+        environments: what its environments have come to.
     """
 
     def __init__(
@@ -77,8 +83,14 @@ class Collector:
         in_flight: InFlight,
         weights: Weights,
         take_idle_seconds: Callable[[], float] = lambda: 0.0,
+        *,
+        max_failed_share: float = 1.0,
+        verifier: TrajectoryVerifier | None = None,
     ) -> None:
         self.in_flight, self.has_changed, self.totals = in_flight, threading.Event(), StepTotals()
+        self.is_training, self.environments = True, EnvironmentTotals(max_failed_share)
+        self._verifier = verifier
+        self._verification: Future[Gap] | None = None
         self._runner, self.weights, self._take_idle_seconds = runner, weights, take_idle_seconds
         self._running: dict[Future[list[Trajectory]], Group] = {}
         self._wait_seconds = 0.0
@@ -86,6 +98,9 @@ class Collector:
     def begin_step(self) -> StepTotals:
         """Begin a step; returns the totals of the one before."""
         totals, self.totals = self.totals, StepTotals()
+        self.environments = EnvironmentTotals(self.environments.max_failed_share)
+        if self._runner is not None:
+            self._runner.num_requeues, self._runner.first_failure = 0, None
         return totals
 
     def generate(
@@ -106,6 +121,8 @@ class Collector:
         running = {
             self._submit(prompt, stream, num_samples, sampling): (rank, place) for rank, place, (prompt, stream) in work
         }
+        self._expect(len(work) * num_samples)
+        made: list[Trajectory] = []
         done: dict[int, list[Trajectory]] = {}
         finished: dict[int, list[tuple[int, list[Trajectory]]]] = {rank: [] for rank in received}
 
@@ -117,11 +134,13 @@ class Collector:
 
         def is_done() -> bool:
             for (rank, place), trajectories in _pop_done(running):
+                self._count_failures(trajectories)
+                made.extend(trajectories)
                 if rank == COLLECTOR_RANK:
                     deliver([(place, trajectories)])
                 else:
                     finished[rank].append((place, trajectories))
-            return not running
+            return not running and self._is_verified(made, sampling)
 
         def send_finished() -> None:
             sent = all_to_all_objects(finished, name="trajectories")
@@ -133,6 +152,7 @@ class Collector:
         try:
             self._wait(is_done, send_finished, lambda: any(finished.values()))
         except BaseException:
+            self._cancel_verification()
             if self._runner is not None:
                 self._runner.cancel(running)
             raise
@@ -161,7 +181,8 @@ class Collector:
         self._wait_seconds = 0.0
         received = all_to_all_objects({COLLECTOR_RANK: (list(requests), plan.num_groups)}, name="prompts")
         num_wanted = sum(int(number) for _, number in received.values())
-        flight, version = self.in_flight, plan.weight_version
+        flight, version, made = self.in_flight, plan.weight_version, list[Trajectory]()
+        self._expect(num_wanted * num_samples)
         if self._runner is not None:
             self._finish_groups()
             settings = sampling_settings(num_samples, sampling)
@@ -174,13 +195,16 @@ class Collector:
         def is_done() -> bool:
             self._finish_groups()
             for group in flight.select_ready(num_wanted, version, per_step=plan.per_step, room=plan.room):
+                self._count_failures(group.trajectories or [])
+                made.extend(group.trajectories or [])
                 if on_completed is not None and world_size() == 1:
                     on_completed(group.prompt, group.trajectories or [])
-            return flight.num_selected == num_wanted
+            return flight.num_selected == num_wanted and self._is_verified(made, sampling, version)
 
         try:
             self._wait(is_done)
         except BaseException:
+            self._cancel_verification()
             self._requeue_all()
             raise
         groups: dict[int, list[list[Trajectory]]] = {}
@@ -195,6 +219,43 @@ class Collector:
         if self._runner is not None:
             self._runner.cancel(self._running)
             self._runner.close()
+
+    def environment_metrics(self) -> dict[str, float]:
+        """Return what the step's environments have come to, on rank 0; {} on others."""
+        if self._runner is None:
+            return {}
+        return self.environments.metrics(self._runner.num_requeues)
+
+    def _expect(self, num_trajectories: int) -> None:
+        if self.is_training:
+            self.environments.num_expected += num_trajectories
+
+    def _count_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise an EnvironmentFailedError if too large a share of the step's trajectories has failed."""
+        if self.is_training and self._runner is not None:
+            self.environments.count(trajectories, self._runner.first_failure)
+
+    def _is_verified(self, trajectories: list[Trajectory], sampling: Sampling, version: int | None = None) -> bool:
+        """Whether the step's trajectories have been verified, if they are to be; the first call begins with it.
+
+        Raises:
+            VerificationError: they are not what was sampled.
+        """
+        if self._verifier is None or self._runner is None or not self.is_training:
+            return True
+        if self._verification is None:
+            self._verification = self._runner.loop.submit(self._verifier.verify(trajectories, sampling, version))
+            self._verification.add_done_callback(lambda _: self.has_changed.set())
+        if not self._verification.done():
+            return False
+        verification, self._verification = self._verification, None
+        self.environments.gap = self.environments.gap.merge(verification.result())
+        return True
+
+    def _cancel_verification(self) -> None:
+        if self._verification is not None:
+            self._verification.cancel()
+            self._verification = None
 
     def _submit(self, prompt: Prompt, stream: int, num_samples: int, sampling: Sampling) -> Future[list[Trajectory]]:
         assert self._runner is not None

@@ -33,6 +33,20 @@ class Reply(Sample):
         self.message = message or AssistantMessage(sample.text)
 
 
+class TrajectoryLostError(Exception):
+    """A trajectory was lost together with its worker process, and may be made again.
+
+    Args:
+        message: a line that says how.
+        details: what else is known, such as the stacks of the worker's threads.
+        is_cause: whether it may have been the trajectory that ended the process, rather than another one.
+    """
+
+    def __init__(self, message: str, details: str = "", *, is_cause: bool = True) -> None:
+        super().__init__(message)
+        self.details, self.is_cause = details, is_cause
+
+
 class Policy(Protocol):
     """The policy, in one trajectory; every token that it samples is recorded as it was sampled."""
 

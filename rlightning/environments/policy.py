@@ -7,14 +7,16 @@ in which nothing of before is trained again.
 
 import asyncio
 import logging
+import math
 import secrets
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.environment import LimitReachedError, Policy, Reply
+from rlightning.environments.environment import LimitReachedError, Policy, Reply, TrajectoryLostError
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.recorder import RecordedTurn, Recorder
 from rlightning.environments.timing import TimedSampler
@@ -51,6 +53,7 @@ class RecordedPolicy:
         request: the group's.
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
+        attempt: at the trajectory, from 0; each draws other random numbers.
 
     Attributes:
         temperature: that all of its turns are sampled at in place of the prompt's or the run's; None: that one.
@@ -59,12 +62,18 @@ class RecordedPolicy:
     """
 
     def __init__(
-        self, sampler: TokenSampler, chat_format: ChatFormat, request: GroupRequest, number: int, max_length: int
+        self,
+        sampler: TokenSampler,
+        chat_format: ChatFormat,
+        request: GroupRequest,
+        number: int,
+        max_length: int,
+        attempt: int = 0,
     ) -> None:
         self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder()
         self.temperature: float | None = None
         self.has_reached_limit = False
-        self._sampler, self._request, self._number = sampler, request, number
+        self._sampler, self._request, self._number, self._attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
         self._tools: list[Message] | None = None
         self.num_requested = 0
@@ -91,7 +100,7 @@ class RecordedPolicy:
             history = [*recorder.branches[-1].token_ids, *added]
         elif observations or tools:
             if tools:
-                self._format.check_tools()
+                self.chat_format.check_tools()
             self._tools = list(tools) if tools else None
             messages = observations or self.chat_format.prompt_messages(self._request.prompt)
             history = self.chat_format.render(messages, self._tools)
@@ -143,6 +152,7 @@ class RecordedPolicy:
         if sampling.seed is not None and sampling.seed == self.sampling.seed:
             # The first turn draws what it would if the group were sampled by one request.
             seed, is_first = sampling.seed + self._number, self.num_requested == 0 and num_samples == 1
+            seed = mix_seed(seed, "attempt", self._attempt) if self._attempt else seed
             sampling = replace(sampling, seed=seed if is_first else mix_seed(seed, "turn", self.num_requested))
         self.num_requested += num_samples
         reservation = self.recorder.reserve(token_ids, reason)
@@ -160,7 +170,7 @@ class RecordedPolicy:
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
-        """Return the trajectory; one that a limit on tokens has cut is truncated.
+        """Return the trajectory; one that a limit on tokens has cut is truncated, and rewards of turns alone are added.
 
         Args:
             outcome: what the environment has returned.
@@ -170,13 +180,14 @@ class RecordedPolicy:
         samples = [turn.sample for turn in turns if turn.sample is not None]
         is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
         is_usual = self.temperature in (None, self.sampling.temperature)
+        reward, turn_rewards = outcome.reward, outcome.turn_rewards
         return Trajectory(
             prompt if is_usual else prompt._replace(temperature=self.temperature),
             tuple(self.recorder.branches),
             tuple(turns),
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,
-            reward=outcome.reward,
-            turn_rewards=outcome.turn_rewards,
+            reward=math.fsum(turn_rewards) if reward is None and turn_rewards else reward,
+            turn_rewards=turn_rewards,
             metrics=outcome.metrics,
             timings={"trajectory": seconds},
             error=outcome.error,
@@ -192,6 +203,11 @@ class RecordedGroup:
         request: as of it.
         max_length: as of it.
         timeout: seconds that a trajectory may take; None: any time.
+        max_requeues: how often a trajectory that was lost with its worker is made again.
+
+    Attributes:
+        num_requeues: of all trajectories.
+        first_failure: of them in a line, and its traceback; None without any.
     """
 
     def __init__(
@@ -201,14 +217,18 @@ class RecordedGroup:
         request: GroupRequest,
         max_length: int,
         timeout: float | None,
+        max_requeues: int = 0,
     ) -> None:
-        self._sampler, self._request, self._timeout = sampler, request, timeout
-        numbers = range(request.num_trajectories)
-        self._samplers = [TimedSampler(sampler) for _ in numbers]
-        self._policies = [
-            RecordedPolicy(timed, chat_format, request, number, max_length)
-            for number, timed in enumerate(self._samplers)
-        ]
+        self._sampler, self._chat_format, self._request = sampler, chat_format, request
+        self._max_length, self._timeout, self._max_requeues = max_length, timeout, max_requeues
+        self._samplers = [TimedSampler(sampler) for _ in range(request.num_trajectories)]
+        self._policies = [self._make_policy(number) for number in range(request.num_trajectories)]
+        self.num_requeues = 0
+        self.first_failure: tuple[str, str] | None = None
+
+    def _make_policy(self, number: int, attempt: int = 0) -> RecordedPolicy:
+        sampler = self._samplers[number]
+        return RecordedPolicy(sampler, self._chat_format, self._request, number, self._max_length, attempt)
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""
@@ -225,12 +245,28 @@ class RecordedGroup:
     ) -> list[Outcome]:
         """See :meth:`PolicyGroup.run_each`."""
 
-        async def run_in_place(policy: Policy, sampler: TimedSampler) -> Outcome:
+        async def run_in_place(number: int) -> Outcome:
             async with places or nullcontext():
-                with sampler.timing():
-                    return await self._run(run, policy)
+                with self._samplers[number].timing():
+                    return await self._run_again(run, number)
 
-        return await asyncio.gather(*map(run_in_place, self._policies, self._samplers))
+        return await asyncio.gather(*map(run_in_place, range(len(self._policies))))
+
+    async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
+        """Make a trajectory, again if it was lost: within the budget, unless another one is known to be the cause."""
+        attempt = num_caused = 0
+        while True:
+            try:
+                return await self._run(run, self._policies[number])
+            except TrajectoryLostError as error:
+                num_caused += error.is_cause
+                if num_caused > self._max_requeues:
+                    return self.fail(str(error), error.details)
+                line = cut_line(str(error))
+            attempt += 1
+            self.num_requeues += 1
+            log.warning("A trajectory of prompt %d is requeued: %s", self._request.prompt.index, line)
+            self._policies[number] = self._make_policy(number, attempt)
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: Policy) -> Outcome:
         try:
@@ -238,18 +274,26 @@ class RecordedGroup:
                 return await run(policy)
         except LimitReachedError:
             return Outcome(status="truncated")
+        except TrajectoryLostError:
+            raise
         except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
             # Of the environment's own, which would end the loop, or reach the trainer without a text.
-            return failed_outcome(self._request.prompt, f"it raised {describe_error(error)}")
+            return self.fail(f"it raised {describe_error(error)}")
         except Exception as error:
             if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
                 raise  # such as the sampler's: no trajectory can go on
             if isinstance(error, TimeoutError) and deadline.expired():
                 return Outcome(status="timeout", error=f"It took more than {self._timeout:g} s.")
-            return failed_outcome(self._request.prompt, error)
+            return self.fail(error)
+
+    def fail(self, error: Exception | str, details: str = "") -> Outcome:
+        """Return the outcome of a trajectory that has failed, see :func:`failed_outcome`."""
+        if self.first_failure is None and isinstance(error, Exception):
+            self.first_failure = describe_error(error), "".join(traceback.format_exception(error))
+        return failed_outcome(self._request.prompt, error, details)
 
     def finish(self, outcomes: Sequence[Outcome], seconds: float) -> list[Trajectory]:
         """Return the trajectories.
@@ -258,6 +302,9 @@ class RecordedGroup:
             outcomes: of each.
             seconds: that the group took.
         """
+        errors = (outcome.error or "" for outcome in outcomes if outcome.status == "failed")
+        if self.first_failure is None and (error := next(errors, None)) is not None:
+            self.first_failure = error.strip().rpartition("\n")[2], error
         trajectories = []
         for policy, sampler, outcome in zip(self._policies, self._samplers, outcomes, strict=True):
             trajectory = policy.finish(outcome, seconds)

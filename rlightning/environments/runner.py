@@ -12,7 +12,7 @@ from rlightning import intervals
 from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import Environment
-from rlightning.environments.policy import GroupRequest, RecordedGroup, failed_outcome
+from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError, RunError
 from rlightning.rollout import TokenSampler
@@ -38,9 +38,12 @@ class EnvironmentRunner:
         environments: one, or several by the names that prompts have in their column ``environment``; None: SingleTurn.
         max_length: tokens of the longest sequence.
         timeout: seconds that a trajectory may take; None: any time.
+        max_requeues: how often a trajectory is made again whose worker process ended or hung.
 
     Attributes:
         loop: the event loop.
+        num_requeues: trajectories that were made again, since it was set to 0.
+        first_failure: of a trajectory, in a line, and its traceback, since it was set to None.
     """
 
     def __init__(
@@ -52,10 +55,13 @@ class EnvironmentRunner:
         max_length: int,
         timeout: float | None = None,
         prompt_format: PromptFormat = USUAL,
+        max_requeues: int = 0,
     ) -> None:
         self._sampler, self._chat_format = sampler, ChatFormat(tokenizer, prompt_format=prompt_format)
         self._environments = SingleTurn() if environments is None else environments
-        self._max_length, self._timeout = max_length, timeout
+        self._max_length, self._timeout, self._max_requeues = max_length, timeout, max_requeues
+        self.num_requeues = 0
+        self.first_failure: tuple[str, str] | None = None
         self.loop = LoopThread("environments")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
@@ -124,14 +130,19 @@ class EnvironmentRunner:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         started_at = monotonic()
-        group = RecordedGroup(self._sampler, self._chat_format, request, self._max_length, self._timeout)
+        group = RecordedGroup(
+            self._sampler, self._chat_format, request, self._max_length, self._timeout, self._max_requeues
+        )
         try:
             outcomes = await environment.run_group(request.prompt, group)
         except RunError:
             raise  # no trajectory can go on
         except Exception as error:  # user code
-            outcomes = [failed_outcome(request.prompt, error)] * request.num_trajectories
-        return group.finish(outcomes, monotonic() - started_at)
+            outcomes = [group.fail(error)] * request.num_trajectories
+        trajectories = group.finish(outcomes, monotonic() - started_at)
+        self.num_requeues += group.num_requeues
+        self.first_failure = self.first_failure or group.first_failure
+        return trajectories
 
 
 def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rlightning import intervals
-from rlightning.environments.environment import Environment, Policy, PolicyGroup
+from rlightning.environments.environment import Environment, Policy, PolicyGroup, TrajectoryLostError
 from rlightning.environments.messages import Message
 from rlightning.environments.policy import failed_outcome
 from rlightning.environments.worker import raise_limits
@@ -55,8 +55,9 @@ class _Workers(NamedTuple):
 class WorkerEnvironment(Environment):
     """Runs another environment in worker processes, which may crash, hang, and have other packages than the trainer.
 
-    Each process has one event loop, and many trajectories on it. If it ends or hangs, its trajectories count as not
-    sampled, and another one takes its place. Processes start with the first trajectories, or with :meth:`check`.
+    Each process has one event loop, and many trajectories on it. If it ends or hangs, another one takes its place, and
+    its trajectories are made again within a budget (``rollout.max_requeues``), or else count as not sampled. Processes
+    start with the first trajectories, or with :meth:`check`.
 
     Args:
         environment: dotted path of its class, which is imported in the workers only.
@@ -122,7 +123,7 @@ class WorkerEnvironment(Environment):
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
         """Make the trajectories of one prompt, each as soon as it has a place."""
-        return await group.run_each(partial(self.run, prompt), self._get_workers().places)
+        return await group.run_each(partial(self._attempt, prompt), self._get_workers().places)
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory in the worker that has the fewest, which calls this policy.
@@ -131,6 +132,13 @@ class WorkerEnvironment(Environment):
             LimitReachedError: the trajectory has no room for a further turn.
             RunError: no trajectory can go on.
         """
+        try:
+            return await self._attempt(prompt, policy)
+        except TrajectoryLostError as error:
+            return failed_outcome(prompt, str(error), error.details)
+
+    async def _attempt(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """As :meth:`run`, but a TrajectoryLostError if its worker ended or hung."""
         pool = self._get_workers().pool
         errors: list[RunError] = []
         methods = serve_policy(policy, errors)
@@ -142,7 +150,8 @@ class WorkerEnvironment(Environment):
         except RemoteError as error:  # of the environment's code
             outcome = failed_outcome(prompt, str(error), error.traceback)
         except WorkerError as error:
-            outcome = failed_outcome(prompt, *self._describe_end(pool, error))
+            line, details = self._describe_end(pool, error)
+            raise TrajectoryLostError(line, details, is_cause=not error.is_bystander) from error
         except (ProcessStartError, OSError) as error:
             raise self._describe_start(error) from error
         except UNSENDABLE as error:

@@ -53,10 +53,12 @@ class RLModule(EvaluationSteps):
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
         rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`; one
             of them needs no list.
+        turn_discount: give each turn of the policy a credit of its own: its reward and, discounted by this for each
+            turn between, those of the turns after it. None: all that a trajectory sampled has one, its reward.
         mask_truncated: leave the tokens of trajectories that a limit has cut out of the loss (DAPO's overlong
             filtering, arXiv:2503.14476, section 3.4); their rewards count in baselines all the same.
         count_timeouts: train on trajectories that have run out of time, with the reward that the environment gives
-            them. Otherwise they count as not sampled, like those that were aborted or failed.
+            them, or 0. Otherwise they count as not sampled, like those that were aborted or failed.
         max_failed_share: the run ends when the rewards of a larger share of a step's samples fail, refills and all
             ranks included, or of a validation set's.
         max_steps_without_signal: so many steps in a row of which no completion can be learned from end the run; fewer
@@ -79,6 +81,7 @@ class RLModule(EvaluationSteps):
         model: str | Path,
         *,
         rewards: Sequence[Reward] | Reward = (),
+        turn_discount: float | None = None,
         mask_truncated: bool = False,
         count_timeouts: bool = False,
         max_failed_share: float = 0.1,
@@ -93,6 +96,11 @@ class RLModule(EvaluationSteps):
         self.rewarder = RewardRunner(
             rewards, max_failed_share=max_failed_share, max_unrewarded_references=max_unrewarded_references
         )
+        if turn_discount is not None and not 0 <= turn_discount <= 1:
+            raise ConfigError(
+                f"turn_discount={turn_discount} must be in [0, 1]. Leave it out for one credit a trajectory."
+            )
+        self.turn_discount = turn_discount
         self.mask_truncated, self.count_timeouts, self._checks_rewards = mask_truncated, count_timeouts, check_rewards
         if not 0 < stop_grace < math.inf:
             raise ConfigError(f"stop_grace={stop_grace} must be positive and finite. Use a minute or two, such as 120.")
@@ -383,11 +391,15 @@ class RLModule(EvaluationSteps):
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
         """The rewards less ``kl_coef`` times each trajectory's divergence: [M]. Used with ``kl_placement="reward"``."""
-        assert batch.rewards is not None and batch.ref_logprobs is not None
-        logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        kl = estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
+        assert batch.rewards is not None
         trajectory_ids = batch.to_tokens(torch.arange(batch.num_trajectories))
-        return subtract_kl(batch.rewards, kl, batch.is_sampled, trajectory_ids, self.kl_coef)
+        return subtract_kl(batch.rewards, self.estimate_kl(batch), batch.is_sampled, trajectory_ids, self.kl_coef)
+
+    def estimate_kl(self, batch: RolloutBatch) -> Tensor:
+        """The divergence from the reference model before the rollout's first update, estimated on each token: [T]."""
+        assert batch.ref_logprobs is not None
+        logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        return estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """How much better than expected each token is.

@@ -240,7 +240,7 @@ class UpdateModule(PolicyModule):
         candidates = batch.select(skippable.nonzero()[:, 0], "N")
         for sequences in self.split_microbatches(candidates, self.plan.max_tokens_per_microbatch):
             microbatch = self.to_microbatch(candidates, sequences)
-            microbatch.totals = LossTotals(1.0, 1.0, 1.0, 1.0)
+            microbatch.totals = LossTotals(1.0, 1.0, 1.0, 1.0, 1.0)
             has_gradient = not has_zero_gradient(components, microbatch)
             if self.all_max(torch.tensor(float(has_gradient))):
                 return torch.zeros_like(skippable)
@@ -352,10 +352,11 @@ def count_units(minibatch: RolloutBatch) -> Tensor:
     """Set the ``group_lengths`` of this rank's part of a minibatch; groups are whole on a rank.
 
     Returns:
-        [4] float64, its sampled tokens, sequences, trajectories and groups.
+        [5] float64, its sampled tokens, sequences, trajectories, groups and turns of the policy.
     """
     ids, group = torch.unique(minibatch.group_ids, return_inverse=True)
     lengths = minibatch.completion_lengths
     minibatch.group_lengths = lengths.new_zeros(len(ids)).index_add(0, group, lengths)[group]
-    counts = [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories, len(ids)]
+    num_turns = sum(len(one.samples) for one in minibatch.trajectories)
+    counts = [minibatch.is_sampled.sum(), minibatch.num_sequences, minibatch.num_trajectories, len(ids), num_turns]
     return torch.tensor(counts, dtype=torch.float64)

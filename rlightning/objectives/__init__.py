@@ -37,7 +37,8 @@ from rlightning.objectives.policy import (
     token_log_ratio,
 )
 from rlightning.objectives.proximal import approximate_proximal
-from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
+from rlightning.objectives.returns import Returns, TurnBaseline, Turns
+from rlightning.objectives.segments import spread_to_tokens, sum_by_run, sum_by_sequence
 from rlightning.objectives.zero_gradient import has_zero_gradient
 
 __all__ = [
@@ -49,8 +50,11 @@ __all__ = [
     "LossComponent",
     "PolicyObjective",
     "ReferenceKL",
+    "Returns",
     "RolloutCorrection",
     "SoftGate",
+    "TurnBaseline",
+    "Turns",
     "aggregate",
     "approximate_proximal",
     "capped_weight_loss",
@@ -69,6 +73,7 @@ __all__ = [
     "soft_gate_loss",
     "spread_to_tokens",
     "subtract_kl",
+    "sum_by_run",
     "sum_by_sequence",
     "sum_components",
     "token_log_ratio",

@@ -35,20 +35,30 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool =
     return centred.float()
 
 
-def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def leave_one_out(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
     """Compare each reward with the mean of the others in its group (RLOO, arXiv:2402.14740).
 
     ``A_i = r_i - sum_{j != i} r_j / (n - 1)``, which is ``n / (n - 1) * (r_i - mean(r))``.
 
     Args:
-        rewards: [N], one a completion.
+        rewards: [N], one a completion; or the return of each turn.
         group_ids: [N], equal for completions of one prompt; groups may differ in size.
+        trajectory_ids: [N], of turns: all those of its own trajectory are left out of a turn's mean, since what the
+            policy did in one of them has a part in the others.
 
     Returns:
-        [N] float32; zero for a group of one, which has nothing to compare with.
+        [N] float32; zero where a group has no other completion to compare with.
     """
     centred, groups, counts = _centre_groups(rewards, group_ids)
-    return (centred * (counts / (counts - 1).clamp(min=1))[groups]).float()
+    if trajectory_ids is None:
+        return (centred * (counts / (counts - 1).clamp(min=1))[groups]).float()
+    # A trajectory's part of a group, which is all of its turns there: [N] each, of the part that an entry is in.
+    parts = torch.unique(torch.stack([groups, trajectory_ids]), dim=1, return_inverse=True)[1]
+    sizes = torch.zeros_like(centred).index_add_(0, parts, torch.ones_like(centred))[parts]
+    own = torch.zeros_like(centred).index_add_(0, parts, centred)[parts]
+    others = counts[groups] - sizes
+    # Centred values sum to 0 over the group, so that those of the others sum to what is missing.
+    return torch.where(others > 0, centred + own / others.clamp(min=1), 0).float()
 
 
 def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] | None = None) -> Tensor:

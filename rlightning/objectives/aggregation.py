@@ -5,10 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlightning.objectives.segments import spread_to_tokens, sum_by_sequence
+from rlightning.objectives.segments import spread_to_tokens, sum_by_run, sum_by_sequence
 from rlightning.types import LossTotals
 
-Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "group_mean", "constant"]
+Aggregation = Literal["token_mean", "turn_mean", "sequence_mean", "trajectory_mean", "group_mean", "constant"]
 
 
 def aggregate(
@@ -18,6 +18,7 @@ def aggregate(
     kind: Aggregation,
     totals: LossTotals,
     *,
+    turn_ids: Tensor | None = None,
     trajectory_lengths: Tensor | None = None,
     group_lengths: Tensor | None = None,
     constant: float | None = None,
@@ -29,6 +30,8 @@ def aggregate(
     A trajectory has one sequence, or one for each of its branches.
 
     - token_mean: every token weighs the same, ``sum / tokens`` (DAPO, arXiv:2503.14476, eq. 12).
+    - turn_mean: every turn of the policy weighs the same, however many tokens it has: ``sum_k mean_t / turns``; what
+      frameworks do that train each turn as a sequence of its own (GiGPO, arXiv:2505.10978).
     - trajectory_mean: every trajectory weighs the same, however many sequences it has:
       ``sum_i mean_t / trajectories`` (GRPO, arXiv:2402.03300, eq. 3).
     - sequence_mean: every sequence weighs the same, ``sum_i mean_t / sequences``; a trajectory of two weighs as two.
@@ -41,7 +44,8 @@ def aggregate(
         mask: [T] bool, the sampled tokens; a value outside counts for nothing, even if it is not finite.
         cu_seqlens: [N+1], the micro-batch's sequences, each whole.
         kind: which of the above.
-        totals: sampled tokens, sequences, trajectories and groups of the whole optimizer step.
+        totals: sampled tokens, sequences, trajectories, groups and turns of the whole optimizer step.
+        turn_ids: [T], for "turn_mean": the turn that each token is of.
         trajectory_lengths: [T], for "trajectory_mean": sampled tokens of the whole trajectory that each token is of.
         group_lengths: [T], for "group_mean": sampled tokens of the whole group that each token is of.
         constant: tokens, for the last kind.
@@ -53,6 +57,10 @@ def aggregate(
     match kind:
         case "token_mean":
             return values.sum() / max(totals.tokens, 1.0)
+        case "turn_mean":
+            assert turn_ids is not None
+            lengths = sum_by_run(mask.float(), turn_ids, cu_seqlens).clamp(min=1)
+            return (values / lengths).sum() / max(totals.turns, 1.0)
         case "sequence_mean":
             lengths = sum_by_sequence(mask.float(), cu_seqlens).clamp(min=1)
             return (values / spread_to_tokens(lengths, cu_seqlens, mask.numel())).sum() / max(totals.sequences, 1.0)

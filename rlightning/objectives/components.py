@@ -2,8 +2,8 @@
 
     loss = sum over components of weight * sum over tokens of term / denominator
 
-A term gives a value for each token, neither masked nor averaged. Denominators count tokens, sequences, trajectories or
-groups of the whole optimizer step: all micro-batches, all ranks, all accumulation.
+A term gives a value for each token, neither masked nor averaged. Denominators count tokens, turns, sequences,
+trajectories or groups of the whole optimizer step: all micro-batches, all ranks, all accumulation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +85,7 @@ def sum_components(
             batch.cu_seqlens,
             kind,
             batch.totals,
+            turn_ids=batch.turn_ids,
             trajectory_lengths=batch.to_tokens(batch.completion_lengths),
             group_lengths=None if batch.group_lengths is None else batch.to_tokens(batch.group_lengths),
             constant=constant,

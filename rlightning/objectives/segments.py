@@ -21,6 +21,26 @@ def sum_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return values.new_zeros(num_sequences).index_add(0, sequences, values)
 
 
+def sum_by_run(values: Tensor, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum [T] values over each run of tokens of one id in one sequence, such as those of a turn.
+
+    Args:
+        values: [T].
+        ids: [T], whole numbers.
+        cu_seqlens: [N+1], the sequences' bounds.
+
+    Returns:
+        [T], on each token the sum over its run.
+    """
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[1:] = ids[1:] != ids[:-1]
+    # An empty sequence at the end begins where there is no token.
+    firsts = cu_seqlens[:-1].long()
+    starts = torch.cat([starts, starts.new_zeros(1)]).index_fill(0, firsts, True)[:-1]
+    runs = starts.cumsum(0) - 1
+    return torch.zeros_like(values).index_add(0, runs, values)[runs]
+
+
 def spread_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Repeat [N] values, one a sequence, over the tokens of each sequence.
 

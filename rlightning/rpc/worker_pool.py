@@ -42,11 +42,12 @@ class WorkerError(RPCError):
 
     Attributes:
         stacks: of the process's threads, as faulthandler writes them; "" if there are none.
+        is_bystander: whether it is known to have been another call.
     """
 
-    def __init__(self, message: str, stacks: str = "") -> None:
+    def __init__(self, message: str, stacks: str = "", *, is_bystander: bool = False) -> None:
         super().__init__(message)
-        self.stacks = stacks
+        self.stacks, self.is_bystander = stacks, is_bystander
 
 
 class WorkerHungError(WorkerError):
@@ -139,7 +140,7 @@ class WorkerPool:
                 if self._num_closed > num_closed:
                     raise ConnectionLostError("the pool was closed") from None
                 if end.culprit == call.key or not (end.may_repeat and self.may_repeat):
-                    raise end.error from None
+                    raise end.error_of(call.key) from None
                 call.is_alone = end.culprit is None and len(end.calls) > 1
             else:
                 self.deaths.reset()
@@ -286,6 +287,11 @@ class _End(NamedTuple):
     error: WorkerError
     calls: list[int]
     may_repeat: bool
+
+    def error_of(self, key: int) -> WorkerError:
+        """Return the error of one of the calls."""
+        is_bystander = self.culprit not in (None, key)
+        return type(self.error)(str(self.error), self.error.stacks, is_bystander=is_bystander)
 
 
 class _Worker:

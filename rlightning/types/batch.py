@@ -41,6 +41,7 @@ class LossTotals(NamedTuple):
     sequences: float
     trajectories: float
     groups: float
+    turns: float
 
 
 @dataclass(slots=True)

@@ -190,7 +190,7 @@ class Trajectory:
             as not sampled: ``timeout``, ``aborted`` (staleness, shutdown), ``failed`` (infrastructure).
         scores: by reward function, unweighted; None where a function gave none.
         reward: the environment's; None where it gives none.
-        turn_rewards: the environment's, one a turn; None where it gives none.
+        turn_rewards: the environment's, one for each turn of the policy; None where it gives none.
         metrics: the environment's numbers.
         timings: seconds by what was waited for: of the ``trajectory`` in all and, unless it is of a single turn, of the
             ``engine`` and of the ``environment``.
@@ -262,8 +262,8 @@ class Outcome:
     """What an environment returns when a trajectory is over.
 
     Attributes:
-        reward: of the trajectory; None where reward functions alone decide.
-        turn_rewards: one a turn; None where there are none.
+        reward: of the trajectory; None: the sum of ``turn_rewards``, and without these reward functions alone decide.
+        turn_rewards: one for each turn of the policy, parts of the trajectory's reward; None where there are none.
         status: see :class:`Trajectory`.
         metrics: numbers to log.
         error: why it did not finish.

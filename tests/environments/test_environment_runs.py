@@ -15,7 +15,7 @@ from tiny import make_data, write_sums
 from rlightning.callbacks import CompletionsTable, TransformersRollout, VLLMRollout
 from rlightning.data import PromptDataModule
 from rlightning.environments import AgentProgram, Environment, Policy, SelfCorrection, WorkerEnvironment
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, EnvironmentFailedError
 from rlightning.report.trajectories import read_trajectories
 from rlightning.types import Outcome, Prompt
 
@@ -43,10 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_two_turns_are_trained_as_sampled(folder: str, tmp_path: Path) -> None:
     witness = Witness()
     verdict = "+"
-    rollout = make_rollout(SelfCorrection(verdict=verdict))
+    rollout = make_rollout(SelfCorrection(verdict=verdict), verify_trajectories=True)
     make_trainer(tmp_path, 2, rollout, witness).fit(make_module(folder), make_data(tmp_path))
     for batch, metrics in zip(witness.batches, witness.steps, strict=True):
-        assert metrics["policy/rollout_gap_max"] < 1e-5
+        assert metrics["policy/rollout_gap_max"] < 1e-5 and metrics["environment/verify_gap"] < 1e-5
         for one in batch.trajectories:
             first = one.samples[0]
             assert len(one.samples) == (1 if first.text.strip() == one.prompt.columns["answer"] else 2)
@@ -75,6 +75,7 @@ def test_two_turns_of_an_engine_are_trained_as_sampled(folder: str, tmp_path: Pa
     witness, verdict = Witness(), "+"
     rollout = VLLMRollout(
         environment=SelfCorrection(verdict=verdict),
+        verify_trajectories=True,
         placement="standalone",
         max_staleness=1,
         max_new_tokens=8,
@@ -95,6 +96,7 @@ def test_two_turns_of_an_engine_are_trained_as_sampled(folder: str, tmp_path: Pa
         assert int(batch.is_sampled.sum()) == sum(len(sample.token_ids) for sample in samples)
         assert 0 <= metrics["environment/prefix_cache_hits"] <= 1
     assert 2 in num_turns
+    assert witness.steps[0]["environment/verify_gap"] < 1e-4  # later ones hold tokens of former weights
     assert rollout.last["async/running"] + rollout.last["async/finished"] == 4
 
 
@@ -108,8 +110,8 @@ def test_failed_trajectories_are_not_trained(folder: str, tmp_path: Path) -> Non
 
     module = make_module(folder, rewards=[], samples_per_prompt=4)
     table = CompletionsTable(every_n_steps=1, num_console=0)
-    trainer = make_trainer(tmp_path, 4, make_rollout(FailsSometimes()), witness, Watched(), table)
-    trainer.fit(module, make_data(tmp_path))
+    rollout = make_rollout(FailsSometimes(), max_failed_share=1.0)
+    make_trainer(tmp_path, 4, rollout, witness, Watched(), table).fit(module, make_data(tmp_path))
     sampled = [prompt.index for batch in witness.batches for prompt in batch.prompts]
     assert sorted(set(sampled)) == list(range(16))
     assert max(index for indices in trained for index in indices) < 12  # those of the fourth row begin with 3
@@ -119,6 +121,53 @@ def test_failed_trajectories_are_not_trained(folder: str, tmp_path: Path) -> Non
     assert {one.prompt.index for one in lost} == {12, 13, 14, 15} and len(lost) == 16
     assert {(one.status, one.error) for one in lost} == {("failed", "ConnectionError: no sandbox")}
     assert len(records) == 4 * 16
+
+
+@pytest.mark.long
+def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Path) -> None:
+    """All of the fourth step fail; the group that is one too many ends the run. A prediction goes on."""
+    module = make_module(folder, rewards=[], samples_per_prompt=4)
+    witness = Witness()
+    trainer = make_trainer(tmp_path, 4, make_rollout(FailsSometimes()), witness)
+    line = (
+        r"^At least 12 of the 16 trajectories of the step failed, more than rollout\.max_failed_share=0\.5 allows\. "
+        r"The first failure: ConnectionError: no sandbox\nTraceback(?s:.*)raise ConnectionError"
+    )
+    with pytest.raises(EnvironmentFailedError, match=line):
+        trainer.fit(module, make_data(tmp_path))
+    assert len(witness.steps) == 3
+    prompts = PromptDataModule([{"prompt": "3+1=", "answer": "4"}], predict=write_sums(tmp_path), max_prompt_tokens=16)
+    tiny_run = make_trainer(tmp_path / "predict", 1, make_rollout(FailsSometimes()))
+    predicted = tiny_run.predict(make_module(folder, rewards=[]), prompts)
+    assert "failed" in {one.status for batch in predicted or [] for _, group in batch for one in group}
+
+
+class FailsOnce(Environment):
+    """Leaves the groups of the first prompts one and two trajectories of three, and the others whole."""
+
+    def __init__(self) -> None:
+        self.num_calls = [0, 0]
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        sample = await policy.chat()
+        if prompt.index < 2:
+            self.num_calls[prompt.index] += 1
+            if self.num_calls[prompt.index] <= 2 - prompt.index:
+                raise ConnectionError("no sandbox")
+        return Outcome(reward=sample.text.count("1") / 8)
+
+
+@pytest.mark.long
+def test_groups_train_on_what_is_left_from_two_on(folder: str, tmp_path: Path) -> None:
+    trained: list[list[int]] = []
+
+    class Watched(Witness):
+        def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+            trained.append([prompt.index for prompt in batch.prompts])
+
+    module = make_module(folder, rewards=[], samples_per_prompt=3)
+    make_trainer(tmp_path, 1, make_rollout(FailsOnce()), Watched()).fit(module, make_data(tmp_path))
+    assert trained == [[1, 1, 2, 2, 2, 3, 3, 3]]
 
 
 @pytest.mark.long

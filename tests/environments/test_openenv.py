@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import pytest
 import yaml
 from test_step_environment import PROMPT, CannedPolicy, play
 
+from rlightning.environments.environment import Reply
+from rlightning.environments.messages import Message
 from rlightning.environments.openenv import OpenEnv
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.errors import ConfigError
@@ -136,8 +138,8 @@ def test_what_a_server_does_wrong_fails_the_trajectory(arguments: dict[str, Any]
     server = Server()
 
     class Says(CannedPolicy):
-        async def chat(self, *observations: dict[str, str]) -> Sample:
-            return Sample([7], [-0.1], [2], text, "stop")
+        async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
+            return Reply(Sample([7], [-0.1], [2], text, "stop"))
 
     async def work() -> None:
         with pytest.raises(RuntimeError, match=message):
@@ -147,13 +149,14 @@ def test_what_a_server_does_wrong_fails_the_trajectory(arguments: dict[str, Any]
 
 
 def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments, message in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"url": "127.0.0.1:8000"}, "url=127.0.0.1:8000 must begin with"),
         ({"max_sessions": 0}, "max_sessions=0 must be at least 1"),
         ({"timeout": 0}, "timeout=0 must be above 0"),
-    ):
+    )
+    for arguments, message in cases:
         with pytest.raises(ConfigError, match=message):
-            OpenEnv(**{"url": "http://127.0.0.1:1", "action": "text", **arguments})
+            OpenEnv(**{"url": "http://127.0.0.1:1", "action": "text"} | arguments)
     with pytest.raises(
         ConfigError, match=r"ws://127\.0\.0\.1:1/ws cannot be reached: .*\. Start the server, or change url"
     ):
@@ -177,10 +180,10 @@ def test_server_of_the_package_is_played() -> None:
     uvicorn = pytest.importorskip("uvicorn")
     from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
-    class Say(Action):
+    class Say(Action):  # type: ignore[misc,unused-ignore]  # untyped where it is not installed
         text: str
 
-    class Heard(Observation):
+    class Heard(Observation):  # type: ignore[misc,unused-ignore]
         said: str
 
     class Counter(Environment):  # type: ignore[misc]  # untyped

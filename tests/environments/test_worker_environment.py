@@ -299,6 +299,47 @@ def test_workers_that_end_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pyte
     run(work())
 
 
+class CannedSampler:
+    """Answers each request with one token, and notes the seeds that it was asked with."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []
+
+    async def sample(self, token_ids: Any, sampling: Sampling, **settings: Any) -> list[Sample]:
+        self.seeds.append(sampling.seed)
+        return [Sample([7], [-0.1], [2], "seven", "stop")]
+
+
+def test_lost_trajectories_are_made_again_within_a_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What ended its worker pays for it, what was beside it does not."""
+
+    async def work() -> None:
+        environment, sampler = make(tmp_path, max_trajectories=2), CannedSampler()
+
+        async def attempt(deed: str, max_requeues: int) -> tuple[Trajectory, RecordedGroup]:
+            prompt = make_prompt(deed)
+            request = GroupRequest(prompt, Sampling(max_new_tokens=4, seed=5), 1)
+            group = RecordedGroup(sampler, None, request, 64, None, max_requeues)  # type: ignore[arg-type]
+            (trajectory,) = group.finish(await environment.run_group(prompt, group), 0.0)
+            return trajectory, group
+
+        (ended, group), (beside, other) = await asyncio.gather(attempt("exit once", 1), attempt("hold once", 0))
+        assert (ended.status, group.num_requeues) == (beside.status, other.num_requeues) == ("finished", 1)
+        assert len(ended.samples) == len(ended.branches) == 1, "the first attempt is forgotten"
+        assert len(sampler.seeds) == 4 and len(set(sampler.seeds)) == 2, "each attempt draws other numbers"
+
+        failed, group = await attempt("exit", 2)
+        assert (failed.status, group.num_requeues) == ("failed", 2)
+        assert len(list(tmp_path.glob("exit [0-9]*"))) == 3
+        assert group.first_failure == ("its worker process ended (exit code 3)",) * 2
+        await environment.close()
+
+    with caplog.at_level(logging.WARNING, "rlightning"):
+        run(work())
+    messages = [record.getMessage() for record in caplog.records]
+    assert "A trajectory of prompt 3 is requeued: its worker process ended (exit code 3)" in messages
+
+
 def test_killed_trainer_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(

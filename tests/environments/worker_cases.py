@@ -37,7 +37,16 @@ class Deeds(Environment):
             await asyncio.sleep(0.5)
             self.num_running -= 1
         elif deed == "exit":
+            (self.folder / f"exit {os.getpid()}").touch()
             os._exit(3)
+        elif deed == "exit once" and not list(self.folder.glob("exit once *")):
+            (self.folder / f"exit once {os.getpid()}").touch()
+            while not list(self.folder.glob("hold once *")):
+                await asyncio.sleep(0.01)
+            os._exit(3)
+        elif deed == "hold once" and not list(self.folder.glob("hold once *")):
+            (self.folder / f"hold once {os.getpid()}").touch()
+            await asyncio.sleep(3600)
         elif deed == "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
         elif deed == "block":

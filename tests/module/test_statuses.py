@@ -47,7 +47,8 @@ class Seen(RLCallback):
 def train(model_folder: str, folder: Path, **arguments: Any) -> tuple[Seen, dict[str, float]]:
     seen = Seen()
     trainer = make_trainer(folder, 1, UseGenerator(Statuses), seen)
-    trainer.fit(make_grpo(model_folder, validate_first=False, **arguments), make_data(folder))
+    module = make_grpo(model_folder, samples_per_prompt=3, validate_first=False, **arguments)
+    trainer.fit(module, make_data(folder))
     return seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -57,7 +58,8 @@ def test_what_was_not_sampled_reaches_no_update(
     count_timeouts: bool, left_out: list[str], model_folder: str, tmp_path: Path
 ) -> None:
     seen, metrics = train(model_folder, tmp_path, count_timeouts=count_timeouts)
-    assert seen.rollout == ["truncated", "timeout", "finished", "aborted", "finished", "failed", "finished", "finished"]
+    others = [["finished", status, "finished"] for status in NOT_SAMPLED[1:]]
+    assert seen.rollout == ["truncated", "timeout", "finished", *others[0], *others[1], *["finished"] * 3]
     assert seen.update == [status for status in seen.rollout if status not in left_out]
     assert metrics["trajectory/not_sampled"] == len(left_out)
 
@@ -66,6 +68,14 @@ def test_what_was_not_sampled_reaches_no_update(
 def test_mask_truncated_trains_no_token_of_what_was_cut(model_folder: str, tmp_path: Path) -> None:
     seen, _ = train(model_folder, tmp_path, mask_truncated=True)
     assert seen.update[0] == "truncated" and seen.tokens[0] > 0
+    assert sum(seen.is_sampled) == sum(seen.tokens[1:])
+
+
+@pytest.mark.long
+def test_masked_timeouts_are_those_that_do_not_count(model_folder: str, tmp_path: Path) -> None:
+    """Keys of different statuses do not meet: what ran out of time and counts is trained, whatever is masked."""
+    seen, _ = train(model_folder, tmp_path, mask_truncated=True, count_timeouts=True)
+    assert seen.update[:2] == ["truncated", "timeout"]
     assert sum(seen.is_sampled) == sum(seen.tokens[1:])
 
 

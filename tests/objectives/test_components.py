@@ -38,7 +38,9 @@ def total(components: list[LossComponent], forward: ForwardPass, batch: RolloutB
 
 def test_each_component_has_its_own_weight_and_denominator() -> None:
     batch = make_batch([[[1, 2, 0], [3]]])  # completions of three tokens and of one
-    batch.totals = LossTotals(tokens=8, sequences=4, trajectories=4, groups=2)  # of another such micro-batch, too
+    batch.totals = LossTotals(
+        tokens=8, sequences=4, trajectories=4, groups=2, turns=4
+    )  # of another such micro-batch, too
     forward = make_forward(batch)
     components = [
         LossComponent("by token", per_token, denominator="token_mean"),
@@ -74,7 +76,7 @@ def test_components_of_one_denominator_are_one_sum() -> None:
     """The bits are those of a loss that is added up token by token."""
     torch.manual_seed(0)
     batch = make_batch([[[1, 2, 0], [3, 1]], [[2], [0]]])
-    batch.totals = LossTotals(tokens=7, sequences=4, trajectories=4, groups=2)
+    batch.totals = LossTotals(tokens=7, sequences=4, trajectories=4, groups=2, turns=4)
     logprobs, entropies = torch.randn(batch.num_tokens), torch.randn(batch.num_tokens)
     batch.ref_logprobs = torch.randn(batch.num_tokens)
     components = [

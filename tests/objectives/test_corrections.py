@@ -70,7 +70,7 @@ def test_masked_tokens_stay_in_the_denominator() -> None:
     logprobs = (SAMPLER + RATIOS.log()).requires_grad_()
     weights, _ = RolloutCorrection("icepop").weigh(logprobs, SAMPLER, MASK, CU_SEQLENS)
     loss, _ = reinforce_loss(logprobs, torch.ones(6))
-    grad = gradient(aggregate(loss * weights, MASK, CU_SEQLENS, "token_mean", LossTotals(4, 2, 2, 2)), logprobs)
+    grad = gradient(aggregate(loss * weights, MASK, CU_SEQLENS, "token_mean", LossTotals(4, 2, 2, 2, 2)), logprobs)
     # Weights 4, 0, 1.5, 0, each over all four tokens.
     torch.testing.assert_close(grad, torch.tensor([0.0, -4 / 4, 0.0, -1.5 / 4, 0.0, 0.0]))
 

@@ -68,7 +68,7 @@ def test_sequence_ratio_has_the_gradient_of_the_geometric_mean() -> None:
     mask, cu_seqlens = torch.ones(4, dtype=torch.bool), torch.tensor([0, 3, 4])
     log_ratio = sequence_log_ratio(logprobs, old, mask, cu_seqlens)
     loss, _ = clipped_loss(log_ratio, torch.tensor([2.0, 2.0, 2.0, -1.0]), clip_low=0.9, clip_high=0.9)
-    share = aggregate(loss, mask, cu_seqlens, "sequence_mean", LossTotals(4, 2, 2, 2))
+    share = aggregate(loss, mask, cu_seqlens, "sequence_mean", LossTotals(4, 2, 2, 2, 2))
     ours = torch.autograd.grad(share, logprobs)[0]
     first = ((logprobs[:3] - old[:3]).sum() / 3).exp()
     second = (logprobs[3] - old[3]).exp()

@@ -27,7 +27,7 @@ from rlightning.objectives import (
 )
 from rlightning.types import LossTotals, RolloutBatch, axis
 
-KINDS: list[Aggregation] = ["token_mean", "sequence_mean", "trajectory_mean", "constant"]
+KINDS: list[Aggregation] = ["token_mean", "turn_mean", "sequence_mean", "trajectory_mean", "constant"]
 RANDOM = st.integers(0, 2**32).map(random.Random)
 
 # (logprobs, old_logprobs, advantages, mask, cu_seqlens) -> loss a token
@@ -70,7 +70,7 @@ def test_random_cuts_give_the_same_loss_and_gradient(name: str, kind: Aggregatio
     old = -torch.rand(total, generator=generator) * 3
     new = (old + 0.3 * torch.randn(total, generator=generator)).requires_grad_()
     advantages = torch.randn(total, generator=generator)
-    totals = LossTotals(float(mask.sum()), 12, 12, 12)
+    totals = LossTotals(float(mask.sum()), 12, 12, 12, 12)
     sampled = torch.zeros(12).index_add(0, torch.arange(12).repeat_interleave(lengths), mask.float())
     own_lengths = sampled.repeat_interleave(lengths)
 
@@ -80,8 +80,9 @@ def test_random_cuts_give_the_same_loss_and_gradient(name: str, kind: Aggregatio
         cut = slice(int(bounds[0]), int(bounds[-1]))
         bounds = bounds - bounds[0]
         loss = LOSSES[name](new[cut], old[cut], advantages[cut], mask[cut], bounds)
-        own = own_lengths[cut]
-        return aggregate(loss, mask[cut], bounds, kind, totals, trajectory_lengths=own, constant=25.0)
+        own, turns = own_lengths[cut], mask[cut].int() - 1
+        lengths: dict[str, Tensor] = {"turn_ids": turns, "trajectory_lengths": own}
+        return aggregate(loss, mask[cut], bounds, kind, totals, **lengths, constant=25.0)
 
     whole = share(0, 12)
     gradient = torch.autograd.grad(whole, new)[0]
@@ -104,21 +105,22 @@ class PlacedBatch(RolloutBatch):
 def test_any_cut_order_and_ranks_give_the_same_loss_of_trajectories(draw: random.Random, kind: Aggregation) -> None:
     batch = PlacedBatch.pack(random_groups(draw))
     batch.place = torch.arange(batch.num_tokens)
-    num_groups = float(count_units(batch)[-1])
+    num_groups, num_turns = count_units(batch)[3:].tolist()
     batch.advantages = batch.to_tokens(torch.tensor([draw.gauss(0, 1) for _ in batch.trajectories]).double())
     logprobs = torch.tensor([-draw.random() for _ in range(batch.num_tokens)]).double().requires_grad_()
 
     def count(parts: list[PlacedBatch]) -> LossTotals:
         counts = [(float(part.is_sampled.sum()), part.num_sequences, part.num_trajectories) for part in parts]
         tokens, sequences, trajectories = (sum(column) for column in zip(*counts, strict=True))
-        return LossTotals(tokens, sequences, trajectories, num_groups)
+        num_turns = sum(len(one.samples) for part in parts for one in part.trajectories)
+        return LossTotals(tokens, sequences, trajectories, num_groups, num_turns)
 
     def share(part: PlacedBatch, totals: LossTotals) -> Tensor:
         assert part.place is not None and part.advantages is not None
         losses = -part.advantages * logprobs[part.place].exp()
         assert part.group_lengths is not None
         own, groups = part.to_tokens(part.completion_lengths), part.to_tokens(part.group_lengths)
-        lengths: dict[str, Tensor] = {"trajectory_lengths": own, "group_lengths": groups}
+        lengths = {"turn_ids": part.turn_ids, "trajectory_lengths": own, "group_lengths": groups}
         return aggregate(losses, part.is_sampled, part.cu_seqlens, kind, totals, **lengths, constant=7.0)
 
     whole = share(batch, count([batch]))
@@ -127,7 +129,7 @@ def test_any_cut_order_and_ranks_give_the_same_loss_of_trajectories(draw: random
     cuts = sorted(draw.randint(0, len(order)) for _ in range(2))
     ranks = [batch.select(order[start:end]) for start, end in pairwise([0, *cuts, len(order)])]
     totals = count(ranks)
-    assert totals == count([batch])
+    assert totals == count([batch]) and totals.turns == num_turns
     shares = []
     for rank in ranks:
         sequences = draw.sample(range(rank.num_sequences), rank.num_sequences)

@@ -1,0 +1,54 @@
+"""What the environments of a step have come to, and how many of its trajectories may fail."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlightning.environments.verification import Gap
+from rlightning.errors import EnvironmentFailedError
+from rlightning.foreign_text import cut, cut_line
+from rlightning.types.trajectory import Trajectory
+
+
+@dataclass
+class EnvironmentTotals:
+    """Totals over all trajectories of a step, refills and all ranks included.
+
+    Attributes:
+        max_failed_share: of them, that may fail in infrastructure.
+        num_expected: trajectories, those that have not ended among them.
+        num_failed: of them.
+        gap: between what was recorded of them and what the sampler says of it, if they are verified.
+    """
+
+    max_failed_share: float = 1.0
+    num_expected: int = 0
+    num_failed: int = 0
+    gap: Gap = field(default_factory=Gap)
+
+    def count(self, trajectories: Sequence[Trajectory], first_failure: tuple[str, str] | None) -> None:
+        """Count those that have failed.
+
+        Args:
+            trajectories: that have ended.
+            first_failure: of the step, in a line, and its traceback; None where it is not known.
+
+        Raises:
+            EnvironmentFailedError: they are too many, whatever becomes of those that have not ended.
+        """
+        failed = [one for one in trajectories if one.status == "failed"]
+        self.num_failed += len(failed)
+        if not failed or self.num_failed <= self.max_failed_share * self.num_expected:
+            return
+        line, details = first_failure or (failed[0].error or "", "")
+        raise EnvironmentFailedError(
+            f"At least {self.num_failed} of the {self.num_expected} trajectories of the step failed, more than "
+            f"rollout.max_failed_share={self.max_failed_share:g} allows. The first failure: {cut_line(line)}",
+            cut(details),
+        )
+
+    def metrics(self, num_requeues: int) -> dict[str, float]:
+        """Return them by the names of docs/metrics.md."""
+        metrics = {"environment/requeues": float(num_requeues)}
+        if self.gap.num_tokens:
+            metrics["environment/verify_gap"] = self.gap.mean
+        return metrics
