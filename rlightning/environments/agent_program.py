@@ -14,8 +14,7 @@ from rlightning import intervals
 from rlightning.environments.agent_command import AgentCommand, RewardSource
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.endpoint import Endpoint, Session
-from rlightning.environments.environment import Environment, LimitReachedError, Policy, PolicyGroup
-from rlightning.environments.policy import RecordedPolicy
+from rlightning.environments.environment import Environment, Policy, PolicyGroup
 from rlightning.environments.step_object import SerialThread
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
@@ -131,8 +130,6 @@ class AgentProgram(Environment):
             LimitReachedError: the agent failed where a sequence had no more room.
             RunError: no trajectory can go on.
         """
-        if not isinstance(policy, RecordedPolicy):
-            raise TypeError("AgentProgram needs the policy of the trainer's process.")
         async with self.endpoint.open(policy) as session:
             try:
                 async with asyncio.timeout(self.timeout) as deadline:
@@ -141,7 +138,7 @@ class AgentProgram(Environment):
                 if not deadline.expired():
                     raise
                 outcome = Outcome(status="timeout", error=f"The agent took more than {self.timeout:g} s.")
-        recorder = policy.recorder
+        recorder = session.policy.recorder
         if outcome.status != "timeout" and not recorder.branches:
             raise ValueError("the agent ended without a turn of the policy's")
         counts = {"turns": recorder.num_sampled, "branches": len(recorder.branches)}
@@ -153,7 +150,7 @@ class AgentProgram(Environment):
         return outcome
 
     async def _run_agent(self, prompt: Prompt, session: Session) -> Outcome:
-        """Return what the agent makes; a failure of the session ends it, whatever it makes of that."""
+        """Return what the agent makes; a failure of the session ends the agent."""
         running = asyncio.ensure_future(self._call(prompt, session))
         try:
             waiting: list[asyncio.Future[Any]] = [running, session.failure]
@@ -161,11 +158,6 @@ class AgentProgram(Environment):
             if session.failure.done():
                 raise session.failure.result()
             return running.result()
-        except Exception as error:
-            has_begun = bool(session.policy.recorder.branches)
-            if session.policy.has_reached_limit and has_begun and not session.failure.done():
-                raise LimitReachedError(f"The agent ended there: {cut_line(error)}") from error
-            raise
         finally:
             if not running.done():
                 running.cancel()

@@ -12,7 +12,7 @@ from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
 from waiting import still_running
 
-from rlightning.environments import AgentProgram
+from rlightning.environments import AgentProgram, Environment
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
@@ -23,7 +23,7 @@ PROMPT = Prompt(3, "1+1=", [1, 2], {"prompt": "1+1=", "answer": "2"})
 
 
 def attempt(
-    environment: AgentProgram,
+    environment: Environment,
     *said: str,
     error: Exception | None = None,
     num_trajectories: int = 1,
@@ -110,7 +110,7 @@ def test_an_agent_that_takes_too_long_was_not_sampled(own: float | None, run_s: 
     ("make", "reason"),
     [
         (lambda: AgentProgram(), r"^AgentProgram needs one of agent \(a function\) and command \(a program\)\.$"),
-        (lambda: AgentProgram("my_agents.nothing"), r"'my_agents' has no class 'nothing'"),
+        (lambda: AgentProgram("my_agents.nothing"), r"'my_agents' has no class or function 'nothing'"),
         (lambda: AgentProgram(my_agents.idle), r"agent=idle has neither a parameter 'client' nor 'base_url'\. Define"),
         (lambda: AgentProgram(my_agents.by_address, {"extra": 1}), r"got an unexpected keyword argument 'extra'"),
         (lambda: AgentProgram(command=["no-such-program"]), r"there is no program 'no-such-program'\. Install it"),

@@ -14,7 +14,7 @@ from rlightning.environments.endpoint import anthropic_api, openai_api, response
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.openai_api import Reply
 from rlightning.environments.endpoint.session import Session
-from rlightning.environments.environment import LimitReachedError
+from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import describe_error
@@ -100,11 +100,32 @@ class Endpoint:
         Raises:
             ConfigError: it cannot listen there, or no HTTP server is installed.
         """
-        if self._serving is not None:
-            return
-        uvicorn, app = _import_server(), self._make_app()
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        if self._serving is None:
+            uvicorn = _import_server()
+            listener = self._bind()
+            config = uvicorn.Config(
+                self._make_app(),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                limit_concurrency=self.max_connections,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=1,
+            )
+            server = uvicorn.Server(config)
+            server.capture_signals = contextlib.nullcontext  # those are the trainer's
+            self._serving = server, asyncio.ensure_future(server.serve([listener]))
+            log.info("Agents reach the policy at %s.", self._url)
+        server, task = self._serving
+        while not server.started:
+            if task.done():
+                task.result()
+            await asyncio.sleep(0.005)
+
+    def _bind(self) -> socket.socket:
+        is_ipv6 = ":" in self.host
+        listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self.host, self.port))
@@ -114,25 +135,8 @@ class Endpoint:
                 f"endpoint.host={self.host}, endpoint.port={self.port} cannot be listened at: {error.strerror}. Give "
                 "an address of this host; port 0 takes a free one."
             ) from error
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            limit_concurrency=self.max_connections,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-        server = uvicorn.Server(config)
-        server.capture_signals = contextlib.nullcontext  # those are the trainer's
-        task = asyncio.ensure_future(server.serve([listener]))
-        while not server.started and not task.done():
-            await asyncio.sleep(0.005)
-        self._serving = server, task
-        host = f"[{self.host}]" if family == socket.AF_INET6 else self.host
-        self._url = f"http://{host}:{listener.getsockname()[1]}"
-        log.info("Agents reach the policy at %s.", self._url)
+        self._url = f"http://{f'[{self.host}]' if is_ipv6 else self.host}:{listener.getsockname()[1]}"
+        return listener
 
     async def close(self) -> None:
         """End it, and what is under way. May be called twice."""
@@ -148,20 +152,33 @@ class Endpoint:
             one.cancel()
 
     @contextlib.asynccontextmanager
-    async def open(self, policy: RecordedPolicy) -> AsyncIterator[Session]:
+    async def open(self, policy: Policy) -> AsyncIterator[Session]:
         """Serve a trajectory's session until the context ends.
 
         Args:
             policy: of the trajectory.
+
+        Raises:
+            LimitReachedError: what used the session failed where a sequence had no more room.
+            Exception: the policy could not be sampled from, whatever was made of that.
         """
+        if not isinstance(policy, RecordedPolicy):
+            raise TypeError("The endpoint serves policies of the trainer's process alone.")
         await self.start()
         session = Session(policy, keeps_reasoning=self.keeps_reasoning, ignored=self.ignored)
         self._sessions[session.id] = session
         try:
             yield session
+        except Exception as error:
+            if policy.has_reached_limit and policy.recorder.branches and not session.failure.done():
+                raise LimitReachedError(f"The agent ended there: {describe_error(error)}") from error
+            if not session.failure.done():
+                raise
         finally:
             del self._sessions[session.id]
             session.close()
+        if session.failure.done():
+            raise session.failure.result()
 
     def _make_app(self) -> Any:
         from starlette.applications import Starlette
