@@ -128,18 +128,21 @@ class TrajectoryVerifier:
                 turn = int(turns[distances.argmax()])
                 place = f"prompt {one.prompt.index}, message {turn} after the prompt, branch '{branch.reason}'"
                 worst = _Worst(float(distances.max()), place)
-        for gap, what in ((begun, "first turns"), (later, "later turns")):
-            limit = self._limit(gap)
-            if gap.num_tokens and not gap.mean <= limit:
-                raise VerificationError(
-                    f"Trajectories do not train on what was sampled: scored again by one prefill of each branch, "
-                    f"log-probabilities of their {what} differ by {gap.mean:.3g} nats in the mean of {gap.num_tokens} "
-                    f"tokens, and those of single-turn rollouts by {self.single_turns.mean:.3g}, so that {limit:.3g} "
-                    f"are allowed. The token that is furthest off, by {worst.distance:.3g}: {worst.place}. Look at how "
-                    "the environment, or its client, hands on the history; rollout.verify_trajectories: false goes on "
-                    "unverified."
-                )
+        self._check(begun, "first turns", worst)
+        self._check(later, "later turns", worst)
         return begun.merge(later)
+
+    def _check(self, gap: Gap, what: str, worst: _Worst) -> None:
+        """Raise a VerificationError if a gap is not that of single-turn rollouts."""
+        limit = self._limit(gap)
+        if gap.num_tokens and not gap.mean <= limit:
+            raise VerificationError(
+                f"Trajectories do not train on what was sampled: scored again by one prefill of each branch, "
+                f"log-probabilities of their {what} differ by {gap.mean:.3g} nats in the mean of {gap.num_tokens} "
+                f"tokens, and those of single-turn rollouts by {self.single_turns.mean:.3g}, so that {limit:.3g} are "
+                f"allowed. The token that is furthest off, by {worst.distance:.3g}: {worst.place}. Look at how the "
+                "environment, or its client, hands on the history; rollout.verify_trajectories: false goes on unverified."
+            )
 
     def _limit(self, gap: Gap) -> float:
         """Return how large the mean gap of so many tokens may be."""
