@@ -95,7 +95,7 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
 @pytest.mark.processes
 def test_the_agents_demo_learns_to_call(tmp_path: Path) -> None:
     example = ROOT / "examples" / "calculator"
-    run_python(example / "make_task.py", "runs/calculator", folder=tmp_path)
+    run_python(example / "make_calculations.py", "runs/calculator", folder=tmp_path)
     fit(
         "calculator_sft.yaml",
         tmp_path,

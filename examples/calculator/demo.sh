@@ -10,7 +10,7 @@ cd "$(dirname "$0")/../.."
 export PYTHONPATH="examples/calculator${PYTHONPATH:+:$PYTHONPATH}"
 
 rm -rf "$run"
-python examples/calculator/make_task.py "$run" --seed "$seed"
+python examples/calculator/make_calculations.py "$run" --seed "$seed"
 rlightning fit --config configs/calculator_sft.yaml --seed_everything "$seed"
 rlightning fit --config configs/calculator_grpo.yaml --seed_everything "$seed"
 python examples/arithmetic/show_result.py "$run/grpo"

@@ -7,6 +7,7 @@ messages that follow it are rendered, in the form that the template gives them t
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -14,7 +15,15 @@ from typing import Any
 from rlightning.data.chats import CONTINUES, clean_messages
 from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
 from rlightning.environments.messages import AssistantMessage, Message
-from rlightning.environments.tool_formats import CLOSE_THOUGHT, OPEN_THOUGHT, RenderersParser, find_family, read_message
+from rlightning.environments.tool_formats import (
+    CLOSE_THOUGHT,
+    MAX_CALLS,
+    OPEN_THOUGHT,
+    Family,
+    RenderersParser,
+    find_family,
+    read_message,
+)
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.types.trajectory import Prompt
@@ -23,6 +32,8 @@ _MARK = "ANSWER OF THE POLICY"
 """Stands for what the policy has sampled where a chat template is asked what follows that."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of it in messages."""
+_KEEPS_REASONING = {"clear_thinking": False, "preserve_thinking": True}
+"""Arguments of some templates: of GLM, and of Qwen3.6."""
 INSTALL = "pip install --no-deps renderers prime-pydantic-config"
 """Without dependencies: openai-harmony would overwrite files of the oss-harmony that vLLM brings along."""
 _TOOL = {
@@ -79,7 +90,7 @@ class ChatFormat:
     @cached_property
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
-        return self._tokenizer.chat_template is not None
+        return self._tokenizer.chat_template is not None or "chat_template" in self._arguments
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
@@ -121,7 +132,7 @@ class ChatFormat:
         if not self.has_template:
             return self._encode("".join(message["content"] for message in cleaned))
         close, text = self._find_rest(cleaned)
-        if ended and sampled and sampled[-1] in self._special_ids and close is not None:
+        if ended and sampled and sampled[-1] in self._hidden_ids and close is not None:
             last = self._tokenizer.convert_ids_to_tokens(int(sampled[-1]))
             is_known = last in close and text.startswith(close)
             end = close.find(last) + len(last) if is_known else self._end_of_special(text)
@@ -146,12 +157,12 @@ class ChatFormat:
             prompt_ids: that the turn was sampled after; None: after the template's usual beginning of a turn.
             turn: its number in the trajectory, that the ids of its calls have.
         """
-        call_ids = (f"call{turn:03d}{number:02d}" for number in range(100))  # nine characters, as Mistral's
+        # As long as Mistral's have to be.
+        call_ids = (f"call{turn % 1000:03d}{number:02d}" for number in range(MAX_CALLS))
         if isinstance(self._parser, RenderersParser):
             return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
-        kept = {self._tokenizer.convert_tokens_to_ids(token) for token in (OPEN_THOUGHT, CLOSE_THOUGHT, *_CALL_TOKENS)}
-        hidden = self._special_ids - kept
-        text = self._tokenizer.decode([token for token in token_ids if token not in hidden], skip_special_tokens=False)
+        read = [token for token in token_ids if token not in self._hidden_ids]
+        text = self._tokenizer.decode(read, skip_special_tokens=False)
         family = self._family if tools else None
         return read_message(text, family, call_ids, in_thought=self._is_in_thought(prompt_ids))
 
@@ -199,14 +210,26 @@ class ChatFormat:
                 reader += f", {self._parser.rstrip('.')}"
         if self.rewrites is None:
             return f"Chats: {reader}; the chat template is append-only, so that histories are what it renders."
+        for name, value in _KEEPS_REASONING.items():
+            kept = ChatFormat(self._tokenizer, {**self._arguments, name: value})
+            if name in self._template and kept.rewrites is None:
+                way = f"chat_template_arguments: {{{name}: {str(value).lower()}}} has it append only"
+                break
+        else:
+            way = "a server that renders whole histories shows it less"
         return (
             f"Chats: {reader}; the chat template {self.rewrites}. Trajectories keep what was sampled, in one branch, "
-            "unless a client sends its history back changed."
+            f"unless a client sends its history back changed; {way}."
         )
 
     @cached_property
-    def _family(self) -> Any:
-        return find_family(self._tokenizer.chat_template) if self.has_template else None
+    def _template(self) -> str:
+        """Of several that a tokenizer may have, the one for tools."""
+        return str(self._tokenizer.get_chat_template(self._arguments.get("chat_template"), [_TOOL]))
+
+    @cached_property
+    def _family(self) -> Family | None:
+        return find_family(self._template) if self.has_template else None
 
     @cached_property
     def _parser(self) -> RenderersParser | str | None:
@@ -224,6 +247,12 @@ class ChatFormat:
     def _special_ids(self) -> frozenset[int]:
         added = self._tokenizer.added_tokens_decoder
         return frozenset(self._tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """Special tokens that are no part of what a turn says."""
+        marks = (OPEN_THOUGHT, CLOSE_THOUGHT, *_CALL_TOKENS)
+        return self._special_ids - {self._tokenizer.convert_tokens_to_ids(mark) for mark in marks}
 
     @cached_property
     def _special_text(self) -> re.Pattern[str]:
@@ -300,11 +329,8 @@ class ChatFormat:
         answers = list(takewhile(lambda message: message["role"] == "tool", messages))
         if answers and self._call_style is not None:
             for kept in (answers, answers[-1:]):  # some templates take one call a message
-                try:
+                with suppress(ConfigError):
                     return self._find_rest_of_calls(kept, messages)
-                except ConfigError:
-                    if len(kept) == 1:
-                        raise
         history: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}]
         close, text = self._follow(history, messages)
         return close if self._special_text.search(close) else None, text
@@ -314,7 +340,7 @@ class ChatFormat:
         content, is_text = self._call_style
         calls = []
         for answer in answers:
-            arguments: Any = {"word": _MARK}
+            arguments: Any = {"word": _MARK if answer is answers[-1] else "x"}
             call = _make_call(answer.get("name", "look_up"), json.dumps(arguments) if is_text else arguments)
             calls.append({**call, "id": answer.get("tool_call_id", call["id"])})
         history: list[Message] = [
@@ -331,8 +357,8 @@ class ChatFormat:
     def _follow(self, history: list[Message], messages: list[Message]) -> tuple[str, str]:
         """Return the text after the policy's words, if nothing follows and if messages do."""
         return (
-            self._apply(history, None, False).rpartition(_MARK)[2],
-            self._apply([*history, *messages], None, True).rpartition(_MARK)[2],
+            self._apply(history, None, False).partition(_MARK)[2],
+            self._apply([*history, *messages], None, True).partition(_MARK)[2],
         )
 
     def _end_of_special(self, text: str) -> int:

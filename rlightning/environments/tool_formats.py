@@ -16,6 +16,8 @@ from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+MAX_CALLS = 32
+"""Of a turn; the others are one error."""
 MAX_QUOTED = 200
 """Characters of a call that cannot be read, in what the policy is told of it."""
 
@@ -156,14 +158,21 @@ def read_message(text: str, family: Family | None, call_ids: Iterator[str], *, i
         return AssistantMessage(text, reasoning)
     calls: list[ToolCall] = []
     errors: list[str] = []
-    for one in found:
+    for one in found[:MAX_CALLS]:
         try:
             name, arguments = read_call(one)
         except ToolCallError as error:
             errors.append(f"{error} It began: {one.text[:MAX_QUOTED]}\nWrite calls as {family.example}")  # type: ignore[union-attr]
         else:
             calls.append(ToolCall(next(call_ids), name, arguments))
+    errors += describe_surplus(len(found))
     return AssistantMessage(text[: found[0].start].rstrip(), reasoning, tuple(calls), tuple(errors))
+
+
+def describe_surplus(number: int) -> list[str]:
+    """Return what is wrong with a turn of that many calls, if anything is."""
+    surplus = number - MAX_CALLS
+    return [f"A turn has at most {MAX_CALLS} tool calls: {surplus} more were not made."] if surplus > 0 else []
 
 
 def read_call(found: FoundCall) -> tuple[str, str]:
@@ -250,10 +259,11 @@ class RenderersParser:
         )
         calls: list[ToolCall] = []
         errors: list[str] = []
-        for call in parsed.tool_calls:
+        for call in parsed.tool_calls[:MAX_CALLS]:
             if call.name and isinstance(call.arguments, dict) and call.status in ("ok", "unknown_tool"):
                 calls.append(ToolCall(call.id or next(call_ids), call.name, dump_arguments(call.arguments)))
             else:
                 kind = str(call.status).replace("_", " ")
                 errors.append(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
+        errors += describe_surplus(len(parsed.tool_calls))
         return AssistantMessage(parsed.content, parsed.reasoning_content or None, tuple(calls), tuple(errors))

@@ -232,8 +232,10 @@ def find_tools(given: Any, what: str) -> Iterator[Tool]:
             raise ConfigError(f"{what} is a {type(given).__name__}, and no function or class. Name a function.")
         yield Tool(describe_tool(given, what), function=given)
         return
-    needed = [p.name for p in inspect.signature(given).parameters.values() if p.default is p.empty and p.kind < 2]
-    if [name for name in needed if name != "prompt"]:
+    parameters = inspect.signature(given).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [name for name in required if name != "prompt"]
+    if needed:
         raise ConfigError(f"{what}: the class needs the argument '{needed[0]}'. It may take 'prompt', and no other.")
     names = dict.fromkeys(name for kind in reversed(given.__mro__[:-1]) for name in vars(kind))
     public = [name for name in names if not name.startswith("_") and name != "close"]

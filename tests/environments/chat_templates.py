@@ -161,7 +161,7 @@ def make_tokenizer(family: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([breaks, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)  # type: ignore[call-arg]
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([*TEMPLATES.values(), *["four\n\n"] * 99] * 4, trainer)
     end, *others = SPECIAL[family].split()
     tokenizer.add_special_tokens([end, *others])

@@ -128,6 +128,22 @@ def test_stop_string_leaves_the_turn_to_be_closed() -> None:
     assert nothing == added
 
 
+def test_stop_token_of_the_runs_own_leaves_the_turn_to_be_closed() -> None:
+    tokenizer = make_tokenizer("qwen2.5")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</tool_call>"]})
+    sampled = tokenizer('<tool_call>{"name": "add"}</tool_call>').input_ids
+    added = ChatFormat(tokenizer).render_observations([answer()], sampled=sampled, ended=True)
+    assert tokenizer.decode(added).startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_one_of_several_templates_is_for_tools() -> None:
+    tokenizer = make_tokenizer("qwen2.5")
+    tokenizer.chat_template = {"default": TEMPLATES["gemma3"], "tool_use": TEMPLATES["qwen2.5"]}
+    ChatFormat(tokenizer).check_tools()
+    tokenizer.chat_template = None
+    ChatFormat(tokenizer, {"chat_template": TEMPLATES["qwen2.5"]}).check_tools()
+
+
 def test_no_merge_reaches_into_what_was_sampled() -> None:
     chat_format, tokenizer = get_format("qwen2.5"), get_tokenizer("qwen2.5")
     newlines = tokenizer("four\n\n").input_ids
@@ -269,6 +285,19 @@ def test_a_good_call_beside_a_broken_one_counts() -> None:
     assert len(message.tool_calls) == 2 and len(message.errors) == 1
 
 
+def test_calls_without_end_are_few() -> None:
+    message = parse("qwen2.5", '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 200)
+    assert len(message.tool_calls) == 32 and len({call.id for call in message.tool_calls}) == 32
+    assert message.errors == ("A turn has at most 32 tool calls: 168 more were not made.",)
+
+
+def test_an_answer_may_have_any_words() -> None:
+    chat_format, tokenizer = get_format("qwen2.5"), get_tokenizer("qwen2.5")
+    for observation in ({**answer(), "content": "ANSWER OF THE POLICY"}, {**USER, "content": "ANSWER OF THE POLICY"}):
+        added = chat_format.render_observations([observation, answer()], sampled=[], ended=False)
+        assert tokenizer.decode(added).count("ANSWER OF THE POLICY") == 1
+
+
 def test_json_in_a_plain_answer_is_no_call() -> None:
     assert parse("llama3", 'It is {"name": "add", "parameters": {}}').tool_calls == ()
     assert parse("llama3", '{"result": 4}').content == '{"result": 4}'
@@ -324,6 +353,17 @@ def test_describe_says_what_the_template_does() -> None:
         line = get_format(family).describe()
         assert what[0] in line and f"the chat template {what[1]}" in line and "\n" not in line
         assert (get_format(family).rewrites is None) == (what[1] == kept[0])
+
+
+def test_describe_names_the_argument_that_keeps_reasoning() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% if loop.index0 > ns.last and (loop.last or reasoning) %}",
+        "{% if reasoning and (preserve_thinking or loop.index0 > ns.last) %}",
+    )
+    line = ChatFormat(tokenizer).describe()
+    assert line.endswith("chat_template_arguments: {preserve_thinking: true} has it append only.")
+    assert "is append-only" in ChatFormat(tokenizer, {"preserve_thinking": True}).describe()
 
 
 def test_families_that_another_package_reads_name_it(monkeypatch: pytest.MonkeyPatch) -> None:

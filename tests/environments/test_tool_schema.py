@@ -5,7 +5,7 @@ from typing import Any, Literal, Optional, Union
 
 import pytest
 import tool_cases
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from rlightning.environments.tool_schema import describe_tool, find_mistakes
 

@@ -1,6 +1,6 @@
 """Makes the calculator task: a tokenizer with a chat template, a random Qwen3 of a million parameters, and problems.
 
-    python examples/calculator/make_task.py runs/calculator
+    python examples/calculator/make_calculations.py runs/calculator
 
 writes ``model/`` (a Hugging Face folder with random weights), ``sft.jsonl`` (turns to learn from), ``train.jsonl`` and
 ``heldout.jsonl`` (problems with answers). A problem is ``a*b+c`` of numbers of two digits; the calculator takes one
