@@ -90,7 +90,7 @@ class RecordedPolicy:
             history = [*recorder.branches[-1].token_ids, *added]
         elif observations or tools:
             if tools:
-                self._format.check_tools()
+                self.chat_format.check_tools()
             self._tools = list(tools) if tools else None
             messages = observations or self.chat_format.prompt_messages(self._request.prompt)
             history = self.chat_format.render(messages, self._tools)
