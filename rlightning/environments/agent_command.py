@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rlightning import intervals
 from rlightning.environments.messages import Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut, cut_value
@@ -153,7 +154,11 @@ async def run_process(
     finally:
         os.close(lifeline)
     assert process.stdin is not None
-    readers = [asyncio.ensure_future(_read_tail(pipe)) for pipe in (process.stdout, process.stderr)]
+    output, errors = bytearray(), bytearray()
+    readers = [
+        asyncio.ensure_future(_read_tail(pipe, tail))
+        for pipe, tail in ((process.stdout, output), (process.stderr, errors))
+    ]
     writer = asyncio.ensure_future(_write(process.stdin, stdin))
     try:
         await _wait_for_exit(process.pid)
@@ -163,8 +168,12 @@ async def run_process(
         await asyncio.shield(asyncio.to_thread(end_group, process.pid))
         code = process.wait()
         writer.cancel()
-        output, errors = [tail.decode(errors="replace") for tail in await asyncio.gather(*readers)]
-    return code, output, errors
+        await asyncio.wait(
+            readers, timeout=intervals.CANCEL_GRACE
+        )  # not longer: a daemon of its own may hold the pipes
+        for reader in readers:
+            reader.cancel()
+    return code, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
 async def _wait_for_exit(pid: int) -> None:
@@ -180,18 +189,18 @@ async def _wait_for_exit(pid: int) -> None:
         os.close(descriptor)
 
 
-async def _read_tail(pipe: Any) -> bytes:
+async def _read_tail(pipe: Any, tail: bytearray) -> None:
+    """Read a pipe to its end, and keep the end of it in ``tail``."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), pipe
     )
-    tail = b""
     try:
         while chunk := await stream.read(MAX_OUTPUT_BYTES):
-            tail = (tail + chunk)[-MAX_OUTPUT_BYTES:]
+            tail += chunk
+            del tail[:-MAX_OUTPUT_BYTES]
     finally:
         transport.close()
-    return tail
 
 
 async def _write(pipe: Any, data: bytes) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -230,7 +231,7 @@ def read_outcome(returned: Any) -> Outcome:
 
 
 def _to_variables(url: str, session: Session) -> dict[str, str]:
-    host = urlsplit(url).hostname or ""
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), urlsplit(url).hostname)))
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": session.key,
@@ -238,8 +239,8 @@ def _to_variables(url: str, session: Session) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": session.key,
         "ANTHROPIC_MODEL": session.model,
-        "NO_PROXY": host,
-        "no_proxy": host,
+        "NO_PROXY": direct,
+        "no_proxy": direct,
     }
 
 

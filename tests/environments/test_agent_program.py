@@ -1,6 +1,7 @@
 """Agents as environments: functions and programs that reach the policy through the endpoint."""
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import my_agents
 import pytest
 from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
-from waiting import still_running
+from waiting import still_running, wait_for
 
 from rlightning.environments import AgentProgram, Environment
 from rlightning.environments.chat_format import ChatFormat
@@ -206,3 +207,18 @@ time.sleep(600)
 
 def test_a_child_that_holds_its_pipes_delays_nothing(tmp_path: Path) -> None:
     assert run_program(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '600'])\nprint(1.0)").reward == 1.0
+
+
+@pytest.mark.processes
+def test_a_program_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    program = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    trainer = (
+        "import asyncio, os, sys\nfrom rlightning.environments.agent_command import run_process\n"
+        f"command = [sys.executable, '-c', {program!r}]\n"
+        "asyncio.run(run_process(command, stdin=b'', folder='.', environment=os.environ))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", trainer], cwd=Path(__file__).parents[2])
+    wait_for(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+    process.kill()
+    process.wait()
+    assert still_running([int((tmp_path / "pid").read_text())]) == []

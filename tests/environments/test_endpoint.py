@@ -451,7 +451,7 @@ def test_calls_that_cannot_be_read_are_text() -> None:
         second = (await ask(client, [USER, first.message, MORE], tools=[TOOL], tool_choice="none")).choices[0]
         assert second.message.content == CALL and second.message.tool_calls is None
 
-    assert [branch.reason for branch in run(policy, use).branches] == ["start", "tools_changed"]
+    assert [branch.reason for branch in run(policy, use).branches] == ["start"]
 
 
 def test_an_address_that_is_taken_is_one_line() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import Reply, read_tools
 from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
-from rlightning.environments.endpoint.session import Answers, Session
+from rlightning.environments.endpoint.session import Answers, Session, ToolUse
 from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
 
@@ -76,7 +76,7 @@ def _read_user(role: str, blocks: list[Any]) -> Iterator[Message]:
         yield {"role": role, "content": rest}
 
 
-def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> list[Message] | None:
+def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
     tools = [
         {
             "type": "function",

@@ -7,8 +7,7 @@ from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.parameters import Asked, read_asked
-from rlightning.environments.endpoint.session import Answers, Session
-from rlightning.environments.messages import Message
+from rlightning.environments.endpoint.session import Answers, Session, ToolUse
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
 
@@ -85,8 +84,8 @@ def list_models(session: Session) -> dict[str, Any]:
     return {"object": "list", "data": [one]}
 
 
-def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> list[Message] | None:
-    """Return the schemas of a request's tools; None where the policy is not to call any."""
+def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
+    """Return the tools of a request; with the choice "none" the policy reads them, and its calls are text."""
     choice = None if "tool_choice" in ignored else body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise APIError(
@@ -98,7 +97,7 @@ def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> list[Message
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(map(_is_function, tools)):
         raise APIError(f"tools={cut_value(tools)} has to be a list of functions.", param="tools")
-    return tools if tools and choice != "none" else None
+    return ToolUse(tools or None, bool(tools) and choice != "none")
 
 
 def count_usage(answers: Answers) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import Reply, count_usage, read_tools
 from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
-from rlightning.environments.endpoint.session import Answers, Session
+from rlightning.environments.endpoint.session import Answers, Session, ToolUse
 from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
 
@@ -80,7 +80,7 @@ def _add_item(message: Message, kind: str, item: Mapping[str, Any]) -> None:
         message.setdefault("tool_calls", []).append(call)
 
 
-def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> list[Message] | None:
+def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
     tools = body.get("tools") or []
     for tool in tools:
         if tool.get("type") != "function":

@@ -17,6 +17,18 @@ from rlightning.rollout import Sampling
 from rlightning.types.trajectory import Sample
 
 
+class ToolUse(NamedTuple):
+    """The tools of a request.
+
+    Attributes:
+        schemas: that the policy reads; None for no tools.
+        are_called: whether its calls are read, rather than text.
+    """
+
+    schemas: list[Message] | None
+    are_called: bool
+
+
 class Answers(NamedTuple):
     """What a request is answered with.
 
@@ -70,18 +82,18 @@ class Session:
         for request in self.requests:
             request.cancel()
 
-    async def chat(self, asked: Asked, messages: Any, tools: Sequence[Message] | None) -> Answers:
+    async def chat(self, asked: Asked, messages: Any, tool_use: ToolUse) -> Answers:
         """Answer a conversation.
 
         Args:
             asked: by the request.
             messages: of it.
-            tools: schemas; None where the policy's calls are not read.
+            tool_use: its tools.
 
         Raises:
             APIError: the messages cannot be rendered.
         """
-        cleaned = clean(messages)
+        cleaned, tools = clean(messages), tool_use.schemas
         known, tools_key = [read_known(message) for message in cleaned], to_json(tools or [])
         found = self._without_dropped_reasoning(self._histories.find(known, tools_key), cleaned, tools)
         new = cleaned[len(cleaned) - found.num_new :]
@@ -89,7 +101,7 @@ class Session:
         number = self.policy.num_requested
 
         def read(sample: Sample) -> AssistantMessage:
-            return self._read(sample, history, tools, asked.stops, number)
+            return self._read(sample, history, tools if tool_use.are_called else None, asked.stops, number)
 
         turns = await self.policy.sample_turns(
             history, self._sampling(asked), num_samples=asked.n, reason=found.reason, observations=new, read=read
