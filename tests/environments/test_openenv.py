@@ -149,12 +149,12 @@ def test_what_a_server_does_wrong_fails_the_trajectory(arguments: dict[str, Any]
 
 
 def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"url": "127.0.0.1:8000"}, "url=127.0.0.1:8000 must begin with"),
         ({"max_sessions": 0}, "max_sessions=0 must be at least 1"),
         ({"timeout": 0}, "timeout=0 must be above 0"),
-    )
-    for arguments, message in cases:
+    ]
+    for arguments, message in wrong:
         with pytest.raises(ConfigError, match=message):
             OpenEnv(**{"url": "http://127.0.0.1:1", "action": "text"} | arguments)
     with pytest.raises(
@@ -180,10 +180,10 @@ def test_server_of_the_package_is_played() -> None:
     uvicorn = pytest.importorskip("uvicorn")
     from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
-    class Say(Action):  # type: ignore[misc,unused-ignore]  # untyped where it is not installed
+    class Say(Action):  # type: ignore[misc]  # untyped
         text: str
 
-    class Heard(Observation):  # type: ignore[misc,unused-ignore]
+    class Heard(Observation):  # type: ignore[misc]  # untyped
         said: str
 
     class Counter(Environment):  # type: ignore[misc]  # untyped

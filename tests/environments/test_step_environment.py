@@ -5,6 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,7 +162,7 @@ def attempt(sampler: TransformersSampler, environment: Any) -> list[Trajectory]:
         await environment.close()
         return outcomes
 
-    return group.finish(asyncio.run(run()), 0.0)
+    return [replace(one, timings={}) for one in group.finish(asyncio.run(run()), 0.0)]
 
 
 SYSTEM = {"role": "system", "content": "play"}
