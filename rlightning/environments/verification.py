@@ -141,7 +141,7 @@ class TrajectoryVerifier:
                 f"log-probabilities of their {what} differ by {gap.mean:.3g} nats in the mean of {gap.num_tokens} "
                 f"tokens, and those of single-turn rollouts by {self.single_turns.mean:.3g}, so that {limit:.3g} are "
                 f"allowed. The token that is furthest off, by {worst.distance:.3g}: {worst.place}. Look at how the "
-                "environment, or its client, hands on the history; rollout.verify_trajectories: false goes on unverified."
+                "environment or its client hands on the history; rollout.verify_trajectories: false goes on unverified."
             )
 
     def _limit(self, gap: Gap) -> float:
