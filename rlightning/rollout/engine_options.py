@@ -331,7 +331,7 @@ class EngineOptions:
         engine = read_engine(config, arguments, num_engines=self.num_engines, can_sleep=self.sleep)
         if adapter is None or self.send_adapter is False:
             return engine
-        room = self.num_engines * adapter_bytes(adapter, getattr(torch, given["dtype"]).itemsize)
+        room = self.num_engines * adapter_bytes(adapter, getattr(torch, self.engine_dtype(device)).itemsize)
         return replace(engine, weights=engine.weights + room)
 
     def engine_dtype(self, device: torch.device) -> str:
