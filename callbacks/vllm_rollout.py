@@ -91,8 +91,7 @@ class VLLMRollout(RolloutCallback):
         start_timeout: seconds that the engine may take to come up.
         hang_timeout: seconds without a heartbeat until it counts as dead; 30 if that is less, while it only samples,
             and has before.
-        send_adapter: whether engines are sent an adapter (``model.adapter``) by itself; false sends what it makes with
-            its base, merged and rounded. None sends it where the engine takes it, and says so where not; true refuses.
+        send_adapter: whether engines are sent an adapter by itself, or merged with its base; None: if they can be.
         engine: any further arguments of vLLM's AsyncEngineArgs.
         kwargs: of :class:`~rlightning.callbacks.RolloutCallback`.
     """

@@ -19,7 +19,6 @@ from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA, import_peft
 from rlightning.models.adapter_files import read_weights, stored_name
 from rlightning.models.finite import find_not_finite
-from rlightning.optim.optimizer import global_norm
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.gathering import gather_into, local_box
 from rlightning.parallel.sharding import local_tensor, named_weights, with_local_tensor
@@ -178,11 +177,11 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
     random = torch.Generator().manual_seed(0)
     saved: list[tuple[Tensor, Tensor]] = []
     try:
-        for _, layer in adapted_layers(policy):
+        for (_, layer), size in zip(adapted_layers(policy), perturbation_sizes(policy), strict=True):
             b = layer.lora_B[NAME].weight
             values = local_tensor(b.detach())
             saved.append((values, values.clone()))
-            noise = torch.randn(b.shape, generator=random) * perturbation_size(layer)
+            noise = torch.randn(b.shape, generator=random) * size
             values += (local_box(b).of(noise) if isinstance(b, DTensor) else noise).to(values.device)
         yield
     finally:
@@ -190,10 +189,20 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
             values.copy_(before)
 
 
-def perturbation_size(layer: AdaptedLinear) -> float:
-    """Return the size of random numbers in ``B`` with which its product has ``PERTURBATION`` of the base's norm."""
-    base, a = layer.base_layer.weight.detach(), layer.lora_A[NAME].weight
-    norms = [float(global_norm([tensor])) for tensor in (base, a.detach())]
-    outputs: int = base.shape[0]
-    size: float = PERTURBATION * norms[0] / (layer.scaling[NAME] * outputs**0.5 * max(norms[1], 1e-12))
-    return size
+def perturbation_sizes(policy: nn.Module) -> list[float]:
+    """Return the size of random numbers in each ``B`` with which its product has ``PERTURBATION`` of the base's norm.
+
+    A collective, of the shards of all ranks.
+    """
+    layers = [layer for _, layer in adapted_layers(policy)]
+    weights = [weight for layer in layers for weight in (layer.base_layer.weight, layer.lora_A[NAME].weight)]
+    shards = [local_tensor(weight.detach()) for weight in weights]
+    squares = torch.stack([shard.float().square().sum() for shard in shards]).double().cpu()
+    counts = torch.tensor([shard.numel() for shard in shards], dtype=torch.float64)
+    parts = gather_objects((squares.tolist(), counts.tolist()), name="sizes of weights")
+    total, number = (torch.tensor([part[i] for part in parts], dtype=torch.float64).sum(0) for i in range(2))
+    means = (total / number).sqrt().clamp(min=1e-12).view(-1, 2).tolist()  # of the base and of A
+    return [
+        PERTURBATION * base / (layer.scaling[NAME] * a * layer.lora_A[NAME].weight.shape[0] ** 0.5)
+        for layer, (base, a) in zip(layers, means, strict=True)
+    ]
