@@ -1,6 +1,7 @@
 """What objects are built with from Python is checked as YAML is: one line, before a model is read."""
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,8 +144,10 @@ class ByComputedNames(GRPO):
         (
             GRPO,
             {"rewards": 5},
-            "GRPO(rewards=5): it should be an instance of Sequence or an instance of RewardFunction",
+            "GRPO(rewards=5): it should be a list or an instance of RewardFunction or a text or a function",
         ),
+        (GRPO, {"rewards": None}, " or a text or a function. Leave it out for its default."),
+        (GRPO, {"rewards": json}, " or a text or a function. Give a function of it, such as json."),
         (VLLMRollout, {"engines": "tcp://a:1"}, "Write ['tcp://a:1']."),
         (VLLMRollout, {"max_tokens": 5}, "VLLMRollout has no argument 'max_tokens'. Did you mean 'max_new_tokens'?"),
         (

@@ -107,6 +107,15 @@ class RolloutBatch:
     _max_length: int | None = field(default=None, repr=False)
     _sampled_index: Tensor | None = field(default=None, repr=False)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        try:
+            object.__setattr__(self, name, value)  # `super()` does not know the class that `slots` has made
+        except AttributeError as error:
+            raise AttributeError(
+                f"{type(self).__name__} has no field '{name}'. Declare it in a subclass of RolloutBatch, which your "
+                "module names as batch_type: docs/own_values.md."
+            ) from error
+
     @classmethod
     def pack(cls, groups: Sequence[Sequence[Trajectory]]) -> Self:
         """Lay the branches of trajectories end to end.
