@@ -95,8 +95,8 @@ class PromptStream:
                 )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
-                f"The {len(self.prompts)} training prompts are not those of the checkpoint: a prompt or the order is "
-                f"another. {way_out}"
+                f"The {len(self.prompts)} training prompts are not those that the checkpoint was written with, or in "
+                f"another order. {way_out}"
             )
         for column, digest in state.get("columns", {}).items():
             if self.column_digests.get(column, digest) != digest:

@@ -112,8 +112,8 @@ def test_arguments_without_plain_value_are_warned_of(
     assert not loaded.rewarder.functions
     (line,) = [record.getMessage() for record in caplog.records if "does not hold" in record.getMessage()]
     assert line == (
-        f"The checkpoint {tmp_path / 'one.ckpt'} does not hold rewards, which has no plain value: GRPO has its default. "
-        "Give it as GRPO.load_from_checkpoint(..., rewards=...)."
+        f"The checkpoint {tmp_path / 'one.ckpt'} does not hold rewards, which has no plain value: GRPO has its "
+        "default. Give it as GRPO.load_from_checkpoint(..., rewards=...)."
     )
     caplog.clear()
     GRPO.load_from_checkpoint(tmp_path / "one.ckpt", rewards=[share_of_ones])
