@@ -136,8 +136,8 @@ class ByComputedNames(GRPO):
         (
             GRPO,
             {"loss_aggregation": "mean"},
-            "GRPO(loss_aggregation='mean'): it should be 'token_mean', 'sequence_mean', 'trajectory_mean', "
-            "'group_mean' or 'constant'. Did you mean 'token_mean'?",
+            "GRPO(loss_aggregation='mean'): it should be 'token_mean', 'turn_mean', 'sequence_mean', "
+            "'trajectory_mean', 'group_mean' or 'constant'. Did you mean 'turn_mean'?",
         ),
         (GRPO, {"rewards": {"match": exact_match}}, "Write RewardFunction(...)."),
         (GRPO, {"rewards": [{"function": "my.f"}]}, "Write RewardFunction(...)."),
