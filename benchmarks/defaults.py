@@ -124,6 +124,12 @@ def read_plan(arguments: argparse.Namespace, run: Run) -> str:
     return (log.read_text().strip().splitlines() or [""])[-1]
 
 
+def chosen_share(run: Run) -> str:
+    """``rollout.gpu_memory_utilization`` as the run says that it is; "" on a device without such a share."""
+    said = re.search(r"(\d+)% of the device's memory", (run.folder / "run.log").read_text(errors="replace"))
+    return f"0.{said[1]:0>2}" if said is not None else ""
+
+
 def summarise(run: Run, planned: Any, name: str) -> dict[str, Any]:
     """A model's row."""
     steps = run.metrics()
@@ -135,6 +141,7 @@ def summarise(run: Run, planned: Any, name: str) -> dict[str, Any]:
         row[f"{phase}, s"] = median(seconds) if seconds else None
     row["first step, s"] = steps[0]["time/step"] if steps else None
     row["of it engine's start, s"] = steps[0].get("time/engine_start") if steps else None
+    row["engine's share"] = chosen_share(run)
     row["layers checkpointed"] = f"{planned.count_checkpointed_layers()} of {planned.trainer.num_layers}"
     row["planned to wait on the host"] = ", ".join(planned.moved().by_name()) or "nothing"
     return row | {"end": "ok" if run.exit_code == 0 else describe_end(run)}

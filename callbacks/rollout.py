@@ -82,6 +82,7 @@ class RolloutCallback(RLCallback, Generator):
     """
 
     runs_in = "workers"
+    only_one = "rollout callback"
 
     def __init__(
         self,

@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, wraps
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from rlightning.config_types import flatten_union, is_container, is_sequence, item_hints
+from rlightning.config_types import flatten_union, is_callable, is_container, is_sequence, item_hints
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
 from rlightning.peer_names import PEER_NAMES, suggest_name
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pydantic_core import SchemaValidator
 
 _RULE = "Input should be "
+_WORDS = {"an instance of Sequence": "a list", "a valid string": "a text", "callable": "a function"}
 _RELAXED = ("tuple", "list", "enum", "lax-or-strict")  # the last is a path
 _PACKAGES = ("rlightning", "lightning")  # whose classes take nothing else than their signatures say
 _NEAR = 0.85  # of a misspelled name, as difflib measures it
@@ -210,6 +211,7 @@ def _spell_out(value: object) -> object:
 def _describe(reasons: list[str]) -> str:
     """One rule of several: that of a union has one for each of its types."""
     rules = [reason.removeprefix(_RULE) for reason in reasons if reason.startswith(_RULE)]
+    rules = [_WORDS.get(rule, rule) for rule in rules]
     return f"it should be {' or '.join(dict.fromkeys(rules))}" if rules else reasons[0]
 
 
@@ -296,6 +298,8 @@ def _too_many(kind: type, number: int, args: tuple[object, ...], name: str | Non
 
 def _way_out(value: object, hint: object) -> str:
     """A sentence about what to write instead, where that is known."""
+    if value is None:
+        return "Leave it out for its default."
     for number in _near_numbers(to_number(value)):
         if not _find_reasons(number, hint):
             return f"Write {number}{', without quotes' if isinstance(value, str) else ''}."
@@ -306,6 +310,9 @@ def _way_out(value: object, hint: object) -> str:
     words = [w for option in options if get_origin(option) is Literal for w in get_args(option) if isinstance(w, str)]
     if isinstance(value, str) and len(words) > 1:
         return did_you_mean(value, words)
+    if isinstance(value, ModuleType) and any(is_callable(option) for option in options):
+        functions = [name for name, thing in vars(value).items() if inspect.isfunction(thing) and name[0] != "_"]
+        return f"Give a function of it, such as {value.__name__}.{functions[0]}." if functions else "Give a function."
     if hasattr(value, "save_pretrained"):
         return "Give its name or its folder; save_pretrained(folder) writes one."
     has_mapping = isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(v, Mapping) for v in value))

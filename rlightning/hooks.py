@@ -23,7 +23,7 @@ Lightning's own hooks of the batch stand around them (``on_train_batch_start`` b
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 
@@ -46,9 +46,11 @@ class RLCallback(CheckedArguments, Callback):
         runs_in: where it runs under a single controller (docs/controller.md): in the controller, which has the loggers
             and the run's folder, or in each worker, which has a device and the actor. A callback without this attribute
             runs in the controller.
+        only_one: what a run has one of, such as "rollout callback", where the callback is that; "" where it is none.
     """
 
     runs_in: Literal["controller", "workers"] = "controller"
+    only_one: ClassVar[str] = ""
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
         """Return the file or folder that it writes in a stage, if there is one; no other callback writes there."""
@@ -160,13 +162,21 @@ def check_repeated(callbacks: Iterable[object]) -> None:
         callbacks: of a run; they are told apart by their ``state_key``, as Lightning does where they have a state.
 
     Raises:
-        ConfigError: for two of one key.
+        ConfigError: for two of one key, or of which a run has one.
     """
     seen: set[str] = set()
+    single: dict[str, type] = {}
     for callback in callbacks:
         if not isinstance(callback, Callback):
             continue
         kind = type(callback)
+        only_one = callback.only_one if isinstance(callback, RLCallback) else ""
+        other = single.setdefault(only_one, kind)
+        if only_one and other is not kind:
+            raise ConfigError(
+                f"A run has one {only_one}, and here are {other.__name__} and {kind.__name__}, in Trainer(rollout=...) "
+                "or trainer.callbacks. Keep one of them."
+            )
         is_own = kind.__module__.startswith("rlightning.")
         if not is_own and kind.state_dict is Callback.state_dict:
             continue

@@ -5,8 +5,8 @@ from types import FrameType
 from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_device_properties
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
@@ -36,7 +36,9 @@ __all__ = [
     "ddp_options",
     "detects_anomaly",
     "epoch_results",
+    "given_data",
     "has_sync_batchnorm",
+    "is_of_tuner",
     "last_saved",
     "loaded_checkpoint",
     "logged_metrics",
@@ -49,6 +51,23 @@ __all__ = [
     "teardown",
     "update_device_properties",
 ]
+
+
+def given_data(trainer: Trainer, command: str) -> object:
+    """What a command of a Trainer was given in place of a data module; None for nothing."""
+    loops = {
+        "fit": trainer.fit_loop,
+        "validate": trainer.validate_loop,
+        "test": trainer.test_loop,
+        "predict": trainer.predict_loop,
+    }
+    given: object = loops[command]._data_source.instance
+    return None if isinstance(given, LightningModule) else given
+
+
+def is_of_tuner(callback: Callback) -> bool:
+    """Whether a callback was listed by a method of ``Tuner``."""
+    return isinstance(callback, LearningRateFinder | BatchSizeFinder) and callback._early_exit
 
 
 def replace_signal_handling(

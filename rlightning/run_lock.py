@@ -47,13 +47,40 @@ def lock_run(folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         _held[path] = _open_locked(path), is_new
     except BlockingIOError:
-        raise FolderTakenError(
-            f"trainer.default_root_dir={folder}: another run is at work there ({_holder(path)}). Name another folder, "
-            "or wait for its end."
-        ) from None
+        raise _taken(folder, path) from None
     except OSError as error:
         raise _not_writable(folder, "trainer.default_root_dir", error.strerror) from error
     return True
+
+
+def relock_run(folder: Path) -> None:
+    """Take a run's folder again if it, or its lock file, was removed since this process took it; warn of that.
+
+    Args:
+        folder: of the run; one that this process has not taken is left alone.
+
+    Raises:
+        FolderTakenError: another run has taken it meanwhile.
+    """
+    path = folder.absolute() / LOCK
+    if path not in _held or _is_same(path, _held[path][0]):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _open_locked(path)
+    except BlockingIOError:
+        raise _taken(folder, path) from None
+    except OSError:
+        return  # what cannot be written there says so itself
+    old, is_new = _held[path]
+    os.close(old)
+    _held[path] = descriptor, is_new
+    log.warning(
+        "The run's folder %s, or %s in it, was removed while the run was at work: what had been written there may be "
+        "lost. The run goes on, and writes there again.",
+        folder,
+        LOCK,
+    )
 
 
 def unlock_run(folder: Path) -> None:
@@ -90,6 +117,13 @@ def check_writable(folder: Path, key: str) -> None:
         raise _not_writable(folder, key, f"{there} is no folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise _not_writable(folder, key, f"{there} is read-only, or another user's")
+
+
+def _taken(folder: Path, lock: Path) -> FolderTakenError:
+    return FolderTakenError(
+        f"trainer.default_root_dir={folder}: another run is at work there ({_holder(lock)}). Name another folder, "
+        "or wait for its end."
+    )
 
 
 def _not_writable(folder: Path, key: str, reason: str | None) -> ConfigError:
@@ -132,7 +166,7 @@ def _write_holder(path: Path, descriptor: int) -> None:
 def _is_same(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
+    except OSError:  # gone, or under a file
         return False
 
 

@@ -1,6 +1,7 @@
 """What objects are built with from Python is checked as YAML is: one line, before a model is read."""
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,16 +136,18 @@ class ByComputedNames(GRPO):
         (
             GRPO,
             {"loss_aggregation": "mean"},
-            "GRPO(loss_aggregation='mean'): it should be 'token_mean', 'sequence_mean', 'trajectory_mean', "
-            "'group_mean' or 'constant'. Did you mean 'token_mean'?",
+            "GRPO(loss_aggregation='mean'): it should be 'token_mean', 'turn_mean', 'sequence_mean', "
+            "'trajectory_mean', 'group_mean' or 'constant'. Did you mean 'turn_mean'?",
         ),
         (GRPO, {"rewards": {"match": exact_match}}, "Write RewardFunction(...)."),
         (GRPO, {"rewards": [{"function": "my.f"}]}, "Write RewardFunction(...)."),
         (
             GRPO,
             {"rewards": 5},
-            "GRPO(rewards=5): it should be an instance of Sequence or an instance of RewardFunction",
+            "GRPO(rewards=5): it should be a list or an instance of RewardFunction or a text or a function",
         ),
+        (GRPO, {"rewards": None}, " or a text or a function. Leave it out for its default."),
+        (GRPO, {"rewards": json}, " or a text or a function. Give a function of it, such as json."),
         (VLLMRollout, {"engines": "tcp://a:1"}, "Write ['tcp://a:1']."),
         (VLLMRollout, {"max_tokens": 5}, "VLLMRollout has no argument 'max_tokens'. Did you mean 'max_new_tokens'?"),
         (

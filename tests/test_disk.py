@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from rlightning.callbacks import CompletionsTable, RunReport, SaveHF
 from rlightning.cli.lightning_cli import SaveRunConfig
 from rlightning.disk import BestEffort, find_disk_error
-from rlightning.errors import SaveError
+from rlightning.errors import ConfigError, SaveError
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.report.loggers import MetricsFile, adapt_loggers
 from rlightning.report.prediction_file import PredictionFile
@@ -230,3 +230,21 @@ def test_bare_name_of_a_logger_stays_unique_after_a_run(tmp_path: Path) -> None:
     parser.add_argument("--logger", type=Logger)
     found = parser.parse_args(["--logger", "CSVLogger", "--logger.save_dir", str(tmp_path)])
     assert found.logger.class_path == "lightning.pytorch.loggers.CSVLogger"
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(ConfigError("no"), False), (RuntimeError("no"), True)])
+def test_configuration_of_a_refused_resume_is_removed(error: Exception, is_kept: bool, tmp_path: Path) -> None:
+    parser = LightningArgumentParser()
+    parser.add_argument("--text", type=str)
+    trainer: Any = SimpleNamespace(is_global_zero=True, default_root_dir=tmp_path, loggers=[])
+    module: Any = None
+    (tmp_path / "config.yaml").touch()
+    refused, begun = (SaveRunConfig(parser, Namespace(text="a")) for _ in range(2))
+    refused.setup(trainer, module, "fit")
+    refused.on_exception(trainer, module, error)
+    assert (tmp_path / "config-2.yaml").exists() == is_kept
+    begun.setup(trainer, module, "fit")
+    begun.on_train_start(trainer, module)
+    before = sorted(tmp_path.iterdir())
+    begun.on_exception(trainer, module, error)
+    assert sorted(tmp_path.iterdir()) == before

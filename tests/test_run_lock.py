@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from cli_project import environment, fit, fit_here, make_project, rlightning
@@ -20,7 +20,7 @@ from waiting import wait_for
 from rlightning.callbacks import RunReport
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import last_checkpoint
-from rlightning.run_lock import LOCK, FolderTakenError, check_writable, lock_run, unlock_run
+from rlightning.run_lock import LOCK, FolderTakenError, check_writable, lock_run, relock_run, unlock_run
 
 HOLD = """
 import os, sys, time
@@ -123,6 +123,51 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         lock_run(Path("/proc/run"))
     check_writable(tmp_path / "a/b/c", "dirpath")
     assert not (tmp_path / "a").exists()
+
+
+class RemoveFolder(Callback):
+    """Removes the run's folder before the second step, and notes whether another run could take it in the third."""
+
+    was_free: bool | None = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        folder = Path(trainer.default_root_dir)
+        if trainer.global_step == 1:
+            shutil.rmtree(folder)
+        elif trainer.global_step == 2:
+            with (folder / LOCK).open() as file:
+                self.was_free = can_lock(file)
+
+
+def can_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_removed_folder_is_warned_of_once_and_locked_again(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, data, remove = tmp_path / "run", make_data(tmp_path), RemoveFolder()
+    make_trainer(folder, 3, remove, RunReport(str(folder / "report.html"))).fit(make_grpo(model_folder), data)
+    said = [record.getMessage() for record in caplog.records if "was removed" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith(f"The run's folder {folder}, or {LOCK} in it, was removed")
+    assert remove.was_free is False
+    assert [path.name for path in folder.iterdir()] == ["report.html"]
+
+
+def test_removed_folder_that_another_run_took_ends_this_one(tmp_path: Path) -> None:
+    lock_run(tmp_path)
+    (tmp_path / LOCK).unlink()
+    with (tmp_path / LOCK).open("w") as other:
+        assert can_lock(other)
+        with pytest.raises(FolderTakenError, match="another run is at work there"):
+            relock_run(tmp_path)
+    relock_run(tmp_path)
+    assert not lock_run(tmp_path)
+    unlock_run(tmp_path)
 
 
 @pytest.mark.long

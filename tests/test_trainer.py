@@ -20,7 +20,7 @@ from torch import nn
 
 from rlightning import Trainer
 from rlightning.algorithms import GRPO
-from rlightning.callbacks import CompletionsTable, RLProgressBar, VLLMRollout
+from rlightning.callbacks import CompletionsTable, RLProgressBar, TransformersRollout, VLLMRollout
 from rlightning.cli.lightning_cli import RLCLI
 from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
@@ -129,6 +129,19 @@ def test_listed_callbacks_take_the_place_of_usual_ones(tmp_path: Path) -> None:
         Trainer(rollout=VLLMRollout(), callbacks=rollout, **options)
     with pytest.raises(ConfigError, match=r"lists CompletionsTable twice"):
         Trainer(callbacks=[table, CompletionsTable()], **options)
+
+
+@pytest.mark.parametrize("kinds", [(VLLMRollout, TransformersRollout), (TransformersRollout, VLLMRollout)])
+def test_two_rollout_callbacks_are_refused(kinds: tuple[type[Callback], type[Callback]], tmp_path: Path) -> None:
+    first, second = (kind() for kind in kinds)
+    message = f"A run has one rollout callback, and here are {kinds[0].__name__} and {kinds[1].__name__}, in "
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
+    for given in ({"rollout": first, "callbacks": [second]}, {"callbacks": [first, second]}):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            Trainer(**given, **options)
+    plain = lightning.pytorch.Trainer(callbacks=[first, second], **options)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        first.setup(plain, lightning.pytorch.LightningModule(), "fit")
 
 
 @pytest.mark.parametrize(

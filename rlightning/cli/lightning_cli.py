@@ -38,7 +38,7 @@ from rlightning.data import PromptDataModule
 from rlightning.disk import needed
 from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, did_you_mean, find_run_error
 from rlightning.foreign_text import without_secrets
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
@@ -105,6 +105,8 @@ class SaveRunConfig(SaveConfigCallback):
     """Writes the resolved configuration to the run's folder, and to the loggers once the set-up is over."""
 
     _unlogged: Any = None
+    _path: Path | None = None
+    """Of the file, until the first step may begin."""
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file, once; a resumed run keeps those of runs before it."""
@@ -120,11 +122,18 @@ class SaveRunConfig(SaveConfigCallback):
             written_aside(path) as partial,
         ):
             partial.write_text(text, encoding="utf-8")
-        self._unlogged = load_yaml(text)
+        self._unlogged, self._path = load_yaml(text), path
+
+    def on_exception(
+        self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Remove the file of a run that was refused before it began, such as one that does not fit its checkpoint."""
+        if self._path is not None and isinstance(find_run_error(exception), ConfigError):
+            self._path.unlink(missing_ok=True)
 
     def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule) -> None:
         """Tell the loggers, which make their runs now."""
-        unlogged, self._unlogged = self._unlogged, None
+        unlogged, self._unlogged, self._path = self._unlogged, None, None
         for logger in trainer.loggers if unlogged is not None else ():
             logger.log_hyperparams(unlogged)
 
@@ -389,4 +398,15 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)
     text = re.sub(r"the following arguments are required: (.*)", r"it needs a value for '\1'", text)
+    text = f"{text}{_way_out(text)}"
     return f"{keys.full_key(key) if keys else key}: {text}" if key else text
+
+
+def _way_out(text: str) -> str:
+    """A sentence about what to write instead of a value of the wrong type, as scripts get it."""
+    found = re.fullmatch(r"expected (int|Literal\[.*\]), got '(.*)'", text)
+    if found is None:
+        return ""
+    if found[1] == "int":
+        return f". Write {found[2].partition('.')[0]}." if re.fullmatch(r"[+-]?\d+\.0*", found[2]) else ""
+    return ". " + did_you_mean(found[2], re.findall(r"'([^']*)'", found[1]))

@@ -95,14 +95,14 @@ class PromptStream:
                 )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
-                f"The {len(self.prompts)} training prompts are not those that the checkpoint was written with "
-                f"(fingerprint {self.fingerprint}, there {state['fingerprint']}). {way_out}"
+                f"The {len(self.prompts)} training prompts are not those that the checkpoint was written with, or in "
+                f"another order. {way_out}"
             )
         for column, digest in state.get("columns", {}).items():
             if self.column_digests.get(column, digest) != digest:
                 raise ConfigError(
                     f"The column '{column}' of the training prompts, which the rewards read, is not what it was when "
-                    f"the checkpoint was written (fingerprint {self.column_digests[column]}, there {digest}). {way_out}"
+                    f"the checkpoint was written. {way_out}"
                 )
         self.position = self.step_start = int(state["position"])
 

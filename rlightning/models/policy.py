@@ -1,11 +1,14 @@
 """Loading a Hugging Face causal language model as a policy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -14,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
@@ -49,8 +53,12 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
         raise
     except (OSError, StrictDataclassError, *BUILD_ERRORS) as error:
         near = get_close_matches(model, [folder.name for folder in Path().iterdir() if folder.is_dir()], n=1)
-        hint = f" Did you mean the folder '{near[0]}'?" if near and not path.is_dir() else ""
-        raise ConfigError(f"model='{model}' has no readable config.json: {cut_line(error)}{hint}") from error
+        if near and not path.is_dir():
+            raise ConfigError(
+                f"model='{model}' is not a folder, nor a name that the Hugging Face hub has given a model for. Did you "
+                f"mean the folder '{near[0]}'?"
+            ) from error
+        raise ConfigError(f"model='{model}' has no readable config.json: {cut_line(error)}") from error
     check_config(model, config)
     return config
 
@@ -82,6 +90,23 @@ def remove_dropout(config: PreTrainedConfig) -> None:
             setattr(text_config, name, 0.0)
 
 
+@contextmanager
+def without_loading_bar() -> Iterator[None]:
+    """Within, transformers draws no bar of the weights that it loads; the hub's, of downloads, are drawn as before."""
+    if not is_progress_bar_enabled():
+        yield
+        return
+    shows_downloads = not are_progress_bars_disabled()
+    disable_progress_bar()  # the hub's too
+    if shows_downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if shows_downloads:  # who wants none of the hub's wants none of these
+            enable_progress_bar()
+
+
 def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a causal language model whose attention understands packed sequences, without dropout.
 
@@ -97,14 +122,15 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     policy: PreTrainedModel
     loaded: dict[str, Any]
     try:
-        policy, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            model,
-            config=config,
-            dtype=dtype,
-            attn_implementation=PACKED_ATTENTION,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-        )
+        with without_loading_bar():
+            policy, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+                model,
+                config=config,
+                dtype=dtype,
+                attn_implementation=PACKED_ATTENTION,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
     for name, stored, shape in sorted(loaded["mismatched_keys"]):

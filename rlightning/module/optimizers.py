@@ -35,6 +35,8 @@ def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(configure_optimizers)
     def configure(*args: object, **kwargs: object) -> object:
         found = configure_optimizers(*args, **kwargs)
+        if found is None:  # Lightning would warn of it, and train nothing
+            raise ConfigError(f"{METHOD} returns no optimizer of the model's parameters: it returns None. {FORMS}")
         check_form(found)
         return _without_nones(found)
 

@@ -9,7 +9,7 @@ from rlightning.hooks import RLCallback
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
 from rlightning.protocols import callbacks_of
 from rlightning.run_dir import run_dir
-from rlightning.run_lock import lock_run, unlock_run
+from rlightning.run_lock import lock_run, relock_run, unlock_run
 
 _locked: set[Path] = set()
 """Folders that no command line has taken, but a fit."""
@@ -37,7 +37,11 @@ def lock_run_of(trainer: Trainer) -> None:
 
 
 class UnlockRun(Callback):
-    """Undoes :func:`lock_run_of` when the fit is over."""
+    """Takes the folder again if it was removed, and undoes :func:`lock_run_of` when the fit is over."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
+        """Called when a step begins."""
+        relock_run(Path(trainer.default_root_dir).expanduser())
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
         """Called when the run was cut short."""

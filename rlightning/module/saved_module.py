@@ -81,6 +81,13 @@ class SavedModule(PromptBatchModule):
         saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
         values = {name: saved[name] for name in checkpoint.get(ARGUMENT_NAMES, saved) if name in saved}
         module = make_module(cls, values, kwargs, f"The checkpoint {checkpoint_path}")
+        for name in checkpoint.get(ARGUMENT_NAMES, ()):
+            if name not in {*saved, *kwargs}:
+                log.warning(
+                    "The checkpoint %s does not hold %s, which has no plain value: %s has its default. Give it as "
+                    "%s.load_from_checkpoint(..., %s=...).",
+                    *(checkpoint_path, name, cls.__name__, cls.__name__, name),
+                )
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"], strict=strict)

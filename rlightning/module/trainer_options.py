@@ -7,10 +7,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
 
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_value
 from rlightning.hooks import check_repeated
-from rlightning.lightning_internals import has_sync_batchnorm, model_registry
+from rlightning.lightning_internals import given_data, has_sync_batchnorm, is_of_tuner, model_registry
 from rlightning.parallel.strategy_names import SPAWN_RULE, check_strategy
 from rlightning.protocols import HasData, has
 
@@ -38,6 +40,11 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
 """Lightning's callbacks that cannot do their work here, and what to do instead."""
 
 
+TUNER_METHODS: dict[type[Callback], str] = {
+    callbacks.BatchSizeFinder: "scale_batch_size",
+    callbacks.LearningRateFinder: "lr_find",
+}
+"""The methods of ``Tuner`` that list one of them."""
 OWN_STEPS = "has no effect here: the model steps its optimizer itself"
 _REFUSED_OPTIONS: dict[str, tuple[object, str]] = {
     "accumulate_grad_batches": (
@@ -96,9 +103,12 @@ def check_data_source(trainer: Trainer, module: LightningModule) -> None:
     hook, argument = _DATA[command]
     has_data = has(trainer, HasData) and trainer.datamodule is not None
     if not has_data and not is_overridden(hook, module, LightningModule):
+        given = given_data(trainer, command)
+        what = "it is given no data" if given is None else f"{cut_value(given)} is no data module"
+        whose = "the loader's rows" if isinstance(given, DataLoader) else "the rows, or the path of their file,"
         raise ConfigError(
-            f"trainer.{command}() has no prompts: {type(module).__name__} takes them from a data module, not from a "
-            f"loader. Give the loader's rows: trainer.{command}(module, datamodule=PromptDataModule({argument}))."
+            f"trainer.{command}() has no prompts: {what}, from which {type(module).__name__} takes them. Give {whose} "
+            f"as trainer.{command}(module, datamodule=PromptDataModule({argument}))."
         )
 
 
@@ -130,8 +140,11 @@ def check_callbacks(listed: Iterable[Callback | type]) -> None:
     for callback in listed:
         kind = callback if isinstance(callback, type) else type(callback)
         for refused, reason in REFUSED_CALLBACKS.items():
-            if issubclass(kind, refused):
-                raise ConfigError(f"trainer.callbacks: {kind.__name__} {reason}.")
+            if not issubclass(kind, refused):
+                continue
+            if isinstance(callback, Callback) and is_of_tuner(callback):
+                raise ConfigError(f"Tuner.{TUNER_METHODS[refused]} {reason}.")
+            raise ConfigError(f"trainer.callbacks: {kind.__name__} {reason}.")
 
 
 def check_precision(precision: object) -> None:

@@ -11,7 +11,7 @@ Letters in shapes: ``T`` tokens of the whole batch, ``N`` sequences, ``M`` traje
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -106,6 +106,17 @@ class RolloutBatch:
     totals: LossTotals | None = None
     _max_length: int | None = field(default=None, repr=False)
     _sampled_index: Tensor | None = field(default=None, repr=False)
+
+    if not TYPE_CHECKING:  # a type checker would take any name for a field
+
+        def __setattr__(self, name: str, value: object) -> None:
+            try:
+                object.__setattr__(self, name, value)  # `super()` does not know the class that `slots` has made
+            except AttributeError as error:
+                raise AttributeError(
+                    f"{type(self).__name__} has no field '{name}'. Declare it in a subclass of RolloutBatch, which "
+                    "your module names as batch_type: docs/own_values.md."
+                ) from error
 
     @classmethod
     def pack(cls, groups: Sequence[Sequence[Trajectory]]) -> Self:

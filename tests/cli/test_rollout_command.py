@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,6 +207,8 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, starts_processes: None
         port = listener.getsockname()[1]
     arguments = ["--model", model, "--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    scratch = tempfile.mkdtemp(dir="/tmp")  # of a short name: vLLM's sockets are in it, and stay
+    variables |= {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
         env={**os.environ, **variables, "HF_HUB_OFFLINE": "1"},
@@ -221,9 +225,11 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, starts_processes: None
             except httpx.HTTPError:
                 time.sleep(0.5)
         yield url
+        assert any(path.is_socket() for path in Path(scratch).iterdir()), "its sockets are elsewhere"
     finally:
         process.terminate()
         process.wait()
+        shutil.rmtree(scratch)
 
 
 def test_vllm_server_gives_exact_samples(

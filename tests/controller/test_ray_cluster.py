@@ -260,6 +260,7 @@ def test_killed_raylet_ends_run_in_one_line(tmp_path: Path, restarts: str) -> No
     assert process.returncode not in (0, 2), output
     assert f"The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed" in output
     assert "Placement group" not in output and "Raylet is terminated" not in output, output
+    assert output.count("error: ") == 1 and "Traceback" not in output, output
 
 
 @pytest.mark.slow

@@ -4,14 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
 from tiny_models import make_sequences, packed_inputs, save_tiny
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedTokenizerFast
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from rlightning.errors import ConfigError
 from rlightning.models import hold_as_computed, load_config, load_policy, load_tokenizer, max_model_length, save_policy
 from rlightning.models.layers import decoder_layers
+from rlightning.models.policy import without_loading_bar
 from rlightning.parallel.sharding import named_weights
 
 
@@ -106,6 +109,30 @@ def test_no_model(model: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         load_config(model.format(folder=tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_near_folder_of_a_path_is_named_without_the_hubs_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+
+    monkeypatch.setattr("rlightning.models.policy.read_config", refuse)
+    with pytest.raises(
+        ConfigError, match=r"^model='models/n' is not a folder, nor .* mean the folder 'model'\?$"
+    ) as error:
+        load_config("models/n")
+    assert "couldn't" not in str(error.value)
+
+
+def test_loading_draws_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    enable_progress_bar()
+    load_policy(save_tiny("qwen3", tmp_path))
+    assert "Loading" not in capsys.readouterr().err
+    assert is_progress_bar_enabled() and not are_progress_bars_disabled()
+    with without_loading_bar():
+        assert not is_progress_bar_enabled() and not are_progress_bars_disabled()
 
 
 def test_near_folders_are_named_not_all(tmp_path: Path) -> None:

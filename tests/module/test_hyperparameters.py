@@ -99,6 +99,27 @@ def test_load_from_checkpoint_needs_no_arguments(model: str, tmp_path: Path) -> 
     assert loaded.weight_version == 2
 
 
+def test_arguments_without_plain_value_are_warned_of(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {"prompts_per_step": 4, "samples_per_prompt": 2}
+    module = GRPO(model, rewards=lambda completion: 1.0, **arguments)
+    module.configure_model()
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict(), "pytorch-lightning_version": "2"}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, tmp_path / "one.ckpt")
+    loaded = GRPO.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert not loaded.rewarder.functions
+    (line,) = [record.getMessage() for record in caplog.records if "does not hold" in record.getMessage()]
+    assert line == (
+        f"The checkpoint {tmp_path / 'one.ckpt'} does not hold rewards, which has no plain value: GRPO has its "
+        "default. Give it as GRPO.load_from_checkpoint(..., rewards=...)."
+    )
+    caplog.clear()
+    GRPO.load_from_checkpoint(tmp_path / "one.ckpt", rewards=[share_of_ones])
+    assert "does not hold" not in caplog.text
+
+
 @pytest.mark.long
 def test_arguments_of_no_signature_are_restored(model: str, tmp_path: Path) -> None:
     given = {"extra": 5, "my_width": 7, "lr": np.float32(0.5), "betas": np.array([0.5, 0.75])}

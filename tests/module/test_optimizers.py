@@ -243,6 +243,13 @@ def test_forms_that_cannot_work_are_refused_at_start(
     assert not (tmp_path / "metrics.csv").exists()
 
 
+def test_no_optimizer_is_refused_before_lightning_warns() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^configure_optimizers returns no optimizer .*: it returns None\. Return an"
+    ):
+        checked(lambda: None)()
+
+
 def test_form_that_is_none_of_lightnings_is_refused() -> None:
     optimizer, other = SGD([torch.nn.Parameter(torch.ones(1))]), SGD([torch.nn.Parameter(torch.ones(1))])
     schedule, foreign = StepLR(optimizer, 1), StepLR(other, 1)

@@ -264,9 +264,15 @@ def test_callback_is_refused(kind: type[Callback]) -> None:
 def test_loader_in_place_of_a_data_module_is_refused(command: str, argument: str, model: str, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2"}] * 4
     loaders: list[Any] = [DataLoader(rows, batch_size=2), rows]  # type: ignore[arg-type]
-    for loader in loaders:
-        with pytest.raises(ConfigError, match=re.escape(f"{command}(module, datamodule=PromptDataModule({argument}))")):
+    said = ("is no data module, from which SFT takes them. Give the loader's rows as ", "[{'prompt': '1+1=', ")
+    for loader, expected in zip(
+        [*loaders, "rows.jsonl", None], [*said, "'rows.jsonl' is", "is given no data"], strict=True
+    ):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"{command}(module, datamodule=PromptDataModule({argument}))")
+        ) as error:
             getattr(bare_trainer(tmp_path, 1), command)(SFT(model, prompts_per_step=2), loader)
+        assert expected in str(error.value) and ("loader's" in str(error.value)) == isinstance(loader, DataLoader)
 
 
 def test_own_train_dataloader_of_a_module_is_used(model: str, tmp_path: Path) -> None:
@@ -306,7 +312,7 @@ def test_asynchronous_checkpoint_plugin_works(model: str, tmp_path: Path) -> Non
 
 def test_learning_rate_tuner_is_refused_in_a_line(model: str, tmp_path: Path) -> None:
     trainer = bare_trainer(tmp_path, 1)
-    with pytest.raises(ConfigError, match=r"LearningRateFinder needs Lightning to step the optimizer"):
+    with pytest.raises(ConfigError, match=r"^Tuner\.lr_find needs Lightning to step the optimizer"):
         Tuner(trainer).lr_find(make_module(model), datamodule=make_rows(tmp_path))
 
 

@@ -2,11 +2,13 @@
 
 import csv
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -111,15 +113,25 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def temporary_folder() -> Iterator[None]:
+    """The runs' temporary folder, of a short name since sockets are in it; torchrun leaves nothing there."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAUNCHERS_TMPDIR", folder)
+        yield
+        assert not [path.name for path in Path(folder).iterdir() if path.name.startswith("torchelastic")]
+
+
 def start(
     project: Path, run: str, *options: str, by: str = "lightning", variables: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[str]":
     """Begin to fit, with ``run`` as the run's folder."""
-    before = [TORCHRUN, "--nproc-per-node", "2", "--master-port", str(find_port())] if by == "torchrun" else []
+    torchrun = [TORCHRUN, "--nproc-per-node", "2", "--master-port", str(find_port()), "--log-dir", str(project / "log")]
+    before = torchrun if by == "torchrun" else []
     return subprocess.Popen(
         [*before, SCRIPT, "fit", "--config", "run.yaml", "--trainer.default_root_dir", run, *options],
         cwd=project,
-        env={**environment(), **(variables or {})},
+        env={**environment(), "TMPDIR": os.environ["LAUNCHERS_TMPDIR"], **(variables or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

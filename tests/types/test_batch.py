@@ -255,3 +255,10 @@ def test_temperatures_are_the_prompts_own() -> None:
         one.prompt = one.prompt._replace(temperature=0.5)
     own = batch.temperatures(0.75)
     assert isinstance(own, Tensor) and own.tolist() == [0.75, 0.75, 0.5, 0.5]
+
+
+def test_batch_unknown_field_names_batch_type() -> None:
+    batch = make_batch()
+    batch.value = torch.zeros(12)
+    with pytest.raises(AttributeError, match=r"^OwnBatch has no field 'mine'\..* batch_type: docs/own_values\.md\.$"):
+        batch.mine = torch.zeros(12)  # type: ignore[attr-defined]
