@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import tiny
-from tiny import make_grpo, share_of_ones, write_sums
+import torch
+from tiny import make_algorithm, share_of_ones, write_sums
+from torch import Tensor
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
@@ -24,11 +26,18 @@ def save_model(folder: Path, **config: Any) -> str:
     return tiny.save_model(folder, **sizes | config, initializer_range=0.1)
 
 
+class ComputesAll(GRPO):
+    """Computes sequences without advantage, too: what they were sampled from is looked at."""
+
+    def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
+        return torch.zeros(batch.num_sequences, dtype=torch.bool)
+
+
 def make_module(model_folder: str, **kwargs: Any) -> GRPO:
     """A learning rate that changes the weights by far more than the canary tolerates, in each step."""
     rewards = [RewardFunction(share_of_ones, timeout=500)]
     usual: dict[str, Any] = {"rewards": rewards, "prompts_per_step": PER_STEP, "lr": 3e-2}
-    return make_grpo(model_folder, **usual | kwargs)
+    return make_algorithm(ComputesAll, model_folder, **usual | kwargs)
 
 
 def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:

@@ -97,7 +97,7 @@ def test_trajectories_are_printed_turn_by_turn(project: Path, capsys: pytest.Cap
     assert labels[0] == "prompt" and labels[2] == "user" and len(labels) == 4
     assert re.fullmatch(r"assistant \(\d tokens, (stop|length)\) reward 0\.2", labels[1])
     assert "    more\\x1b\n" in first and "\x1b" not in text and "calls 2\n" in first
-    assert "-- a branch begins: history rewritten" in blocks["rewrite"] and "a branch" not in first
+    assert "-- a branch begins: started_over" in blocks["rewrite"] and "a branch" not in first
     assert "a reward function failed (needs_more none, environment 0.5)" in blocks["unscored"]
     assert "failed (would not be trained on), no reward" in blocks["fail"]
     assert "ConnectionError: the sandbox is gone" in blocks["fail"]
@@ -121,7 +121,7 @@ def test_json_has_a_line_a_trajectory(project: Path, capsys: pytest.CaptureFixtu
             row["timings"]["trajectory"]
         )
         assert row["turns"][-2] == {"role": "user", "content": "more\x1b"}
-    assert [branch["reason"] for branch in rows[2]["branches"]] == ["start", "history rewritten"]
+    assert [branch["reason"] for branch in rows[2]["branches"]] == ["start", "started_over"]
     assert rows[0]["turns"] != rows[1]["turns"]
     code, text, errors = rollout(capsys, "--num", "3", "--json")
     assert code == 1 and json.loads(text.splitlines()[2])["reward"] is None

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from test_step_environment import PROMPT, CannedPolicy, play
 
+from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import Reply
 from rlightning.environments.messages import Message
 from rlightning.environments.openenv import OpenEnv
@@ -117,7 +118,7 @@ def test_sessions_at_once_are_bounded() -> None:
     async def work() -> None:
         environment = OpenEnv(server.url, "text", max_sessions=2)
         request = GroupRequest(PROMPT, Sampling(max_new_tokens=4), 6)
-        group = RecordedGroup(Canned(), Tokenizer(), request, 64, timeout=30.0)  # type: ignore[arg-type]
+        group = RecordedGroup(Canned(), ChatFormat(Tokenizer()), request, 64, timeout=30.0)  # type: ignore[arg-type]
         outcomes = await environment.run_group(PROMPT, group)
         assert [outcome.status for outcome in outcomes] == ["finished"] * 6
 

@@ -192,7 +192,7 @@ def test_run_names_its_judge_in_yaml(
     (project / "run.json").write_text(json.dumps(config))
     code, errors = fit_here(capsys, "--config", "run.json")
     assert code == 0, errors
-    assert len(server.requests) == 16 and set(server.keys) == {f"Bearer {KEY}"}
+    assert len(server.requests) == 16 + 8 and set(server.keys) == {f"Bearer {KEY}"}
     files = [file for file in (project / "run").rglob("*") if file.is_file()]
     assert files and not [file for file in files if KEY.encode() in file.read_bytes()]
     code, errors = fit_here(capsys, "--config", "run.json", "--trainer.default_root_dir", "other")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -332,6 +333,8 @@ def test_a_full_device_is_told_with_the_ways_out() -> None:
     """As vLLM 0.24 reports it; on a CPU nothing sleeps."""
 
     class FullDevice:
+        vllm_config = SimpleNamespace(lora_config=None)
+
         async def sleep(self, level: int) -> None:
             assert level == 2
 
