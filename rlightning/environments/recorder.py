@@ -4,6 +4,7 @@ A request that goes on from the end of a branch extends it; any other begins a n
 again. Requests of one trajectory may be under way at the same time: a branch belongs to one of them until it has ended.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -118,6 +119,17 @@ class Recorder:
             recorded.append(RecordedTurn(sample, message, branch, len(branch.token_ids)))
             branch, reason = None, "sampled_again"
         return recorded
+
+    def extend(self, other: "Recorder") -> None:
+        """Add what another one has recorded, which it must not go on to record."""
+        num_turns = len(self.turns)
+        for branch in other.branches:
+            if branch.reason == "start" and self.branches:
+                branch.reason = "started_over"
+            branch.turns = array("i", [turn if turn < 0 else turn + num_turns for turn in branch.turns])
+            self.branches.append(branch)
+        self.turns += other.turns
+        self._is_started = self._is_started or other._is_started
 
     def _find_reason(self, history: list[int]) -> BranchReason:
         """Return why a history begins a new branch, as far as its tokens tell."""
