@@ -156,6 +156,7 @@ WORKER_FILES = (
     "environments/single_turn.py",
     "environments/step_environment.py",
     "environments/tools.py",
+    "environments/verifiers/launcher.py",
     "environments/worker.py",
     "processes/*.py",
     "rpc/*.py",

@@ -120,15 +120,22 @@ class Recorder:
             branch, reason = None, "sampled_again"
         return recorded
 
-    def extend(self, other: "Recorder") -> None:
-        """Add what another one has recorded, which it must not go on to record."""
-        num_turns = len(self.turns)
+    def extend(self, other: "Recorder", turns: Sequence[Turn] | None = None) -> None:
+        """Add what another one has recorded, which it must not go on to record.
+
+        Args:
+            other: the one.
+            turns: its turns as they are to be, in any order, with others between them; None: as recorded.
+        """
+        turns = other.turns if turns is None else turns
+        places = {id(turn.sample): len(self.turns) + place for place, turn in enumerate(turns) if turn.sample}
+        new = {old: places[id(turn.sample)] for old, turn in enumerate(other.turns) if turn.sample}
         for branch in other.branches:
             if branch.reason == "start" and self.branches:
                 branch.reason = "started_over"
-            branch.turns = array("i", [turn if turn < 0 else turn + num_turns for turn in branch.turns])
+            branch.turns = array("i", [new.get(turn, -1) for turn in branch.turns])
             self.branches.append(branch)
-        self.turns += other.turns
+        self.turns += turns
         self._is_started = self._is_started or other._is_started
 
     def _find_reason(self, history: list[int]) -> BranchReason:

@@ -3,15 +3,23 @@
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+from chat_templates import make_tokenizer
+from engine_run import Witness, make_module, make_trainer
 from verifiers_cases import attempt, make_interpreter, write_words
 from waiting import still_running
 
+from rlightning.callbacks import TransformersRollout
+from rlightning.data import PromptDataModule
 from rlightning.environments.verifiers import Verifiers
 from rlightning.errors import ConfigError, EngineError
+from rlightning.rpc.client import LoopThread
+from rlightning.types import Trajectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo 4$((1+1))"}}\n</tool_call>'
@@ -22,8 +30,21 @@ def python() -> str:
     return make_interpreter()
 
 
-def numbers(python: str, **arguments: Any) -> Verifiers:
-    return Verifiers(**{"taskset": "number_tasks", "python": python, "renderer": "qwen3", **arguments})
+@pytest.fixture(scope="module")
+def make(python: str) -> Iterator[Any]:
+    """Makes environments that stay, and attempts tasks in them."""
+    loop = LoopThread("test")
+    made: dict[str, Verifiers] = {}
+
+    def make(*texts: str, folder: Path, given: dict[str, Any] | None = None, **arguments: Any) -> list[Trajectory]:
+        arguments_ = {"taskset": "number_tasks", "python": python, "renderer": "qwen3", **(given or {})}
+        environment = made.setdefault(str(given), Verifiers(**arguments_))
+        return attempt(loop, environment, folder, *texts, **arguments)
+
+    yield make
+    for environment in made.values():
+        loop.run(environment.close())
+    loop.close()
 
 
 def said(trajectory: Any) -> list[str]:
@@ -32,45 +53,44 @@ def said(trajectory: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("task", "turns", "branches", "reward"),
-    [(0, ["It is 7"], ["start"], 2.0), (1, ["6", "8"], ["start"], 0.0), (2, ["6", "5", "7"], ["start", "sampled_again"], 2.0)],
+    [
+        (0, ["It is 7"], ["start"], 2.0),
+        (1, ["6", "8"], ["start"], 0.0),
+        (2, ["6", "5", "7"], ["start", "history_edited"], 2.0),
+    ],
 )
 def test_each_sampled_token_is_trained_once(
-    python: str, tmp_path: Path, task: int, turns: list[str], branches: list[str], reward: float
+    make: Any, tmp_path: Path, task: int, turns: list[str], branches: list[str], reward: float
 ) -> None:
-    (one,) = attempt(numbers(python), tmp_path, *turns, task=task)
+    (one,) = make(*turns, folder=tmp_path, task=task)
     assert (one.status, one.reward, one.error) == ("finished", reward, None)
     assert (said(one), [branch.reason for branch in one.branches]) == (turns, branches)
     assert one.metrics["turns"] == len(turns) and one.metrics["said"] == reward / 2
     assert sum(sum(branch.is_sampled) for branch in one.branches) == one.num_sampled
 
 
-def test_trajectories_of_a_group_run_at_the_same_time(python: str, tmp_path: Path) -> None:
-    trajectories = attempt(numbers(python), tmp_path, *["7"] * 6, num_trajectories=6, delay=1.0)
+def test_trajectories_of_a_group_run_at_the_same_time(make: Any, tmp_path: Path) -> None:
+    trajectories = make(*["7"] * 6, folder=tmp_path, num_trajectories=6, delay=1.0)
     assert [(one.status, one.reward, said(one)) for one in trajectories] == [("finished", 2.0, ["7"])] * 6
 
 
-def test_hangman_is_played_over_several_turns_with_a_tool(python: str, tmp_path: Path) -> None:
-    environment = Verifiers(
-        {"id": "textarena", "game": "Hangman-v0"},
-        python=python,
-        renderer="qwen3",
-        roles={"player": {"harness": {"id": "bash"}, "max_turns": 4}},
-        num_tasks=2,
-        variables=write_words(tmp_path / "nltk"),
-    )
-    (one,) = attempt(environment, tmp_path, CALL, "I guess [e]", "I guess [a]", "I guess [z]", task=1)
+def test_hangman_is_played_over_several_turns_with_a_tool(make: Any, tmp_path: Path) -> None:
+    given = {
+        "taskset": {"id": "textarena", "game": "Hangman-v0"},
+        "roles": {"player": {"harness": {"id": "bash"}, "max_turns": 4}},
+        "num_tasks": 2,
+        "variables": write_words(tmp_path / "nltk"),
+    }
+    (one,) = make(CALL, "I guess [e]", "I guess [a]", "I guess [z]", folder=tmp_path, given=given, task=1)
     assert (one.status, one.error, len(one.branches)) == ("finished", None, 1)
     assert said(one) == [CALL, "I guess [e]", "I guess [a]", "I guess [z]"] and one.metrics["turns"] == 4
     assert one.reward is not None and one.metrics["game_reward"] == one.reward
 
 
-def test_a_simulated_user_is_sampled_and_not_trained(python: str, tmp_path: Path) -> None:
-    environment = numbers(
-        python,
-        environment="user-sim",
-        roles={"assistant": {"harness": {"id": "null"}}, "user": {"max_turns": 3}},
-    )
-    (one,) = attempt(environment, tmp_path, "Please say 7.", "It is 7", "###DONE###")
+def test_a_simulated_user_is_sampled_and_not_trained(make: Any, tmp_path: Path) -> None:
+    roles = {"assistant": {"harness": {"id": "null"}}, "user": {"max_turns": 3}}
+    given = {"environment": "user-sim", "roles": roles}
+    (one,) = make("Please say 7.", "It is 7", "###DONE###", folder=tmp_path, given=given)
     assert (one.status, one.error) == ("finished", None)
     assert said(one) == ["It is 7"] and one.reward == 2.0 == 2 * one.metrics["assistant/said"]
     assert one.metrics["assistant/user_turns"] == 2
@@ -80,41 +100,43 @@ def test_a_simulated_user_is_sampled_and_not_trained(python: str, tmp_path: Path
     ("agents", "turns", "reward"), [(None, ["7", "5"], 1.0), (["first"], ["7"], 2.0), (["second"], ["5"], 0.0)]
 )
 def test_agents_that_are_trained(
-    python: str, tmp_path: Path, agents: list[str] | None, turns: list[str], reward: float
+    make: Any, tmp_path: Path, agents: list[str] | None, turns: list[str], reward: float
 ) -> None:
-    (one,) = attempt(numbers(python, environment="two_seats", agents=agents), tmp_path, "7", "5")
+    (one,) = make("7", "5", folder=tmp_path, given={"environment": "two_seats", "agents": agents})
     assert (one.status, one.reward, said(one)) == ("finished", reward, turns)
     assert [branch.reason for branch in one.branches] == ["start", "started_over"][: len(turns)]
     assert (one.metrics["first/said"], one.metrics["second/said"]) == (1.0, 0.0)
 
 
-def test_an_episode_that_broke_or_timed_out_has_no_reward(python: str, tmp_path: Path) -> None:
-    (one,) = attempt(numbers(python), tmp_path, "7", task=3)
+def test_an_episode_that_broke_or_timed_out_has_no_reward(make: Any, tmp_path: Path) -> None:
+    (one,) = make("7", folder=tmp_path, task=3)
     assert (one.status, one.reward) == ("failed", None) and "the scorer's service is down" in str(one.error)
-    for environment, run_s in ((numbers(python, timeout=3.0), 60.0), (numbers(python), 3.0)):
-        (one,) = attempt(environment, tmp_path, "7", task=4, timeout=run_s)
-        assert (one.status, one.reward, said(one)) == ("timeout", None, ["7"])
-    verifiers_own = numbers(python, roles={"agent": {"timeout": {"rollout": 3.0}}})
-    (one,) = attempt(verifiers_own, tmp_path, "7", task=4)
-    assert (one.status, one.reward, one.error) == ("timeout", None, "A deadline of verifiers' has passed.")
-    (one,) = attempt(numbers(python), tmp_path, task={"answer": "7", "prompt": 5})
+    (one,) = make(folder=tmp_path, task={"answer": "7", "prompt": 5})
     assert (one.status, one.reward) == ("failed", None) and "verifiers refused the task" in str(one.error)
+    for given, run_s in ((None, 9.0), ({"timeout": 9.0}, 90.0)):
+        (one,) = make("7", folder=tmp_path, task=4, given=given, timeout=run_s)
+        assert (one.status, one.reward, said(one)) == ("timeout", None, ["7"])
+    given = {"roles": {"agent": {"timeout": {"rollout": 6.0}}}}
+    (one,) = make("7", folder=tmp_path, task=4, given=given)
+    assert (one.status, one.reward, one.error) == ("timeout", None, "A deadline of verifiers' has passed.")
 
 
-def test_a_history_without_room_truncates(python: str, tmp_path: Path) -> None:
-    for max_length in (400, 1000):  # which our endpoint refuses, or renderers
-        (one,) = attempt(numbers(python), tmp_path, "7", task=5, max_length=max_length)
-        assert (one.status, one.reward, said(one)) == ("truncated", 2.0, ["7"])
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_history_without_room_truncates(make: Any, tmp_path: Path, asked_before: bool) -> None:
+    if asked_before:  # renderers keeps the limit of its first request, and leaves it to the endpoint to refuse
+        make("7", folder=tmp_path)
+    (one,) = make("7", folder=tmp_path, task=5, max_length=1000)
+    assert (one.status, one.reward, said(one)) == ("truncated", 2.0, ["7"])
 
 
-def test_a_dead_engine_ends_the_run(python: str, tmp_path: Path) -> None:
+def test_a_dead_engine_ends_the_run(make: Any, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="gone"):
-        attempt(numbers(python), tmp_path, error=EngineError("The engine is gone."))
+        make(folder=tmp_path, error=EngineError("The engine is gone."))
 
 
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "ended (SIGKILL)"), (signal.SIGSTOP, "did not respond")])
-def test_a_server_that_ends_or_hangs_is_replaced(python: str, tmp_path: Path, number: int, how: str) -> None:
-    environment = numbers(python, hang_timeout=4.0)
+def test_a_server_that_ends_or_hangs_is_replaced(make: Any, tmp_path: Path, number: int, how: str) -> None:
+    given = {"hang_timeout": 8.0}
     pids: list[int] = []
 
     async def strike(environment: Verifiers) -> None:
@@ -126,10 +148,10 @@ def test_a_server_that_ends_or_hangs_is_replaced(python: str, tmp_path: Path, nu
         pids.append(server.pid)
         os.kill(server.pid, number)
 
-    (one,) = attempt(environment, tmp_path, "7", task=4, during=strike)
+    (one,) = make("7", folder=tmp_path, given=given, task=4, during=strike)
     assert (one.status, one.reward) == ("failed", None) and how in str(one.error)
     assert still_running(pids) == []
-    (one,) = attempt(environment, tmp_path, "7", task=0)
+    (one,) = make("7", folder=tmp_path, given=given)
     assert (one.status, one.reward) == ("finished", 2.0)
 
 
@@ -142,7 +164,7 @@ def test_a_server_that_ends_or_hangs_is_replaced(python: str, tmp_path: Path, nu
     ],
 )
 def test_mistakes_are_one_line(python: str, arguments: dict[str, Any], reason: str) -> None:
-    environment = numbers(python, **arguments)
+    environment = Verifiers(**{"taskset": "number_tasks", "python": python, **arguments})
 
     async def check() -> None:
         try:
@@ -153,3 +175,21 @@ def test_mistakes_are_one_line(python: str, arguments: dict[str, Any], reason: s
     with pytest.raises(ConfigError, match=reason) as caught:
         asyncio.run(check())
     assert "\n" not in caught.value.line
+
+
+def test_a_run_trains_what_it_sampled(python: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.save_pretrained(tmp_path)
+    model = tiny.save_weights(tmp_path, len(tokenizer), 0, max_position_embeddings=512)
+    environment = Verifiers("number_tasks", python=python, renderer="qwen3")
+    witness = Witness()
+    rows = [{"prompt": "", "task": number} for number in (1, 2)] * 4
+    data = PromptDataModule(rows, max_prompt_tokens=64)
+    rollout = TransformersRollout(environment=environment, max_new_tokens=8, seed=0)
+    make_trainer(tmp_path, 1, rollout, witness).fit(make_module(model), data)
+    (batch,), (metrics,) = witness.batches, witness.steps
+    assert metrics["policy/rollout_gap_max"] < 1e-4
+    for one in batch.trajectories:
+        assert one.status in ("finished", "truncated") and one.reward is not None
+        assert len(one.samples) == one.prompt.columns["task"] + 1
+        assert sum(sum(branch.is_sampled) for branch in one.branches) == one.num_sampled

@@ -18,6 +18,7 @@ from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.environments.verifiers import Verifiers
 from rlightning.rollout import Sampling
+from rlightning.rpc.client import LoopThread
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 VERSION = "0.4.0"
@@ -53,6 +54,7 @@ def write_words(folder: Path) -> dict[str, str]:
 
 
 def attempt(
+    loop: LoopThread,
     environment: Verifiers,
     folder: Path,
     *said: str,
@@ -67,6 +69,7 @@ def attempt(
     """Attempt a task with a policy that says these texts.
 
     Args:
+        loop: of the environment, whose servers stay.
         during: awaited while the trajectories are made.
     """
     tokenizer = make_tokenizer("qwen3")
@@ -80,15 +83,12 @@ def attempt(
 
     async def run() -> Any:
         await environment.check()
-        try:
-            other = asyncio.ensure_future(during(environment)) if during is not None else None
-            outcomes = await environment.run_group(prompt, group)
-            if other is not None:
-                await other
-            return outcomes
-        finally:
-            await environment.close()
+        other = asyncio.ensure_future(during(environment)) if during is not None else None
+        outcomes = await environment.run_group(prompt, group)
+        if other is not None:
+            await other
+        return outcomes
 
-    trajectories = group.finish(asyncio.run(run()), 0.0)
+    trajectories = group.finish(loop.run(run(), timeout=300), 0.0)
     RolloutBatch.pack([[one for one in trajectories if one.branches]])
     return trajectories

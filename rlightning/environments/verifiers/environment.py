@@ -138,6 +138,12 @@ class Verifiers(Environment):
         Raises:
             ConfigError: the interpreter, the task set or the agents cannot be used.
         """
+        try:
+            import zmq  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "Verifiers needs pyzmq, which is not installed: pip install 'rlightning[agents]'."
+            ) from error
         await asyncio.to_thread(check_verifiers, self.python)
         await self.endpoint.start()
         await self._start(self._get_servers().servers[0])
@@ -167,12 +173,11 @@ class Verifiers(Environment):
         server = min(found.servers, key=lambda one: len(one.runs))
         await self._start(server)
         parts: dict[str, RecordedPolicy] = {}
-        episode = None
         try:
             async with asyncio.timeout(self.timeout) as deadline:
                 episode = await self._run_episode(server, found.key, prompt, policy, parts)
-                self._deaths.reset()
-                return self._read(episode, policy, parts)
+            self._deaths.reset()
+            return self._read(episode, policy, parts)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -181,7 +186,7 @@ class Verifiers(Environment):
             line, *details = map(str, error.args)
             return failed_outcome(prompt, line, cut("\n".join([line, *details])))
         finally:
-            if episode is None:  # for whoever looks at what it came to
+            if not policy.recorder.branches:  # it failed; for whoever looks at what it came to
                 for part in parts.values():
                     policy.recorder.extend(part.recorder)
 
@@ -240,21 +245,21 @@ class Verifiers(Environment):
         Raises:
             ValueError: what verifiers says of the tokens or the rewards cannot be.
         """
-        trained = [trace for trace in episode.traces if self._is_trained(trace)]
-        for trace in trained:
-            policy.recorder.extend(parts[trace.id].recorder)
-            policy.temperature = parts[trace.id].temperature
         if episode.has_timed_out:
             return Outcome(status="timeout", error="A deadline of verifiers' has passed.")
         failure = episode.find_failure()
         if failure is not None:
             raise RuntimeError(f"verifiers' episode failed: {failure}")
         for trace in episode.traces:
-            trace.check_tokens([turn.sample for turn in parts[trace.id].recorder.turns if turn.sample is not None])
+            recorder = parts[trace.id].recorder
+            turns = trace.match(recorder.turns)
+            if self._is_trained(trace):
+                policy.recorder.extend(recorder, turns)
+                policy.temperature = parts[trace.id].temperature
         if not policy.recorder.branches:
             raise ValueError("the episode ended without a turn of an agent that is trained")
-        rewards = {trace.id: trace.sum_rewards() for trace in trained}
-        given = [reward for reward in rewards.values() if reward is not None]
+        trained = [trace for trace in episode.traces if self._is_trained(trace)]
+        given = [reward for trace in trained if (reward := trace.sum_rewards()) is not None]
         is_cut = any(trace.is_cut or _is_cut(parts[trace.id]) for trace in trained)
         return Outcome(
             reward=sum(given) / len(given) if given else None,

@@ -1,15 +1,14 @@
 """What verifiers sends of an episode: its traces piece by piece, and in the end its head."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel
 
 from rlightning.foreign_text import cut_line
-from rlightning.types.trajectory import Sample
+from rlightning.types.trajectory import Turn
 
 LISTS = ("nodes", "calls", "errors")
 """Parts of a trace that grow; of ``set`` each part is replaced."""
@@ -36,15 +35,23 @@ class Failure(BaseModel):
 class Node(BaseModel):
     """A message of a trace, with the tokens that it adds to the one before."""
 
+    message: dict[str, Any] = {}
     sampled: bool = False
     token_ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
 
     @property
-    def sampled_ids(self) -> tuple[int, ...]:
+    def sampled_ids(self) -> list[int]:
         """Tokens that the policy sampled."""
-        return tuple(token for token, mine in zip(self.token_ids, self.mask, strict=True) if mine)
+        return [token for token, mine in zip(self.token_ids, self.mask, strict=True) if mine]
+
+    def is_of(self, turn: Turn) -> bool:
+        """Return whether it is a turn of the policy's as it was sampled."""
+        sample = turn.sample
+        if sample is None or self.sampled_ids != list(sample.token_ids):
+            return False
+        return array("f", self.logprobs) == sample.logprobs
 
 
 class Call(BaseModel):
@@ -113,31 +120,37 @@ class Trace(BaseModel):
             raise ValueError(f"rewards of '{self.agent.name}' are not finite: {given}")
         return sum(given) if given else None
 
-    def check_tokens(self, samples: Iterable[Sample]) -> None:
-        """Check that its turns are those that the policy sampled, each once and with the same log-probabilities.
+    def match(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Return the trace's messages after the prompt, with the samples that the policy's came from.
 
         Args:
-            samples: that were recorded for it.
+            turns: of the policy's, as recorded.
 
         Raises:
-            ValueError: they are not.
+            ValueError: the trace's turns are not those that were sampled, each once and with the same
+                log-probabilities.
         """
-        recorded = {tuple(sample.token_ids): np.asarray(sample.logprobs) for sample in samples}
-        left = Counter(tuple(sample.token_ids) for sample in samples)
-        num_rewritten = 0
-        for node in (self.nodes[call.node] for call in self.calls if call.node is not None and call.error is None):
-            ids = node.sampled_ids
-            if not ids:  # of a response that the task has rewritten
-                num_rewritten += 1
+        left = list(turns)
+        asked = [call.node for call in self.calls if call.node is not None and call.error is None]
+        num_rewritten = sum(
+            not self.nodes[number].sampled_ids for number in asked
+        )  # by the task, after they were sampled
+        matched: list[Turn] = []
+        for number, node in enumerate(self.nodes):
+            if not node.sampled:
+                matched += [Turn(node.message)] if matched else []  # else it is of the prompt
                 continue
-            if not left[ids]:
-                raise ValueError(f"a turn of '{self.agent.name}' has {len(ids)} tokens that were not sampled for it")
-            left[ids] -= 1
-            is_single = sum(tuple(sample.token_ids) == ids for sample in samples) == 1
-            if is_single and not np.array_equal(np.asarray(node.logprobs, np.float32), recorded[ids]):
-                raise ValueError(f"a turn of '{self.agent.name}' has other log-probabilities than were sampled")
-        if left.total() != num_rewritten:
-            raise ValueError(f"{left.total()} sampled turns of '{self.agent.name}' are not in verifiers' trace of it")
+            for _ in range(asked.count(number) if node.sampled_ids else 0):
+                found = next((turn for turn in left if node.is_of(turn)), None)
+                if found is None:
+                    raise ValueError(
+                        f"a turn of '{self.agent.name}' has {len(node.sampled_ids)} tokens not sampled for it"
+                    )
+                left.remove(found)
+                matched.append(Turn(node.message, found.sample))
+        if len(left) != num_rewritten:
+            raise ValueError(f"{len(left)} sampled turns of '{self.agent.name}' are not in verifiers' trace of it")
+        return [*matched, *left]
 
 
 class Episode(BaseModel):
