@@ -170,12 +170,21 @@ class Verifiers(Environment):
             raise TypeError("Verifiers needs the policy of the trainer's process.")
         found = self._get_servers()
         await self.endpoint.start()
-        server = min(found.servers, key=lambda one: len(one.runs))
+        server = min(found.servers, key=lambda one: one.num_assigned)
+        server.num_assigned += 1
+        try:
+            return await self._run_at(server, found.key, prompt, policy)
+        finally:
+            server.num_assigned -= 1
+
+    async def _run_at(
+        self, server: EnvironmentServer, key: SharedKey, prompt: Prompt, policy: RecordedPolicy
+    ) -> Outcome:
         await self._start(server)
         parts: dict[str, RecordedPolicy] = {}
         try:
             async with asyncio.timeout(self.timeout) as deadline:
-                episode = await self._run_episode(server, found.key, prompt, policy, parts)
+                episode = await self._run_episode(server, key, prompt, policy, parts)
             self._deaths.reset()
             return self._read(episode, policy, parts)
         except TimeoutError:

@@ -80,6 +80,7 @@ class EnvironmentServer:
 
     Attributes:
         runs: under way, by name: the events of each.
+        num_assigned: trajectories that wait for it, or run.
         is_up: whether it runs.
         has_run: whether it has been started before.
     """
@@ -87,6 +88,7 @@ class EnvironmentServer:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.runs: dict[str, asyncio.Queue[Event]] = {}
+        self.num_assigned = 0
         self.is_up = self.has_run = False
         self._starting = asyncio.Lock()
         self._process: ManagedProcess | None = None
