@@ -28,6 +28,9 @@ from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, T
 
 log = logging.getLogger(__name__)
 
+PART_BITS = 32
+"""Of the number of a turn in its part of a trajectory."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
@@ -75,6 +78,7 @@ class RecordedPolicy:
         self.has_reached_limit = False
         self._sampler, self._request, self._number, self._attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
+        self._num_parts = 0
         self._tools: list[Message] | None = None
         self.num_requested = 0
 
@@ -87,6 +91,17 @@ class RecordedPolicy:
     def stream(self) -> int:
         """Number of the trajectory's random stream."""
         return mix_seed(self.sampling.seed or 0, self._request.prompt.index, self._number)
+
+    def split(self) -> "RecordedPolicy":
+        """Return a policy for a part of the trajectory, such as one of several agents.
+
+        It records on its own; ``recorder.extend`` makes that part of this trajectory.
+        """
+        part = RecordedPolicy(self._sampler, self.chat_format, self._request, self._number, self.max_length)
+        part.temperature = self.temperature
+        part.num_requested = self._num_parts << PART_BITS  # draws from streams of its own
+        self._num_parts += 1
+        return part
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""

@@ -4,6 +4,7 @@ A request that goes on from the end of a branch extends it; any other begins a n
 again. Requests of one trajectory may be under way at the same time: a branch belongs to one of them until it has ended.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -118,6 +119,24 @@ class Recorder:
             recorded.append(RecordedTurn(sample, message, branch, len(branch.token_ids)))
             branch, reason = None, "sampled_again"
         return recorded
+
+    def extend(self, other: "Recorder", turns: Sequence[Turn] | None = None) -> None:
+        """Add what another one has recorded, which it must not go on to record.
+
+        Args:
+            other: the one.
+            turns: its turns as they are to be, in any order, with others between them; None: as recorded.
+        """
+        turns = other.turns if turns is None else turns
+        places = {id(turn.sample): len(self.turns) + place for place, turn in enumerate(turns) if turn.sample}
+        new = {old: places[id(turn.sample)] for old, turn in enumerate(other.turns) if turn.sample}
+        for branch in other.branches:
+            if branch.reason == "start" and self.branches:
+                branch.reason = "started_over"
+            branch.turns = array("i", [new.get(turn, -1) for turn in branch.turns])
+            self.branches.append(branch)
+        self.turns += turns
+        self._is_started = self._is_started or other._is_started
 
     def _find_reason(self, history: list[int]) -> BranchReason:
         """Return why a history begins a new branch, as far as its tokens tell."""

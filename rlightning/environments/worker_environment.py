@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 
 OLDEST_PYTHON = (3, 10)
 """That a worker runs in."""
-PROBE = "import sys; print('%d.%d' % sys.version_info[:2]); import msgpack"
+PROBE = "import sys; print('%d.%d' % sys.version_info[:2]); import {}"
 PROBE_TIMEOUT = 60.0
 """Seconds of an interpreter to start, from a slow disk too."""
 UNSENDABLE = (TypeError, ValueError, OverflowError)
@@ -244,11 +244,21 @@ def _to_plain(sample: Sample) -> list[Any]:
     return [*(array.tobytes() for array in arrays), sample.text, sample.finish_reason]
 
 
-def check_interpreter(python: str) -> None:
-    """Raise a ConfigError if an interpreter cannot run a worker."""
+def check_interpreter(
+    python: str, *, oldest: tuple[int, int] = OLDEST_PYTHON, needs: str = "msgpack", install: str = "msgpack"
+) -> None:
+    """Raise a ConfigError if an interpreter cannot run workers.
+
+    Args:
+        python: its path.
+        oldest: version that can.
+        needs: module that it has to have.
+        install: arguments of pip that bring the module.
+    """
     what = f"environment.python={python}"
+    command = [python, "-c", PROBE.format(needs)]
     try:
-        done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
@@ -257,10 +267,11 @@ def check_interpreter(python: str) -> None:
     version = re.match(r"(\d+)\.(\d+)\n", done.stdout)
     if version is None:
         raise ConfigError(f"{what} is no Python. Give the path of an interpreter, such as my-venv/bin/python.")
-    if tuple(map(int, version.groups())) < OLDEST_PYTHON:
-        raise ConfigError(f"{what} is Python {version[0].strip()}; workers need 3.10 or later. Give a newer one.")
+    if tuple(map(int, version.groups())) < oldest:
+        rule = f"workers need {oldest[0]}.{oldest[1]} or later"
+        raise ConfigError(f"{what} is Python {version[0].strip()}; {rule}. Give a newer one.")
     if done.returncode:
-        raise ConfigError(f"{what} has no msgpack, which workers need. Install it: {python} -m pip install msgpack.")
+        raise ConfigError(f"{what} has no {needs}, which workers need. Install it: {python} -m pip install {install}.")
 
 
 def own_search_path() -> list[str]:

@@ -14,6 +14,7 @@ from rlightning.environments.endpoint import anthropic_api, openai_api, response
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.openai_api import Reply
 from rlightning.environments.endpoint.session import Session
+from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
@@ -82,6 +83,7 @@ class Endpoint:
             max_requests,
         )
         self._sessions: dict[str, Session] = {}
+        self._shared_keys: dict[str, SharedKey] = {}
         self._serving: tuple[Any, asyncio.Task[None]] | None = None
         self._url = ""
 
@@ -180,6 +182,12 @@ class Endpoint:
         if session.failure.done():
             raise session.failure.result()
 
+    def share_key(self) -> SharedKey:
+        """Return a new key, under which requests say by a header which of its sessions they are of."""
+        shared = SharedKey()
+        self._shared_keys[shared.id] = shared
+        return shared
+
     def _make_app(self) -> Any:
         from starlette.applications import Starlette
         from starlette.routing import Route as Path_
@@ -193,7 +201,7 @@ class Endpoint:
 
         is_anthropic = request.url.path == "/v1/messages"
         try:
-            session = self._authenticate(request.headers)
+            session = await self._authenticate(request.headers, is_reading=route is None)
             if route is None:
                 return JSONResponse(openai_api.list_models(session))
             body = await self._read_body(request)
@@ -208,9 +216,15 @@ class Endpoint:
             return Response("".join(map(_write_event, reply)), media_type="text/event-stream")
         return JSONResponse(reply)
 
-    def _authenticate(self, headers: Mapping[str, str]) -> Session:
+    async def _authenticate(self, headers: Mapping[str, str], *, is_reading: bool) -> Session:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         parts = given.split("-", 2)
+        shared = self._shared_keys.get(parts[1]) if len(parts) == 3 else None
+        if shared is not None and shared.is_given(given):
+            named = await shared.find(headers) if is_reading or HEADER in headers else None
+            if named is None:
+                raise APIError(f"The request's {HEADER} names no session that is open.", 404)
+            return named
         session = self._sessions.get(parts[1]) if len(parts) == 3 else None
         # The identifier is no secret, and the key that it finds is compared in constant time.
         if session is None or not hmac.compare_digest(session.key.encode(), given.encode()):

@@ -62,8 +62,7 @@ class Session:
         self.id = secrets.token_hex(8)
         self.key = f"sk-{self.id}-{secrets.token_urlsafe(24)}"
         self.policy, self.ignored = policy, ignored
-        name = str(getattr(policy.chat_format.tokenizer, "name_or_path", "") or "policy")
-        self.model = Path(name).name if Path(name).is_dir() else name
+        self.model = name_model(policy)
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.requests: set[asyncio.Task[Any]] = set()
         self.num_abandoned = 0
@@ -186,6 +185,12 @@ class Session:
         if message.errors:
             message = parse(sample.token_ids, None, prompt_ids=history, turn=number)
         return message._replace(content=cut_at_stops(message.content, stops))
+
+
+def name_model(policy: RecordedPolicy) -> str:
+    """Return what the policy is called in requests."""
+    name = str(getattr(policy.chat_format.tokenizer, "name_or_path", "") or "policy")
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def cut_at_stops(text: str, stops: Sequence[str]) -> str:

@@ -1,0 +1,351 @@
+"""An environment that runs a task set of the package verifiers, in whose interpreter it stays."""
+
+import asyncio
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+from rlightning.environments.endpoint import Endpoint
+from rlightning.environments.endpoint.session import name_model
+from rlightning.environments.endpoint.shared_key import SharedKey
+from rlightning.environments.environment import Environment, Policy, PolicyGroup
+from rlightning.environments.policy import RecordedPolicy, failed_outcome
+from rlightning.environments.verifiers.episode import Episode, EpisodeAssembly, Trace
+from rlightning.environments.verifiers.server import (
+    KEY_VARIABLE,
+    Announcement,
+    EnvironmentServer,
+    Launch,
+    ServerEndedError,
+)
+from rlightning.environments.worker_environment import check_interpreter
+from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules, did_you_mean
+from rlightning.foreign_text import cut, cut_line
+from rlightning.processes.liveness import RestartPolicy
+from rlightning.types.trajectory import Outcome, Prompt
+
+log = logging.getLogger(__name__)
+
+OLDEST_PYTHON = (3, 11)
+"""That verifiers runs in."""
+VERSION = "0.4"
+"""Of verifiers, whose protocol this speaks."""
+PROBE = "from importlib.metadata import version; print(version('verifiers'))"
+MAX_DEATHS = 20
+"""Of servers in a row, without an episode that came to its end."""
+COLUMN = "task"
+"""Of a prompt set: the number of the row's task, or the task's own data."""
+
+
+class _Servers(NamedTuple):
+    """The servers of an event loop.
+
+    Attributes:
+        places: one for each trajectory that may be under way.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    servers: list[EnvironmentServer]
+    key: SharedKey
+    places: asyncio.Semaphore
+
+
+class Verifiers(Environment):
+    """Runs a task set of verifiers 0.4, unchanged, in processes of an interpreter of its own.
+
+    Each episode is a trajectory. What the policy sampled is recorded here, as it was sampled; rewards, errors and
+    metrics come from verifiers. Agents that verifiers does not call trainable are sampled from the policy as well, and
+    not trained. An episode in which anything broke or timed out counts as not sampled, also where verifiers calls it
+    ok.
+
+    A prompt's index in its data set chooses the task, or its column ``task``: a number, or the task's data.
+
+    Args:
+        taskset: its id, or its configuration with ``id``.
+        python: path of the interpreter that verifiers is installed in.
+        environment: id of verifiers' environment, such as ``user-sim``; None: the task set's own.
+        roles: configuration of the environment's agents by their names, such as
+            ``{agent: {harness: {id: bash}, max_turns: 8}}``. They run as processes of this host, unless their
+            ``runtime`` says otherwise.
+        agents: names of those that are trained; None: all that are trainable.
+        renderer: of the model's family, such as ``qwen3``, or its configuration; None: as verifiers finds by the
+            model's name, which for a model's folder is one that has no tools.
+        renderer_model_name: whose tokenizer it takes; None: the policy's.
+        num_tasks: of the task set, from its beginning.
+        num_workers: processes.
+        max_trajectories: of a process at once; others wait, and their time does not count yet.
+        timeout: seconds that an episode may take, after which it counts as not sampled; None: any time, but for
+            ``rollout.trajectory_timeout``.
+        hang_timeout: seconds for which a process may not answer.
+        variables: of the processes' environment, beside the trainer's own.
+        endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`.
+    """
+
+    runs_in_workers = False
+
+    def __init__(
+        self,
+        taskset: str | Mapping[str, Any],
+        *,
+        python: str,
+        environment: str | None = None,
+        roles: Mapping[str, Any] | None = None,
+        agents: Sequence[str] | None = None,
+        renderer: str | Mapping[str, Any] | None = None,
+        renderer_model_name: str | None = None,
+        num_tasks: int = 1000,
+        num_workers: int = 1,
+        max_trajectories: int = 64,
+        timeout: float | None = None,
+        hang_timeout: float = 60.0,
+        variables: Mapping[str, str] | None = None,
+        endpoint: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_rules(
+            {
+                f"Verifiers: num_tasks={num_tasks} must be at least 1": num_tasks >= 1,
+                f"Verifiers: num_workers={num_workers} must be at least 1": num_workers >= 1,
+                f"Verifiers: max_trajectories={max_trajectories} must be at least 1": max_trajectories >= 1,
+                f"Verifiers: timeout={timeout} must be above 0 seconds": timeout is None or timeout > 0,
+                f"Verifiers: hang_timeout={hang_timeout} must be above 0 seconds": hang_timeout > 0,
+            }
+        )
+        self.config: dict[str, Any] = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset)}
+        self.config |= {} if environment is None else {"id": environment}
+        self.config |= roles or {}
+        self.python, self.agents = os.path.expanduser(python), agents
+        self.renderer = {"name": renderer} if isinstance(renderer, str) else renderer
+        self.renderer_model_name = renderer_model_name
+        self.num_tasks, self.num_workers, self.max_trajectories = num_tasks, num_workers, max_trajectories
+        self.timeout, self.hang_timeout, self.variables = timeout, hang_timeout, dict(variables or {})
+        try:
+            self.endpoint = Endpoint(**(endpoint or {}))
+        except TypeError as error:
+            raise ConfigError(f"Verifiers: endpoint={endpoint}: {cut_line(error)}.") from error
+        self._roles = list(roles or {})
+        self._tasks: list[dict[str, Any]] = []
+        self._servers: _Servers | None = None
+        self._deaths = RestartPolicy(MAX_DEATHS)
+
+    async def check(self) -> None:
+        """Start a server, and list its tasks.
+
+        Raises:
+            ConfigError: the interpreter, the task set or the agents cannot be used.
+        """
+        try:
+            import zmq  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "Verifiers needs pyzmq, which is not installed: pip install 'rlightning[agents]'."
+            ) from error
+        await asyncio.to_thread(check_verifiers, self.python)
+        await self.endpoint.start()
+        await self._start(self._get_servers().servers[0])
+
+    async def close(self) -> None:
+        """End the servers and the endpoint; later trajectories start others."""
+        found, self._servers = self._servers, None
+        if found is not None:
+            await asyncio.gather(*(server.close() for server in found.servers))
+        await self.endpoint.close()
+
+    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
+        """Make the trajectories of one prompt, each as soon as it has a place."""
+        return await group.run_each(partial(self.run, prompt), self._get_servers().places)
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory.
+
+        Raises:
+            EnvironmentFailedError: servers end again and again.
+            RunError: no trajectory can go on.
+        """
+        if not isinstance(policy, RecordedPolicy):
+            raise TypeError("Verifiers needs the policy of the trainer's process.")
+        found = self._get_servers()
+        await self.endpoint.start()
+        server = min(found.servers, key=lambda one: one.num_assigned)
+        server.num_assigned += 1
+        try:
+            return await self._run_at(server, found.key, prompt, policy)
+        finally:
+            server.num_assigned -= 1
+
+    async def _run_at(
+        self, server: EnvironmentServer, key: SharedKey, prompt: Prompt, policy: RecordedPolicy
+    ) -> Outcome:
+        await self._start(server)
+        parts: dict[str, RecordedPolicy] = {}
+        try:
+            async with asyncio.timeout(self.timeout) as deadline:
+                episode = await self._run_episode(server, key, prompt, policy, parts)
+            self._deaths.reset()
+            return self._read(episode, policy, parts)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return Outcome(status="timeout", error=f"The episode took more than {self.timeout:g} s.")
+        except ServerEndedError as error:
+            line, *details = map(str, error.args)
+            return failed_outcome(prompt, line, cut("\n".join([line, *details])))
+        finally:
+            if not policy.recorder.branches:  # it failed; for whoever looks at what it came to
+                for part in parts.values():
+                    policy.recorder.extend(part.recorder)
+
+    async def _run_episode(
+        self,
+        server: EnvironmentServer,
+        key: SharedKey,
+        prompt: Prompt,
+        policy: RecordedPolicy,
+        parts: dict[str, RecordedPolicy],
+    ) -> Episode:
+        """Run a task to its end; ``parts`` gets the policy of each trace, by the trace's id."""
+        assembly = EpisodeAssembly()
+        async with AsyncExitStack() as opened:
+            events = await opened.enter_async_context(server.running(self._make_request(prompt, policy)))
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                kind, message = event
+                if kind == "reply":
+                    return assembly.finish(message)
+                name = message["trace"]
+                if assembly.apply(message):
+                    parts[name] = policy.split()
+                    session = await opened.enter_async_context(self.endpoint.open(parts[name]))
+                    session.failure.add_done_callback(lambda failure: events.put_nowait(failure.result()))
+                    key.add(name, session)
+                    opened.callback(key.remove, name)
+
+    def _make_request(self, prompt: Prompt, policy: RecordedPolicy) -> dict[str, Any]:
+        name = str(policy.chat_format.tokenizer.name_or_path)
+        own = os.path.abspath(name) if os.path.isdir(name) else name
+        client: dict[str, Any] = {
+            "type": "train",
+            "base_url": f"{self.endpoint.url}/v1",
+            "api_key_var": KEY_VARIABLE,
+            "renderer_model_name": self.renderer_model_name or own,
+        }
+        if self.renderer is not None:
+            client["renderer"] = self.renderer
+        # What is not said of the sampling is the run's own.
+        return {"task_data": self._find_task(prompt), "client": client, "model": name_model(policy), "sampling": {}}
+
+    def _find_task(self, prompt: Prompt) -> Mapping[str, Any]:
+        named = prompt.columns.get(COLUMN, prompt.index)
+        if isinstance(named, Mapping):
+            return named
+        if isinstance(named, bool) or not isinstance(named, int):
+            raise ConfigError(f"Prompt {prompt.index} has {COLUMN}={named!r}, and has to have a task's number or data.")
+        return self._tasks[named % len(self._tasks)]
+
+    def _read(self, episode: Episode, policy: RecordedPolicy, parts: Mapping[str, RecordedPolicy]) -> Outcome:
+        """Return what an episode is worth; the policy gets the traces that are trained.
+
+        Raises:
+            ValueError: what verifiers says of the tokens or the rewards cannot be.
+        """
+        if episode.has_timed_out:
+            return Outcome(status="timeout", error="A deadline of verifiers' has passed.")
+        failure = episode.find_failure()
+        if failure is not None:
+            raise RuntimeError(f"verifiers' episode failed: {failure}")
+        for trace in episode.traces:
+            recorder = parts[trace.id].recorder
+            turns = trace.match(recorder.turns)
+            if self._is_trained(trace):
+                policy.recorder.extend(recorder, turns)
+                policy.temperature = parts[trace.id].temperature
+        if not policy.recorder.branches:
+            raise ValueError("the episode ended without a turn of an agent that is trained")
+        trained = [trace for trace in episode.traces if self._is_trained(trace)]
+        given = [reward for trace in trained if (reward := trace.sum_rewards()) is not None]
+        is_cut = any(trace.is_cut or _is_cut(parts[trace.id]) for trace in trained)
+        return Outcome(
+            reward=sum(given) / len(given) if given else None,
+            status="truncated" if is_cut else "finished",
+            metrics={
+                "turns": float(policy.recorder.num_sampled),
+                "branches": float(len(policy.recorder.branches)),
+                **_collect_metrics(episode),
+            },
+        )
+
+    def _is_trained(self, trace: Trace) -> bool:
+        return trace.agent.trainable and (self.agents is None or trace.agent.name in self.agents)
+
+    def _get_servers(self) -> _Servers:
+        loop = asyncio.get_running_loop()
+        if self._servers is None or self._servers.loop is not loop:
+            key = self.endpoint.share_key()
+            variables = {**self.variables, KEY_VARIABLE: key.key}
+            launch = Launch(self.python, self.config, variables, self.hang_timeout)
+            servers = [EnvironmentServer(launch) for _ in range(self.num_workers)]
+            self._servers = _Servers(loop, servers, key, asyncio.Semaphore(self.num_workers * self.max_trajectories))
+        return self._servers
+
+    async def _start(self, server: EnvironmentServer) -> None:
+        """Start a server unless it runs."""
+        async with server.starting() as is_needed:
+            if not is_needed:
+                return
+            if server.has_run and not self._deaths.take():
+                raise EnvironmentFailedError(
+                    f"Verifiers' servers ended {MAX_DEATHS} times in a row, without an episode that came to its end. "
+                    "Find out why, or raise environment.hang_timeout.",
+                )
+            announced = await server.start(0 if self._tasks else self.num_tasks)
+            if not self._tasks:
+                self._check_announced(announced)
+                self._tasks = announced.tasks
+
+    def _check_announced(self, announced: Announcement) -> None:
+        for name in (*self._roles, *(self.agents or ())):
+            if name not in announced.roles:
+                raise ConfigError(
+                    f"Verifiers: the environment has no agent '{name}'. {did_you_mean(name, announced.roles)}"
+                )
+        if not announced.tasks:
+            raise ConfigError(f"Verifiers: taskset={self.config['taskset']['id']} has no task.")
+        if not announced.has_uv:
+            log.warning(
+                "Verifiers' own harnesses need the program uv, and there is none: %s -m pip install uv.", self.python
+            )
+
+
+def check_verifiers(python: str) -> None:
+    """Raise a ConfigError if an interpreter cannot run verifiers."""
+    check_interpreter(python, oldest=OLDEST_PYTHON, needs="verifiers", install=f"'verifiers=={VERSION}.*' uv")
+    done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=False)
+    version = done.stdout.strip()
+    if not re.match(rf"{re.escape(VERSION)}\b", version):
+        raise ConfigError(
+            f"environment.python={python} has verifiers {version}, and this speaks with {VERSION}. Install that: "
+            f"{python} -m pip install 'verifiers=={VERSION}.*'."
+        )
+
+
+def _is_cut(part: RecordedPolicy) -> bool:
+    """Whether the last turn of a trace was cut."""
+    samples = [turn.sample for turn in part.recorder.turns if turn.sample is not None]
+    return part.has_reached_limit or bool(samples and samples[-1].is_truncated)
+
+
+def _collect_metrics(episode: Episode) -> dict[str, float]:
+    """Return the numbers of an episode: those of several agents by their names, and what each was rewarded with."""
+    found: dict[str, float] = {}
+    is_single = len(episode.traces) == 1
+    for trace in episode.traces:
+        head = "" if is_single else f"{trace.agent.name}/"
+        found |= {f"{head}{name}": value for name, value in trace.metrics.items() if value is not None}
+        found |= {f"{head}{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
+    return found

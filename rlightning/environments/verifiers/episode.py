@@ -1,0 +1,215 @@
+"""What verifiers sends of an episode: its traces piece by piece, and in the end its head."""
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from rlightning.foreign_text import cut_line
+from rlightning.types.trajectory import Turn
+
+LISTS = ("nodes", "calls", "errors")
+"""Parts of a trace that grow; of ``set`` each part is replaced."""
+OVERFLOW = ("context_length_exceeded", "maximum context length")
+"""How our endpoint and renderers say that a history is too long."""
+
+
+class Failure(BaseModel):
+    """An error, as verifiers has recorded it."""
+
+    type: str = ""
+    message: str = ""
+    status_code: int | None = None
+
+    @property
+    def is_overflow(self) -> bool:
+        """Whether a history had no room, which is the policy's doing."""
+        return self.status_code in (400, 413) and any(words in self.message for words in OVERFLOW)
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}"
+
+
+class Node(BaseModel):
+    """A message of a trace, with the tokens that it adds to the one before."""
+
+    message: dict[str, Any] = {}
+    sampled: bool = False
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """Tokens that the policy sampled."""
+        return [token for token, mine in zip(self.token_ids, self.mask, strict=True) if mine]
+
+    def is_of(self, turn: Turn) -> bool:
+        """Return whether it is a turn of the policy's as it was sampled."""
+        sample = turn.sample
+        if sample is None or self.sampled_ids != list(sample.token_ids):
+            return False
+        return array("f", self.logprobs) == sample.logprobs
+
+
+class Call(BaseModel):
+    """A request to the policy."""
+
+    node: int | None = None
+    finish_reason: str | None = None
+    error: Failure | None = None
+
+
+class Reward(BaseModel):
+    """One of a trace's rewards."""
+
+    score: float
+    weight: float = 1.0
+
+
+class Agent(BaseModel):
+    """Whose trace it is."""
+
+    name: str
+    trainable: bool = True
+
+
+class Trace(BaseModel):
+    """What one agent did in an episode."""
+
+    id: str
+    agent: Agent
+    nodes: list[Node] = []
+    calls: list[Call] = []
+    rewards: dict[str, Reward | None] = {}
+    metrics: dict[str, float | None] = {}
+    ok: bool = False
+    is_timeout: bool = False
+    errors: list[Failure] = []
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ended where a history had no room."""
+        error = self.calls[-1].error if self.calls else None
+        return error is not None and error.is_overflow
+
+    def find_failure(self) -> str | None:
+        """Return what broke in it; None if nothing did. Verifiers calls some such traces ok, with a reward of 0."""
+        called = [call.error for call in self.calls if call.error is not None and not call.error.is_overflow]
+        for error in (*self.errors, *called):
+            return str(error)
+        if not self.ok:
+            return "verifiers says that it is not ok"
+        if any(call.finish_reason is None for call in self.calls if call.error is None):
+            return "a turn of it did not end"
+        missing = [name for name, reward in self.rewards.items() if reward is None]
+        if missing:
+            return f"its reward '{missing[0]}' was not computed"
+        return None
+
+    def sum_rewards(self) -> float | None:
+        """Return the weighted sum of its rewards; None if it has none.
+
+        Raises:
+            ValueError: a reward is not finite.
+        """
+        given = [reward.score * reward.weight for reward in self.rewards.values() if reward is not None]
+        if not all(map(math.isfinite, given)):
+            raise ValueError(f"rewards of '{self.agent.name}' are not finite: {given}")
+        return sum(given) if given else None
+
+    def match(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Return the trace's messages after the prompt, with the samples that the policy's came from.
+
+        Args:
+            turns: of the policy's, as recorded.
+
+        Raises:
+            ValueError: the trace's turns are not those that were sampled, each once and with the same
+                log-probabilities.
+        """
+        left = list(turns)
+        asked = [call.node for call in self.calls if call.node is not None and call.error is None]
+        num_rewritten = sum(
+            not self.nodes[number].sampled_ids for number in asked
+        )  # by the task, after they were sampled
+        matched: list[Turn] = []
+        for number, node in enumerate(self.nodes):
+            if not node.sampled:
+                matched += [Turn(node.message)] if matched else []  # else it is of the prompt
+                continue
+            for _ in range(asked.count(number) if node.sampled_ids else 0):
+                found = next((turn for turn in left if node.is_of(turn)), None)
+                if found is None:
+                    raise ValueError(
+                        f"a turn of '{self.agent.name}' has {len(node.sampled_ids)} tokens not sampled for it"
+                    )
+                left.remove(found)
+                matched.append(Turn(node.message, found.sample))
+        if len(left) != num_rewritten:
+            raise ValueError(f"{len(left)} sampled turns of '{self.agent.name}' are not in verifiers' trace of it")
+        return [*matched, *left]
+
+
+class Episode(BaseModel):
+    """One attempt at a task."""
+
+    ok: bool = False
+    is_timeout: bool = False
+    errors: list[Failure] = []
+    traces: list[Trace] = []
+
+    @property
+    def has_timed_out(self) -> bool:
+        """Whether a deadline of verifiers' has passed, of which it says that all is well."""
+        return self.is_timeout or any(trace.is_timeout for trace in self.traces)
+
+    def find_failure(self) -> str | None:
+        """Return what broke in it; None if nothing did."""
+        for error in self.errors:
+            return str(error)
+        for trace in self.traces:
+            failure = trace.find_failure()
+            if failure is not None:
+                return f"agent '{trace.agent.name}': {failure}"
+        return None if self.ok else "verifiers says that it is not ok"
+
+
+class EpisodeAssembly:
+    """Puts an episode together from what the server sends."""
+
+    def __init__(self) -> None:
+        self._traces: dict[str, dict[str, Any]] = {}
+
+    def apply(self, delta: Mapping[str, Any]) -> bool:
+        """Add a piece; returns whether a trace begins with it."""
+        name = delta["trace"]
+        if delta.get("discard"):
+            self._traces.pop(name, None)
+            return False
+        is_new = name not in self._traces
+        trace = self._traces.setdefault(name, {"id": name, **{part: [] for part in LISTS}})
+        for part in LISTS:
+            trace[part] += delta.get(part, ())
+        trace.update(delta.get("set", {}))
+        return is_new
+
+    def finish(self, reply: Mapping[str, Any]) -> Episode:
+        """Return the episode.
+
+        Args:
+            reply: that ends it.
+
+        Raises:
+            ValueError: the server has refused it, or a piece is missing.
+        """
+        if not reply.get("success"):
+            raise ValueError(f"verifiers refused the task: {cut_line(str(reply.get('error')))}")
+        for summary in reply["traces"]:
+            trace = self._traces.get(summary["id"])
+            if trace is None or any(len(trace[part]) != summary[part] for part in ("nodes", "calls")):
+                raise ValueError("a part of the episode did not arrive")
+        traces = [self._traces[summary["id"]] for summary in reply["traces"]]
+        return Episode.model_validate({**reply["head"], "traces": traces})

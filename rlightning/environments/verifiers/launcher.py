@@ -1,0 +1,113 @@
+"""Starts verifiers' environment server, in verifiers' interpreter, and lists the tasks of its task set.
+
+The trainer sends the settings through a socket, a JSON object in a line, and gets one back: ``roles`` and ``tasks``, or
+``error``. The server itself listens at the address in the settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from rlightning.foreign_text import describe_error
+
+GRACE = 10.0
+"""Seconds of the server to end by itself, after the trainer has."""
+
+
+class Announcement:
+    """Stands for the queue that the server reports its address to: the trainer knows the address, and waits for this.
+
+    Args:
+        trainer: the socket.
+        found: what the trainer is told.
+    """
+
+    def __init__(self, trainer: socket.socket, found: dict[str, Any]) -> None:
+        self.trainer, self.found, self.is_made = trainer, found, False
+
+    def put(self, address: object) -> None:
+        """Tell the trainer that the server listens."""
+        self.tell(self.found)
+
+    def tell(self, found: dict[str, Any]) -> None:
+        """Tell the trainer something, once."""
+        if not self.is_made:
+            self.is_made = True
+            self.trainer.sendall(json.dumps(found).encode() + b"\n")
+
+
+class Lifeline:
+    """Stands for the pipe whose end tells the server that its parent is gone.
+
+    Args:
+        descriptor: of the pipe that is closed when the trainer ends.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def recv(self) -> None:
+        """Return when the trainer is gone; what does not end then by itself is killed."""
+        while os.read(self.descriptor, 1):
+            pass
+        timer = threading.Timer(GRACE, lambda: os.killpg(0, signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+
+
+def main() -> None:
+    """Serve, until the trainer ends or sends SIGTERM."""
+    trainer, lifeline = socket.socket(fileno=int(sys.argv[-2])), int(sys.argv[-1])
+    with trainer.makefile("r") as lines:
+        settings = json.loads(lines.readline())
+    sys.path += settings["search_path"]
+    announcement = Announcement(trainer, {})
+    try:
+        config = settings["config"]
+        announcement.found = {
+            "roles": run_here(config),
+            "tasks": list_tasks(config, settings["num_tasks"]),
+            "has_uv": shutil.which("uv") is not None,
+        }
+        serve(config, settings["address"], announcement, Lifeline(lifeline))
+    except Exception as error:  # of the task set, or of verifiers; the trainer says it in a line
+        announcement.tell({"error": describe_error(error)})
+        raise
+
+
+def serve(config: dict[str, Any], address: str, announcement: Announcement, lifeline: Lifeline) -> None:
+    """Run the server in this process."""
+    from verifiers.v1.serve import serve_env
+
+    serve_env(max_workers=1, address=address, address_queue=announcement, death_pipe=lifeline, config_data=config)
+
+
+def run_here(config: dict[str, Any]) -> list[str]:
+    """Have each role run as a process of this host, unless the configuration says where; returns the roles' names.
+
+    Verifiers' own default is a remote service.
+    """
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import resolve_env_config
+
+    roles = list(agent_config_fields(resolve_env_config(json.loads(json.dumps(config)))))
+    for role in roles:
+        config.setdefault(role, {}).setdefault("runtime", {"type": "subprocess"})
+    return roles
+
+
+def list_tasks(config: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the data of the first tasks of the task set."""
+    from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
+
+    if not count:
+        return []
+    taskset = load_taskset(resolve_env_config(json.loads(json.dumps(config))).taskset)
+    return [task.data.model_dump(mode="json") for task in taskset.take(count)]

@@ -1,0 +1,241 @@
+"""One of verifiers' environment servers: a process in verifiers' interpreter, and a client of it.
+
+A server runs tasks when it is told to; it neither lists them, nor says that it hangs, nor answers once it has ended. So
+it is started by a launcher that lists them, and is watched here.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from rlightning import intervals
+from rlightning.environments.worker_environment import own_search_path
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
+from rlightning.processes.liveness import Heartbeat
+from rlightning.processes.managed_process import ManagedProcess, python_command
+from rlightning.run_key import RUN_KEY_VARIABLE
+
+LAUNCHER = "rlightning.environments.verifiers.launcher"
+KEY_VARIABLE = "RLIGHTNING_POLICY_KEY"
+"""Of the server's environment: what it authenticates with at our endpoint."""
+START_TIMEOUT = 600.0
+"""Seconds in which a server must have loaded its task set."""
+MAX_ANNOUNCEMENT_BYTES = 1 << 30
+CLOSE_GRACE = 4.0
+"""Seconds of a server to clean up after SIGTERM."""
+
+Event = tuple[str, Mapping[str, Any]] | Exception
+"""``delta`` or ``reply`` with what it says; or why no more will come."""
+
+
+class ServerEndedError(Exception):
+    """A server has ended, or was ended because it hung."""
+
+
+class Launch(NamedTuple):
+    """How a server is started.
+
+    Attributes:
+        python: its interpreter.
+        config: of verifiers' environment.
+        variables: of its process, beside the trainer's own.
+        hang_timeout: seconds without an answer, after which it is ended.
+    """
+
+    python: str
+    config: Mapping[str, Any]
+    variables: Mapping[str, str]
+    hang_timeout: float
+
+
+class Announcement(NamedTuple):
+    """What a server says when it listens.
+
+    Attributes:
+        roles: the agents of its environment.
+        tasks: data of the first tasks.
+        has_uv: whether there is a program uv, which verifiers' own harnesses need.
+    """
+
+    roles: list[str]
+    tasks: list[dict[str, Any]]
+    has_uv: bool
+
+
+class EnvironmentServer:
+    """A server that can be started again after its end.
+
+    Args:
+        launch: how it is started.
+
+    Attributes:
+        runs: under way, by name: the events of each.
+        num_assigned: trajectories that wait for it, or run.
+        is_up: whether it runs.
+        has_run: whether it has been started before.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.runs: dict[str, asyncio.Queue[Event]] = {}
+        self.num_assigned = 0
+        self.is_up = self.has_run = False
+        self._starting = asyncio.Lock()
+        self._process: ManagedProcess | None = None
+        self._folder = Path()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._context: Any = None
+        self._socket: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        return None if self._process is None else self._process.pid
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[bool]:
+        """Within, nobody else starts it; yields whether it has to be started."""
+        async with self._starting:
+            yield not self.is_up
+
+    async def start(self, num_tasks: int = 0) -> Announcement:
+        """Start it.
+
+        Args:
+            num_tasks: of its task set to list.
+
+        Raises:
+            ConfigError: it does not start.
+        """
+        import zmq
+        import zmq.asyncio
+
+        await self.close()
+        self._folder = Path(tempfile.mkdtemp(prefix="rlightning.verifiers."))
+        address = f"ipc://{self._folder}/server"
+        self._process = ManagedProcess(
+            python_command(LAUNCHER, interpreter=self.launch.python),
+            name="verifiers' server",
+            log_file=self._folder / "log",
+            environment=self._make_environment(),
+        )
+        settings = {
+            "config": self.launch.config,
+            "num_tasks": num_tasks,
+            "address": address,
+            "search_path": own_search_path(),
+        }
+        try:
+            announced = await asyncio.wait_for(self._exchange(settings), START_TIMEOUT)
+        except BaseException:
+            await self.close()
+            raise
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)
+        self._socket.connect(address)
+        heartbeat = Heartbeat(intervals.POLL_INTERVAL)
+        receiving = asyncio.ensure_future(self._receive(heartbeat))
+        self._tasks = [receiving, asyncio.ensure_future(self._watch(self._process, heartbeat, receiving))]
+        self.is_up = self.has_run = True
+        return announced
+
+    async def close(self) -> None:
+        """End it, and what it runs."""
+        self.is_up = False
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = []
+        self._tell_all(ServerEndedError("its environment servers were closed"))
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(process.terminate, CLOSE_GRACE)
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    @asynccontextmanager
+    async def running(self, request: Mapping[str, Any]) -> AsyncIterator["asyncio.Queue[Event]"]:
+        """Run a task, and cancel it if the context ends before the reply; yields what the server says of it."""
+        name = secrets.token_hex(8)
+        events = self.runs[name] = asyncio.Queue()
+        try:
+            await self._send(name, b"run", request)
+            yield events
+        finally:
+            if self.runs.pop(name, None) is not None and self.is_up:
+                await asyncio.shield(self._send(secrets.token_hex(8), b"cancel", {"request_id": name}))
+
+    def _make_environment(self) -> dict[str, str]:
+        folder = str(Path(self.launch.python).absolute().parent)  # with the programs of that interpreter, such as uv
+        own = {name: value for name, value in os.environ.items() if name != RUN_KEY_VARIABLE}
+        paths = {"PATH": os.pathsep.join((folder, own.get("PATH", os.defpath)))}
+        modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # of what the server starts
+        return {**own, **paths, **modules, **self.launch.variables}
+
+    async def _exchange(self, settings: Mapping[str, Any]) -> Announcement:
+        process = self._process
+        assert process is not None
+        reader, writer = await asyncio.open_connection(sock=process.connection, limit=MAX_ANNOUNCEMENT_BYTES)
+        try:
+            writer.write(json.dumps(settings).encode() + b"\n")
+            line = await reader.readline()
+        except ConnectionError:
+            line = b""
+        finally:
+            writer.close()
+        if not line:
+            await asyncio.to_thread(process.wait, intervals.EXIT_STATUS_GRACE)
+            raise ConfigError(f"Verifiers' server ended as it started ({process.describe_end()}).", process.log_tail())
+        found = json.loads(line)
+        if "error" in found:
+            raise ConfigError(f"Verifiers: {cut_line(found['error'])}", process.log_tail())
+        return Announcement(**found)
+
+    async def _send(self, name: str, method: bytes, payload: Mapping[str, Any]) -> None:
+        await self._socket.send_multipart([name.encode(), method, msgpack.packb(payload)])
+
+    async def _receive(self, heartbeat: Heartbeat) -> None:
+        while True:
+            name, kind, data = await self._socket.recv_multipart()
+            heartbeat.beat()
+            events = self.runs.get(name.decode())
+            if events is None:  # an answer to a heartbeat, or of a run that was cancelled
+                continue
+            if kind == b"reply":
+                del self.runs[name.decode()]
+            events.put_nowait((kind.decode(), msgpack.unpackb(data, strict_map_key=False)))
+
+    async def _watch(self, process: ManagedProcess, heartbeat: Heartbeat, receiving: "asyncio.Task[None]") -> None:
+        """Tell all runs when the server ends; end it when it hangs."""
+        num_polls, every = 0, round(intervals.HEARTBEAT_INTERVAL / intervals.POLL_INTERVAL)
+        while process.exit_code is None and not receiving.done() and heartbeat.tick() < self.launch.hang_timeout:
+            if num_polls % every == 0:
+                await self._send(secrets.token_hex(8), b"health", {})
+            num_polls += 1
+            await asyncio.sleep(intervals.POLL_INTERVAL)
+        self.is_up = False
+        ended = process.describe_end()
+        how = f"ended ({ended})" if ended else f"did not respond for {self.launch.hang_timeout:g} s"
+        if receiving.done():
+            how = f"sent what is not of its protocol ({receiving.exception()})"
+        tail = process.log_tail()
+        self._tell_all(ServerEndedError(f"its environment server {how}", tail))
+        await asyncio.to_thread(process.terminate)
+
+    def _tell_all(self, error: ServerEndedError) -> None:
+        for events in self.runs.values():
+            events.put_nowait(error)
+        self.runs.clear()

@@ -1,0 +1,258 @@
+"""Task sets of verifiers 0.4, in an interpreter of their own."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+from chat_templates import make_tokenizer
+from engine_run import Witness, make_module, make_trainer
+from verifiers_cases import attempt, make_interpreter, write_words
+from waiting import still_running
+
+from rlightning.callbacks import TransformersRollout
+from rlightning.data import PromptDataModule
+from rlightning.environments.verifiers import Verifiers
+from rlightning.errors import ConfigError, EngineError
+from rlightning.rpc.client import LoopThread
+from rlightning.types import Trajectory
+
+pytestmark = pytest.mark.processes
+PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo 4$((1+1))"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    return make_interpreter()
+
+
+@pytest.fixture(scope="module")
+def make(python: str) -> Iterator[Any]:
+    """Makes environments that stay, and attempts tasks in them."""
+    loop = LoopThread("test")
+    made: dict[str, Verifiers] = {}
+
+    def make(*texts: str, folder: Path, given: dict[str, Any] | None = None, **arguments: Any) -> list[Trajectory]:
+        arguments_ = {"taskset": "number_tasks", "python": python, "renderer": "qwen3", **(given or {})}
+        environment = made.setdefault(str(given), Verifiers(**arguments_))
+        return attempt(loop, environment, folder, *texts, **arguments)
+
+    yield make
+    for environment in made.values():
+        loop.run(environment.close())
+    loop.close()
+
+
+def said(trajectory: Any) -> list[str]:
+    return [turn.sample.text for turn in trajectory.turns if turn.sample is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "turns", "branches", "reward"),
+    [
+        (0, ["It is 7"], ["start"], 2.0),
+        (1, ["6", "8"], ["start"], 0.0),
+        (2, ["6", "5", "7"], ["start", "history_edited"], 2.0),
+    ],
+)
+def test_each_sampled_token_is_trained_once(
+    make: Any, tmp_path: Path, task: int, turns: list[str], branches: list[str], reward: float
+) -> None:
+    (one,) = make(*turns, folder=tmp_path, task=task)
+    assert (one.status, one.reward, one.error) == ("finished", reward, None)
+    assert (said(one), [branch.reason for branch in one.branches]) == (turns, branches)
+    assert one.metrics["turns"] == len(turns) and one.metrics["said"] == reward / 2
+    assert sum(sum(branch.is_sampled) for branch in one.branches) == one.num_sampled
+
+
+@pytest.mark.slow
+def test_trajectories_of_a_group_run_at_the_same_time(make: Any, tmp_path: Path) -> None:
+    trajectories = make(*["7"] * 6, folder=tmp_path, num_trajectories=6, delay=1.0)
+    assert [(one.status, one.reward, said(one)) for one in trajectories] == [("finished", 2.0, ["7"])] * 6
+
+
+@pytest.mark.slow
+def test_hangman_is_played_over_several_turns_with_a_tool(make: Any, python: str, tmp_path: Path) -> None:
+    (snippet,) = re.findall(r"```yaml\n(.*?)```", PAGE.partition("\n## Packages: verifiers\n")[2], re.DOTALL)
+    given = yaml.safe_load(snippet)["environment"]["init_args"]
+    given |= {"python": python, "num_tasks": 2, "variables": write_words(tmp_path / "nltk")}
+    given["roles"]["player"]["max_turns"] = 4
+    (one,) = make(CALL, "I guess [e]", "I guess [a]", "I guess [z]", folder=tmp_path, given=given, task=1)
+    assert (one.status, one.error, len(one.branches)) == ("finished", None, 1)
+    assert said(one) == [CALL, "I guess [e]", "I guess [a]", "I guess [z]"] and one.metrics["turns"] == 4
+    assert one.reward is not None and one.metrics["game_reward"] == one.reward
+    assert [turn.message["role"] for turn in one.turns] == ["assistant", "tool"] + ["assistant", "user"] * 2 + [
+        "assistant"
+    ]
+    assert "42" in str(one.turns[1].message["content"])
+
+
+@pytest.mark.slow
+def test_a_simulated_user_is_sampled_and_not_trained(make: Any, tmp_path: Path) -> None:
+    roles = {"assistant": {"harness": {"id": "null"}}, "user": {"max_turns": 3}}
+    given = {"environment": "user-sim", "roles": roles}
+    (one,) = make("Please say 7.", "It is 7", "###DONE###", folder=tmp_path, given=given)
+    assert (one.status, one.error) == ("finished", None)
+    assert said(one) == ["It is 7"] and one.reward == 2.0 == 2 * one.metrics["assistant/said"]
+    assert one.metrics["assistant/user_turns"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("agents", "turns", "reward"), [(None, ["7", "5"], 1.0), (["first"], ["7"], 2.0), (["second"], ["5"], 0.0)]
+)
+def test_agents_that_are_trained(
+    make: Any, tmp_path: Path, agents: list[str] | None, turns: list[str], reward: float
+) -> None:
+    (one,) = make("7", "5", folder=tmp_path, given={"environment": "two_seats", "agents": agents})
+    assert (one.status, one.reward, said(one)) == ("finished", reward, turns)
+    assert [branch.reason for branch in one.branches] == ["start", "started_over"][: len(turns)]
+    assert (one.metrics["first/said"], one.metrics["second/said"]) == (1.0, 0.0)
+
+
+@pytest.mark.slow
+def test_an_episode_that_broke_or_timed_out_has_no_reward(make: Any, tmp_path: Path) -> None:
+    (one,) = make("7", folder=tmp_path, task=3)
+    assert (one.status, one.reward) == ("failed", None) and "the scorer's service is down" in str(one.error)
+    (one,) = make(folder=tmp_path, task={"answer": "7", "prompt": 5})
+    assert (one.status, one.reward) == ("failed", None) and "verifiers refused the task" in str(one.error)
+    for given, run_s in ((None, 9.0), ({"timeout": 9.0}, 90.0)):
+        (one,) = make("7", folder=tmp_path, task=4, given=given, timeout=run_s)
+        assert (one.status, one.reward, said(one)) == ("timeout", None, ["7"])
+    verifiers_own = {"roles": {"agent": {"timeout": {"rollout": 6.0}}}}
+    (one,) = make("7", folder=tmp_path, task=4, given=verifiers_own)
+    assert (one.status, one.reward, one.error) == ("timeout", None, "A deadline of verifiers' has passed.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_history_without_room_truncates(make: Any, tmp_path: Path, asked_before: bool) -> None:
+    if asked_before:  # renderers keeps the limit of its first request, and leaves it to the endpoint to refuse
+        make("7", folder=tmp_path)
+    (one,) = make("7", folder=tmp_path, task=5, max_length=1000)
+    assert (one.status, one.reward, said(one)) == ("truncated", 2.0, ["7"])
+
+
+@pytest.mark.slow
+def test_a_dead_engine_ends_the_run(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="gone"):
+        make(folder=tmp_path, error=EngineError("The engine is gone."))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "ended (SIGKILL)"), (signal.SIGSTOP, "did not respond")])
+def test_a_server_that_ends_or_hangs_is_replaced(make: Any, tmp_path: Path, number: int, how: str) -> None:
+    given = {"hang_timeout": 8.0}
+    pids: list[int] = []
+
+    async def strike(environment: Verifiers) -> None:
+        server = environment._get_servers().servers[0]
+        while not server.runs:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(2.0)
+        assert server.pid is not None
+        pids.append(server.pid)
+        os.kill(server.pid, number)
+
+    (one,) = make("7", folder=tmp_path, given=given, task=4, during=strike)
+    assert (one.status, one.reward) == ("failed", None) and how in str(one.error)
+    assert still_running(pids) == []
+    (one,) = make("7", folder=tmp_path, given=given)
+    assert (one.status, one.reward) == ("finished", 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"taskset": "no-such-set"}, r"^Verifiers: ModuleNotFoundError: taskset 'no-such-set' not found"),
+        ({"roles": {"player": {}}}, r"player"),
+        ({"agents": ["player"]}, r"^Verifiers: the environment has no agent 'player'\. "),
+    ],
+)
+def test_mistakes_are_one_line(python: str, arguments: dict[str, Any], reason: str) -> None:
+    environment = Verifiers(**{"taskset": "number_tasks", "python": python, **arguments})
+
+    async def check() -> None:
+        try:
+            await environment.check()
+        finally:
+            await environment.close()
+
+    with pytest.raises(ConfigError, match=reason) as caught:
+        asyncio.run(check())
+    assert "\n" not in caught.value.line
+
+
+@pytest.mark.slow
+def test_a_run_trains_what_it_sampled(python: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.save_pretrained(tmp_path)
+    model = tiny.save_weights(tmp_path, len(tokenizer), 0, max_position_embeddings=512)
+    environment = Verifiers("number_tasks", python=python, renderer="qwen3")
+    witness = Witness()
+    rows = [{"prompt": "", "task": number} for number in (1, 2)] * 4
+    data = PromptDataModule(rows, max_prompt_tokens=64)
+    rollout = TransformersRollout(environment=environment, max_new_tokens=8, seed=0)
+    make_trainer(tmp_path, 1, rollout, witness).fit(make_module(model), data)
+    (batch,), (metrics,) = witness.batches, witness.steps
+    assert metrics["policy/rollout_gap_max"] < 1e-4
+    for one in batch.trajectories:
+        assert one.status in ("finished", "truncated") and one.reward is not None
+        assert len(one.samples) == one.prompt.columns["task"] + 1
+    assert batch.completion_lengths.sum().item() == sum(one.num_sampled for one in batch.trajectories)
+
+
+@pytest.mark.slow
+def test_the_server_ends_with_its_trainer(python: str, tmp_path: Path) -> None:
+    code = f"""
+import asyncio, sys
+from rlightning.environments.verifiers import Verifiers
+async def main():
+    environment = Verifiers("number_tasks", python={python!r})
+    await environment.check()
+    print(environment._get_servers().servers[0].pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    folders = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=folders) as trainer:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        trainer.kill()
+    assert still_running([pid]) == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ("3.10", r"is Python 3\.10; workers need 3\.11 or later\. Give a newer one\."),
+        ("3.12\n0.3.9", r"has verifiers 0\.3\.9, and this speaks with 0\.4\. Install that: "),
+        (None, r"has no verifiers, which workers need\. Install it: .* -m pip install 'verifiers==0\.4\.\*' uv\.$"),
+    ],
+)
+def test_interpreters_that_cannot_be_used(tmp_path: Path, answers: str | None, reason: str) -> None:
+    stub = tmp_path / "python"
+    first, _, second = (answers or "").partition("\n")
+    stub.write_text(f"#!/bin/sh\ncase $2 in *metadata*) echo {second};; *) echo {first};; esac\n")
+    stub.chmod(0o755)
+    path = sys.executable if answers is None else str(stub)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        asyncio.run(Verifiers("number_tasks", python=path).check())
+    assert "\n" not in caught.value.line
+
+
+@pytest.mark.parametrize("name", ["num_tasks", "num_workers", "max_trajectories", "timeout", "hang_timeout"])
+def test_arguments_that_cannot_be(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^Verifiers: {name}=0 must be "):
+        Verifiers("number_tasks", python="python", **{name: 0})  # type: ignore[arg-type]
