@@ -102,8 +102,7 @@ def test_load_from_checkpoint_needs_no_arguments(model: str, tmp_path: Path) -> 
 def test_arguments_without_plain_value_are_warned_of(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = {"prompts_per_step": 4, "samples_per_prompt": 2}
-    module = GRPO(model, rewards=lambda completion: 1.0, **arguments)
+    module = GRPO(model, rewards=lambda completion: 1.0, prompts_per_step=4, samples_per_prompt=2)
     module.configure_model()
     checkpoint: dict[str, Any] = {"state_dict": module.state_dict(), "pytorch-lightning_version": "2"}
     module.on_save_checkpoint(checkpoint)
