@@ -99,6 +99,7 @@ def test_load_from_checkpoint_needs_no_arguments(model: str, tmp_path: Path) -> 
     assert loaded.weight_version == 2
 
 
+@pytest.mark.long
 def test_arguments_without_plain_value_are_warned_of(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
