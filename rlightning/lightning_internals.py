@@ -55,7 +55,7 @@ __all__ = [
 
 def given_data(trainer: Trainer, command: str) -> object:
     """What a command of a Trainer was given in place of a data module; None for nothing."""
-    loops = {
+    loops: dict[str, Any] = {
         "fit": trainer.fit_loop,
         "validate": trainer.validate_loop,
         "test": trainer.test_loop,

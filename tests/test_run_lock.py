@@ -147,6 +147,7 @@ def can_lock(file: TextIO) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_removed_folder_is_warned_of_once_and_locked_again(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

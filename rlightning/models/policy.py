@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (

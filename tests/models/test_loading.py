@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.utils import are_progress_bars_disabled
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
 from tiny_models import make_sequences, packed_inputs, save_tiny
 from tokenizers import Tokenizer, models

@@ -99,12 +99,13 @@ def test_load_from_checkpoint_needs_no_arguments(model: str, tmp_path: Path) -> 
     assert loaded.weight_version == 2
 
 
+@pytest.mark.long
 def test_arguments_without_plain_value_are_warned_of(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = {"prompts_per_step": 4, "samples_per_prompt": 2}
-    module = GRPO(model, rewards=lambda completion: 1.0, **arguments)
+    module = GRPO(model, rewards=lambda completion: 1.0, prompts_per_step=4, samples_per_prompt=2)
     module.configure_model()
+    module.trainer = make_trainer(tmp_path, 1)
     checkpoint: dict[str, Any] = {"state_dict": module.state_dict(), "pytorch-lightning_version": "2"}
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint, tmp_path / "one.ckpt")
