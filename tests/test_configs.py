@@ -1,5 +1,6 @@
 """Every YAML in configs/ is run as it stands, shortened by options alone, with real vLLM."""
 
+import math
 import os
 from pathlib import Path
 
@@ -108,7 +109,9 @@ def test_the_agents_demo_learns_to_call(tmp_path: Path) -> None:
     options = ("--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--rollout.seed", "5")
     grpo = fit("calculator_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/calculator/grpo")
     assert steps_with(grpo, "val/heldout/pass@1") == [0, 2] and steps_with(grpo, "reward/mean") == [1, 2]
-    assert all(float(row["policy/rollout_gap_max"]) < 1e-4 for row in grpo if row["reward/mean"])
+    # of sequences with an advantage, if there are any so early: others are not computed
+    gaps = [float(row["policy/rollout_gap_max"]) for row in grpo if row["reward/mean"]]
+    assert all(gap < 1e-4 for gap in gaps if not math.isnan(gap))
     folder = tmp_path / "runs/calculator/grpo/completions"
     counts = [dict(row["metrics"]) for row in parquet.read_table(folder / "step_000001.parquet").to_pylist()]
     assert len(counts) == 32 * 8 and max(count["tool_calls"] for count in counts) >= 1
