@@ -120,6 +120,8 @@ def engine_messages(size: Size) -> Work:
     requests = make_outputs(size)
 
     class Engine:
+        vllm_config = SimpleNamespace(lora_config=None)
+
         async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
             return Collector(requests[int(request_id) % len(requests)])
 
