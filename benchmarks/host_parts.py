@@ -106,7 +106,7 @@ def make_outputs(size: Size) -> list[Any]:
             arrays = {"token_ids": one.token_ids.tolist(), "logprobs": flat}
             texts = {"text": one.text, "finish_reason": one.finish_reason}
             outputs.append(SimpleNamespace(**texts, **arrays, stop_reason=None))
-        requests.append(SimpleNamespace(outputs=outputs))
+        requests.append(SimpleNamespace(outputs=outputs, num_cached_tokens=0))
     return requests
 
 
@@ -122,7 +122,7 @@ def engine_messages(size: Size) -> Work:
     class Engine:
         vllm_config = SimpleNamespace(lora_config=None)
 
-        async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+        async def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
             return Collector(requests[int(request_id) % len(requests)])
 
     class Collector:

@@ -234,7 +234,7 @@ class RLModule(EvaluationSteps):
         if batch is None:
             metrics = self.skip_update()
         else:
-            batch = self.estimate_advantages(self.balance(batch))
+            batch = self.leave_out_skippable(self.estimate_advantages(self.balance(batch)))
             fire(self.trainer, self, "on_update_start", batch)
             metrics = self.update(batch)
         self.weight_version += 1

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -166,6 +166,24 @@ class UpdateModule(PolicyModule):
                 self.active_correction.bounds[1],
             )
 
+    def leave_out_skippable(self, batch: RolloutBatch) -> RolloutBatch:
+        """Mark the sequences that the update need not compute, and balance the others over the ranks.
+
+        Args:
+            batch: with advantages, on the CPU.
+
+        Returns:
+            This rank's share of the update.
+        """
+        batch.is_skipped = self.skippable_sequences(batch)
+        return rebalance(
+            batch,
+            self.costs(batch).masked_fill(batch.is_skipped, 0.0),
+            num_minibatches=self.plan.updates_per_rollout,
+            seed=minibatch_seed(self.weight_version),
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
+
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Take the rollout's optimizer steps; all of them count as one step of the trainer.
 
@@ -177,16 +195,6 @@ class UpdateModule(PolicyModule):
         """
         optimizers = listed(self.optimizers())
         means = RunningMeans()
-        batch.is_skipped = self.skippable_sequences(batch)
-        moved = rebalance(
-            batch,
-            self.costs(batch).masked_fill(batch.is_skipped, 0.0),
-            num_minibatches=self.plan.updates_per_rollout,
-            seed=minibatch_seed(self.weight_version),
-            tensor_parallel_size=self.tensor_parallel_size,
-        )
-        for field in fields(batch):  # what the hooks after the update see, too
-            setattr(batch, field.name, getattr(moved, field.name))
         minibatches = self._minibatches(batch)
         for number, minibatch in enumerate(minibatches, start=1):
             self._update_progress = (number - 1) / len(minibatches)

@@ -78,7 +78,7 @@ class RolloutBatch:
         advantages: [T] float32.
         old_logprobs: [T] float32, of the policy before this rollout's first update.
         ref_logprobs: [T] float32, of the reference model.
-        is_skipped: [N] bool, sequences that cannot move the gradient, which the update does not compute; set by it.
+        is_skipped: [N] bool, sequences that cannot move the gradient, which the update does not compute.
         totals: set on micro-batches.
 
     A batch that :meth:`to` has moved knows what its host knew, so that computing with it does not wait for its device;
