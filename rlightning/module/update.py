@@ -206,7 +206,7 @@ class UpdateModule(PolicyModule):
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
         metrics = means.compute(self.all_sum, self.all_max)
-        if metrics[SKIPPED_SHARE] == 1:  # there is no token to be the mean of
+        if metrics.get(SKIPPED_SHARE) == 1:  # there is no token to be the mean of
             computed = {name for name in metrics if name.startswith("policy/")} - {SKIPPED_SHARE}
             metrics |= dict.fromkeys(computed, math.nan)
         return metrics | rates
