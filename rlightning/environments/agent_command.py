@@ -177,7 +177,7 @@ async def run_process(
 
 
 async def _wait_for_exit(pid: int) -> None:
-    """Return when a child has ended, whoever holds its pipes."""
+    """Return when a child has ended, even if another process still holds its pipes."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     descriptor = os.pidfd_open(pid)

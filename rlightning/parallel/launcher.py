@@ -78,7 +78,7 @@ def check_launch(num_devices: int, num_nodes: int) -> None:
 
 
 def find_port() -> int:
-    """A port that nobody listens on, below those that the system gives to whoever asks for any.
+    """Return a free port, below the range that the system assigns to programs which ask for any.
 
     One of these, as Lightning chooses, may be another program's by the time the ranks meet.
     """

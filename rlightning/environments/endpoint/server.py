@@ -211,7 +211,7 @@ class Endpoint:
             # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
             return JSONResponse(shape, error.status, headers={"x-should-retry": "false"})
         if reply is None:
-            return Response(status_code=499)  # nobody gets it
+            return Response(status_code=499)  # the client has gone
         if isinstance(reply, list):
             return Response("".join(map(_write_event, reply)), media_type="text/event-stream")
         return JSONResponse(reply)

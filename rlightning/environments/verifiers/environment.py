@@ -195,7 +195,7 @@ class Verifiers(Environment):
             line, *details = map(str, error.args)
             return failed_outcome(prompt, line, cut("\n".join([line, *details])))
         finally:
-            if not policy.recorder.branches:  # it failed; for whoever looks at what it came to
+            if not policy.recorder.branches:  # it failed: what it sampled is recorded for `completions/`
                 for part in parts.values():
                     policy.recorder.extend(part.recorder)
 

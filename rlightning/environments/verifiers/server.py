@@ -104,7 +104,7 @@ class EnvironmentServer:
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[bool]:
-        """Within, nobody else starts it; yields whether it has to be started."""
+        """Hold the lock on starting the server; yields whether it has to be started."""
         async with self._starting:
             yield not self.is_up
 
