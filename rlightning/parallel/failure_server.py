@@ -146,11 +146,16 @@ class FailureServer:
             self._send([rank], "end", asdict(self._first))
         await peer.wait_closed()
         del self._peers[rank]
+        if rank in self._left:
+            return
+        reported = self._reported
+        if reported is not None and reported.rank == rank:
+            if self._is_first():
+                self._announce(reported)
         # The others' connections to a rank that died break, too, and may be reported first: the death decides at once.
-        if rank not in self._left and self._is_first():
-            reported = self._reported
-            is_own = reported is not None and reported.rank == rank
-            self._announce(reported if is_own and reported else Failure(rank, await self._find_cause(rank)))
+        # One that has reported a failure of its own, such as a signal, though not as the first, did not die of another.
+        elif rank not in self.cleaning_up and self._is_first():
+            self._announce(Failure(rank, await self._find_cause(rank)))
 
     def _is_first(self) -> bool:
         """Whether the caller decides which failure was the first."""

@@ -212,8 +212,8 @@ def stop_signal(trainer: Trainer) -> StopSignal:
 
 
 def is_interactive() -> bool:
-    """Whether the process outlives its runs, as a notebook's and Python's prompt do."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    """Whether the process outlives its runs: Python's prompt, IPython's and a notebook's kernel set ``sys.ps1``."""
+    return hasattr(sys, "ps1")
 
 
 class EndOnSigterm(Callback):

@@ -10,11 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model, versions
+from engine_run import (
+    ComputesAll,
+    Witness,
+    in_session,
+    make_data,
+    make_module,
+    make_rollout,
+    make_trainer,
+    save_model,
+    versions,
+)
 from sharded_net import run_ranks
 from tiny import heed_ctrl_c, make_algorithm
 
-from rlightning.algorithms import GRPO
 from rlightning.hooks import fire
 from rlightning.types import Prompt
 
@@ -40,7 +49,7 @@ class FailingWitness(Witness):
             raise self.errors.pop(trainer.global_step)
 
 
-class OwnOptimizer(GRPO):
+class OwnOptimizer(ComputesAll):
     """Has an optimizer of the user's, which the engine waits for."""
 
     def configure_optimizers(self) -> Any:

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,21 @@ def test_failure_server_reports_own_failure_of_rank_that_ends_at_once(monkeypatc
     hub.loop.run(second.close(), 60)
     await_that(lambda: 0 in hub.ends)
     assert hub.decided == [Failure(1, "failed: ValueError: boom")]
+    hub.close()
+
+
+def test_failure_server_keeps_first_of_two_failures_when_the_second_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal to all ranks ends two at once: the one that ends earlier has said why, and did not die unexplained."""
+    monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 0.5)
+    hub = Hub(2)
+    first, second = hub.connect(0), hub.connect(1)
+    signalled = [Failure(rank, "was ended by a signal", 143, is_foreseen=True) for rank in (0, 1)]
+    hub.loop.run(first.notify("fail", 0, asdict(signalled[0])), 60)
+    await_that(lambda: hub.server.cleaning_up == {0})
+    hub.send(second, "fail", 1, asdict(signalled[1]))
+    hub.loop.run(second.close(), 60)
+    await_that(lambda: 0 in hub.ends)
+    assert hub.decided == [signalled[0]]
     hub.close()
 
 
