@@ -17,6 +17,7 @@ from rlightning.foreign_text import cut_value, describe_error
 from rlightning.models.attention import PACKED_ATTENTION, packed_inputs
 from rlightning.models.counts import (
     build_empty,
+    cache_by_config,
     head_size,
     is_set_for_all_layers,
     num_experts,
@@ -28,6 +29,7 @@ from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
 from rlightning.parallel.device import exact_float32
 from rlightning.parallel.sharding import named_weights
+from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 BUILD_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
@@ -123,6 +125,33 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
 
     For a model that is never whole in one place. The config is left as it is.
     """
+    check_policy(model, _build_small(config))
+
+
+@cache_by_config
+def can_share_prefixes(config: PreTrainedConfig) -> bool:
+    """Return whether sequences that share a prefix give the same when it is computed once, found by trying it.
+
+    Not where tokens are mixed by something else than attention, such as convolutions and linear attention.
+    """
+    sequences = [torch.arange(3, 14), torch.tensor([3, 4, 5, 6, 7, 8, 40, 41]), torch.tensor([3, 4, 5, 50, 51, 52])]
+    token_ids, lengths = torch.cat(sequences), [len(sequence) for sequence in sequences]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    shared = share_prefixes(bounds, find_prefixes(token_ids, bounds))
+    try:
+        # Not the dtype and the device of the strategy that this may run in.
+        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            policy = _build_small(config)
+            alone = policy(**packed_inputs(token_ids, positions, bounds, max(lengths))).logits[0]
+            once = policy(**packed_inputs(token_ids, positions, bounds, max(lengths), shared)).logits[0]
+    except BUILD_ERRORS:  # its code takes no further arguments
+        return False
+    return _agree(once[shared.places], alone)
+
+
+def _build_small(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build two small layers of the same architecture with random weights, on the CPU."""
     small = copy.deepcopy(config)
     text_config = small.get_text_config()
     heads = text_config.num_attention_heads
@@ -143,8 +172,10 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
             setattr(text_config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        policy = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
-    check_policy(model, policy)
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+        )
+    return policy
 
 
 def describe_traits(config: PreTrainedConfig) -> list[str]:
