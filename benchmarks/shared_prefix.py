@@ -43,7 +43,7 @@ def measure(arguments: Any, module: Any, case: str, *, is_shared: bool) -> dict[
     batch = RolloutBatch.of_sequences(make_sequences(case, arguments.groups, module.vocab_size))
     starts = batch.to_tokens(batch.cu_seqlens[:-1], axis="N")
     batch.is_sampled = torch.arange(batch.num_tokens) - starts >= num_prompt
-    type(module).shares_prefixes = is_shared
+    module.share_prefixes = is_shared
     device, seconds, computed = module.device, [], 0
     reset_peak(device)
     for _ in range(arguments.steps):
@@ -82,10 +82,7 @@ def main() -> None:
     sys.path[:0] = [str(BENCHMARKS.parent)]
     from rlightning.algorithms import GRPO
 
-    class Measured(GRPO):
-        """Shares prefixes or not, as it is told."""
-
-    module = Measured(arguments.model, rewards="synthetic.coin", compile=arguments.device == "cuda")
+    module = GRPO(arguments.model, rewards="synthetic.coin", compile=arguments.device == "cuda")
     module.configure_model()
     module.to(arguments.device)
     rows: list[dict[str, Any]] = []

@@ -50,7 +50,9 @@ def compute_packed_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """What :func:`packed_logprobs` returns, from a model whose weights are all there."""
     # A critic's model, say, may mix tokens in another way than the actor, for which the micro-batch was made.
-    shared = batch.shared if batch.shared is not None and can_share_prefixes(model.config) else None
+    shared = batch.shared
+    if shared is not None and not can_share_prefixes(model.config, batch.token_ids.device.type):
+        shared = None
     inputs = packed_inputs(batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_length, shared)
     hidden: Tensor = model.base_model(**inputs).last_hidden_state[0]
     asked = batch.sampled_index

@@ -81,6 +81,9 @@ class PolicyModule(Ranks, SavedModule):
         gradient_checkpointing: compute activations twice, for memory: in all layers, in none, or in as few as leave
             room for a micro-batch ("auto"; none where that is not known, as on the CPU).
         compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
+        share_prefixes: compute tokens that sequences of a micro-batch begin with alike once, where those are a fifth of
+            its tokens or more, see docs/performance.md. Results are the same up to rounding. Off by default, as its
+            speed on GPUs has not been measured yet.
         adapter: train low-rank additions (LoRA) in place of the weights, see :class:`~rlightning.models.Adapter` and
             docs/adapters.md; needs the package peft.
         trust_remote_code: whether Python code that a model brings (``auto_map`` in its config.json) may run, in the
@@ -106,6 +109,7 @@ class PolicyModule(Ranks, SavedModule):
         optimizer_states: OptimizerStates = "float32",
         gradient_checkpointing: bool | Literal["auto"] = "auto",
         compile: bool | None = None,
+        share_prefixes: bool = False,
         adapter: Adapter | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -127,6 +131,7 @@ class PolicyModule(Ranks, SavedModule):
         self.adapter = None if adapter is None else resolve_adapter(adapter, model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
+        self.share_prefixes = share_prefixes
         self.sends_adapter = False
         self.roles: dict[str, ModelRole] = {}
         self.actor: PreTrainedModel | None = None
@@ -368,15 +373,16 @@ class PolicyModule(Ranks, SavedModule):
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
         """These sequences of a batch on this rank's device; of none, something that counts for nothing.
 
-        What they share is computed once, where that is enough to pay for copies of keys and values.
+        What they share is computed once, if that is asked for and enough to pay for copies of keys and values.
         """
         if not sequences:
             return batch.padding().to(self.device)
         chosen = batch.select(sequences, "N")
-        prefixes = find_prefixes(chosen.token_ids, chosen.cu_seqlens)
         microbatch = chosen.to(self.device)
-        if prefixes.lengths.sum() >= MIN_SHARED * chosen.num_tokens and self.shares_prefixes:
-            microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
+        if self.shares_prefixes:
+            prefixes = find_prefixes(chosen.token_ids, chosen.cu_seqlens)
+            if prefixes.lengths.sum() >= MIN_SHARED * chosen.num_tokens:
+                microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
         return microbatch
 
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
@@ -413,16 +419,15 @@ class PolicyModule(Ranks, SavedModule):
 
     def long_prefixes(self, batch: RolloutBatch) -> Prefixes:
         """Return what sequences share of a batch on the CPU, 0 where it is too little to be computed once."""
-        prefixes = find_prefixes(batch.token_ids, batch.cu_seqlens)
-        is_long = prefixes.lengths >= MIN_SHARED * batch.lengths.numpy()
-        if not is_long.any() or not self.shares_prefixes:
-            return Prefixes(prefixes.order, np.zeros_like(prefixes.lengths))
-        return Prefixes(prefixes.order, np.where(is_long, prefixes.lengths, 0))
+        if not self.shares_prefixes:
+            return Prefixes([*range(batch.num_sequences)], np.zeros(batch.num_sequences, np.int64))
+        order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
+        return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether the model can compute what sequences share once."""
-        return can_share_prefixes(self.model_config)
+        """Whether what sequences share is computed once: it is asked for, and the model can."""
+        return self.share_prefixes and can_share_prefixes(self.model_config, self.device.type)
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

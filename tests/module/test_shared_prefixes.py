@@ -148,7 +148,7 @@ class LongPrompts(ActorGenerator):
             return Trajectory.single_turn(prompt, first)
         history = [*prompt.token_ids, *first.token_ids]
         second: Sample = self._complete(prompt._replace(index=prompt.index + 50, token_ids=history), number, sampling)
-        branches = (Branch(), Branch("compaction"))
+        branches = (Branch(), Branch("history_edited"))
         branches[0].append(prompt.token_ids)
         branches[0].append_sample(first, 0)
         branches[1].append(history)
@@ -157,14 +157,10 @@ class LongPrompts(ActorGenerator):
         return Trajectory(prompt, branches, turns)
 
 
-class Alone(GRPO):
-    shares_prefixes = False
-
-
-def train(folder: Path, model: str, algorithm: str, num_ranks: int = 1, **arguments: Any) -> dict[str, Any]:
+def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **arguments: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 46, "validate_first": False}
-    module = make_algorithm(globals()[algorithm], model, **usual | arguments)
+    module = make_algorithm(GRPO, model, share_prefixes=is_shared, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     trainer = make_trainer(folder, 2, UseGenerator(LongPrompts), precision="64-true", **ranks)
     trainer.fit(module, make_data(folder))
@@ -191,7 +187,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_a_run_takes_the_same_steps(arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
-    once, alone = (train(tmp_path, model, algorithm, **arguments) for algorithm in ("GRPO", "Alone"))
+    once, alone = (train(tmp_path, model, is_shared, **arguments) for is_shared in (True, False))
     assert once["share"] > 0.25 and alone["share"] == 0
     check_close(once, alone)
 
@@ -200,7 +196,7 @@ def train_rank(folder: Path, model: str) -> list[dict[str, Any]]:
     folder = folder / os.environ["RANK"]
     folder.mkdir(exist_ok=True)
     runs: dict[str, dict[str, Any]] = {"0": {"arguments": ARGUMENTS[0]}, "1": {"arguments": ARGUMENTS[1]}}
-    return [train(folder / name, model, "GRPO", 2, **run["arguments"]) for name, run in each_run(runs)]
+    return [train(folder / name, model, True, 2, **run["arguments"]) for name, run in each_run(runs)]
 
 
 @pytest.mark.processes
@@ -208,7 +204,7 @@ def test_two_ranks_take_the_same_steps(model: str, tmp_path: Path) -> None:
     first, second = finish(start_calls(train_rank, 2, tmp_path, model))
     for arguments, one, other in zip(ARGUMENTS, first, second, strict=False):
         assert one["weights"] == other["weights"] and one["share"] > 0.2
-        check_close(one, train(tmp_path / "alone", model, "Alone", **arguments))
+        check_close(one, train(tmp_path / "alone", model, False, **arguments))
 
 
 @settings(max_examples=50, deadline=None)
