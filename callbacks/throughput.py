@@ -13,7 +13,7 @@ from rlightning.memory_plan.devices import peak_flops
 from rlightning.models.counts import sequence_flops
 from rlightning.parallel import device as platform
 from rlightning.phases import PhaseTimer
-from rlightning.protocols import HasConfig, HasPlan, HasTensorParallelSize, LogsMetrics, Loop, has
+from rlightning.protocols import HasConfig, HasCosts, HasPlan, HasTensorParallelSize, LogsMetrics, Loop, has
 from rlightning.types import RolloutBatch
 
 _GIB = 2**30
@@ -99,9 +99,12 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
         return 0.0
     epochs = module.plan.epochs_per_rollout if has(module, HasPlan) else 1
     num_ranks = module.tensor_parallel_size if has(module, HasTensorParallelSize) else 1
-    flops = sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths)
     if batch.is_skipped is not None:
-        flops = flops.masked_fill(batch.is_skipped, 0.0)
+        batch = batch.select((~batch.is_skipped).nonzero()[:, 0], "N")
+    if has(module, HasCosts):  # it knows what its sequences share
+        flops = module.costs(batch)
+    else:
+        flops = sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths)
     return float(flops.sum()) * epochs / num_ranks
 
 

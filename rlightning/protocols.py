@@ -328,6 +328,12 @@ class HasPlan(Protocol):
     def plan(self) -> "BatchPlan": ...
 
 
+class HasCosts(Protocol):
+    """A module that knows what its update takes."""
+
+    def costs(self, batch: "RolloutBatch") -> "Tensor": ...
+
+
 class HasRoles(Protocol):
     """A module of several models."""
 

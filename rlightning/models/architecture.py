@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -17,6 +18,7 @@ from rlightning.foreign_text import cut_value, describe_error
 from rlightning.models.attention import PACKED_ATTENTION, packed_inputs
 from rlightning.models.counts import (
     build_empty,
+    cache_by_config,
     head_size,
     is_set_for_all_layers,
     num_experts,
@@ -28,8 +30,11 @@ from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
 from rlightning.parallel.device import exact_float32
 from rlightning.parallel.sharding import named_weights
+from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+ROUNDING, HALF_ROUNDING = 1e-3, 0.05
+"""Of the norm of a result, by which two ways to compute it may differ in float32 and in bfloat16."""
 BUILD_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """That transformers raises for values in config.json that do not go together, or that it does not know."""
 _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as Qwen3 or Llama."
@@ -123,6 +128,53 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
 
     For a model that is never whole in one place. The config is left as it is.
     """
+    check_policy(model, _build_small(config))
+
+
+@cache_by_config
+def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bool:
+    """Return whether a prefix that sequences share may be computed once: results and gradients are tried on two layers.
+
+    Not where tokens are mixed by something else than attention, such as convolutions and linear attention.
+
+    Args:
+        config: of the model; two small layers of its architecture are tried.
+        device_type: where; on CUDA in bfloat16 too, which has a kernel of its own.
+    """
+    dtypes = [torch.float32, torch.bfloat16] if device_type == "cuda" else [torch.float32]
+    try:
+        # Not the dtype and the device of the strategy that this may run in, and gradients whatever runs now.
+        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), exact_float32():
+            policy = nn.Module.to(_build_small(config), device_type)
+            return all(_gives_the_same(policy, dtype) for dtype in dtypes)
+    except BUILD_ERRORS:  # its code takes no further arguments
+        return False
+
+
+def _gives_the_same(policy: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Whether logits and gradients are the same, up to rounding, when what sequences share is computed once."""
+    sequences = [torch.arange(3, 14), torch.tensor([3, 4, 5, 6, 7, 8, 40, 41]), torch.tensor([3, 4, 5, 50, 51, 52])]
+    token_ids, lengths = torch.cat(sequences), [len(sequence) for sequence in sequences]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    shared = share_prefixes(bounds, find_prefixes(token_ids, bounds))
+    device, weights = policy.device, torch.linspace(-1, 1, len(token_ids))[:, None]
+    token_ids, positions, bounds = (part.to(device) for part in (token_ids, positions, bounds))
+    results = []
+    for how in (None, shared.to(device)):
+        policy.zero_grad()
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            logits = policy(**packed_inputs(token_ids, positions, bounds, max(lengths), how)).logits[0]
+        logits = (logits if how is None else logits[how.places]).float()
+        (logits * weights.to(device)).square().sum().backward()
+        gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+        results.append((logits.detach(), torch.cat(gradients)))
+    tolerance = ROUNDING if dtype == torch.float32 else HALF_ROUNDING
+    return all(_agree(once, alone, tolerance) for alone, once in zip(*results, strict=True))
+
+
+def _build_small(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build two small layers of the same architecture with random weights, on the CPU."""
     small = copy.deepcopy(config)
     text_config = small.get_text_config()
     heads = text_config.num_attention_heads
@@ -143,8 +195,10 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
             setattr(text_config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        policy = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
-    check_policy(model, policy)
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+        )
+    return policy
 
 
 def describe_traits(config: PreTrainedConfig) -> list[str]:
@@ -181,9 +235,9 @@ def _run(model: torch.nn.Module, *sequences: torch.Tensor) -> Any:
     return model(**packed_inputs(torch.cat(sequences), positions, bounds, max(lengths)))
 
 
-def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def _agree(got: torch.Tensor, expected: torch.Tensor, tolerance: float = ROUNDING) -> bool:
     """Whether two results differ by rounding only."""
-    return bool((got - expected).norm() <= 1e-3 * expected.norm())
+    return bool((got - expected).norm() <= tolerance * expected.norm())
 
 
 def _refusal(model: str, config: PreTrainedConfig, reason: str) -> ConfigError:

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from rlightning.models.counts import head_size
+from rlightning.types.shared_prefixes import SharedPrefixes
 
 PACKED_ATTENTION = "rlightning_packed"
 """The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""
@@ -30,7 +31,13 @@ SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_
 """How ``varlen_attn`` is told that there are fewer key/value heads than query heads: torch 2.11 sees it by itself."""
 
 
-def packed_inputs(token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_length: int) -> dict[str, Any]:
+def packed_inputs(
+    token_ids: Tensor,
+    position_ids: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    shared: SharedPrefixes | None = None,
+) -> dict[str, Any]:
     """Return the arguments of a model's forward pass over packed sequences.
 
     Args:
@@ -38,7 +45,13 @@ def packed_inputs(token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, m
         position_ids: [T].
         cu_seqlens: [N+1] int32, where sequences begin, and ``T``.
         max_length: ``L``, or more: an upper bound costs empty work, not correctness.
+        shared: computes ``U`` tokens only, in the order of ``shared.unique``.
     """
+    if shared is not None:
+        tensors = {"input_ids": token_ids[shared.unique][None], "position_ids": position_ids[shared.unique][None]}
+        queries = {"cu_seq_lens_q": shared.cu_seqlens, "max_length_q": shared.max_length}
+        keys = {"cu_seq_lens_k": cu_seqlens, "max_length_k": max_length, "key_places": shared.places}
+        return {**tensors, **queries, **keys, "use_cache": False}
     tensors = {"input_ids": token_ids[None], "position_ids": position_ids[None]}
     bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return {**tensors, **bounds, "max_length_q": max_length, "max_length_k": max_length, "use_cache": False}
@@ -53,6 +66,9 @@ def packed_attention(
     *,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int = 0,
+    key_places: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -68,6 +84,9 @@ def packed_attention(
         attention_mask: None; transformers makes no mask for a function that it has no mask for.
         cu_seq_lens_q: see :func:`packed_inputs`.
         max_length_q: see there.
+        cu_seq_lens_k: where sequences begin among their keys, which are more than their queries with shared prefixes.
+        max_length_k: see there.
+        key_places: [T], with shared prefixes: the one of [U] tokens whose key and value stand for each.
         scaling: of the dot products; None is ``D ** -0.5``.
         dropout: must be 0: a policy's log-probabilities are not random.
         sliding_window: how many tokens back a token sees, itself included; None is all.
@@ -91,6 +110,13 @@ def packed_attention(
     # [T, heads, D], the layout of packed kernels
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     is_packed = varlen_obstacle(q.device, q.dtype, q.shape[-1], v.shape[-1]) is None
+    if key_places is not None:
+        # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end.
+        assert cu_seq_lens_k is not None
+        k, v = k[key_places], v[key_places]
+        attend_shared = varlen_attention if is_packed else padded_suffix_attention
+        bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+        return attend_shared(q, k, v, bounds, longest, scaling, sliding_window).unsqueeze(0), None
     attend = varlen_attention if is_packed else padded_attention
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
 
@@ -132,14 +158,20 @@ def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: to
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor],
+    max_length: int | tuple[int, int],
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attention by ``varlen_attn``.
 
     Args:
         q: [T, H, D]; keys and values are [T, K, D].
-        cu_seqlens: [N+1] int32.
-        max_length: at least ``L``.
+        cu_seqlens: [N+1] int32; or those of queries and of keys, whose sequences end together.
+        max_length: at least ``L``; or those of queries and of keys.
         scaling: of the dot products.
         window: see :func:`packed_attention`.
 
@@ -152,7 +184,9 @@ def varlen_attention(
     # Tokens to the left that one sees beside itself, and to the right; -1 is all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **options)
+    bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    longest = max_length if isinstance(max_length, tuple) else (max_length, max_length)
+    out = varlen_attn(q, k, v, *bounds, *longest, **options)
     assert isinstance(out, Tensor)  # a pair only with return_aux
     return out
 
@@ -187,6 +221,61 @@ def padded_attention(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows)
+
+
+def padded_suffix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    max_length: tuple[int, int],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """As :func:`padded_attention`, where queries are the last tokens of sequences of keys, of other lengths.
+
+    Args:
+        q: [U, H, D]; keys and values are [T, K, D].
+        cu_seqlens: [N+1] of queries, and of keys.
+        max_length: of queries, and of keys.
+        scaling: of the dot products.
+        window: see :func:`packed_attention`.
+
+    Returns:
+        [U, H, D].
+    """
+
+    def find_rows(count: int, bounds: Tensor, longest: int) -> Tensor:
+        positions = torch.arange(count, device=q.device)
+        sequences = torch.searchsorted(bounds, positions, right=True, out_int32=True).long() - 1
+        return positions + sequences * longest - bounds[sequences]
+
+    num_bounds = cu_seqlens[0].numel()
+    query_rows, key_rows = (
+        find_rows(x.shape[0], bounds, longest)
+        for x, bounds, longest in zip((q, k), cu_seqlens, max_length, strict=True)
+    )
+
+    def pad(x: Tensor, rows: Tensor, longest: int) -> Tensor:
+        padded = x.new_zeros(num_bounds * longest, *x.shape[1:]).index_copy(0, rows, x)
+        return padded.view(num_bounds, longest, *x.shape[1:]).transpose(1, 2)  # [N+1, heads, longest, D]
+
+    own, whole = (bounds.diff(append=bounds[-1:]).long() for bounds in cu_seqlens)
+    steps = (torch.arange(longest, device=q.device) for longest in max_length)
+    query_steps, key_steps = steps
+    # Each query's place among its keys; padding sees something, too, as the softmax of nothing is not a number.
+    places = ((whole - own)[:, None] + query_steps).clamp(max=max_length[1] - 1)  # [N+1, longest of queries]
+    distance = places[:, :, None] - key_steps
+    mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    out = scaled_dot_product_attention(
+        pad(q, query_rows, max_length[0]),
+        pad(k, key_rows, max_length[1]),
+        pad(v, key_rows, max_length[1]),
+        attn_mask=mask[:, None],
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, query_rows)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

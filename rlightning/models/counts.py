@@ -99,6 +99,18 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
     return 2 * max(num_key_value_heads(config) // tensor_parallel_size, 1) * head_size(config)
 
 
+def path_share(config: PreTrainedConfig) -> float:
+    """Return what a token's copied key and value take, of what all of its activations in a layer take, at most.
+
+    Of these at least its key and value, query, attention's result, four hidden states and three inner ones are kept.
+    """
+    text_config = config.get_text_config()
+    heads, hidden_size = int(text_config.num_attention_heads), int(text_config.hidden_size)
+    cached = 2 * num_key_value_heads(config) * head_size(config)
+    others = 2 * heads * head_size(config) + 4 * hidden_size
+    return cached / (cached + others + 3 * inner_size(config))
+
+
 def inner_size(config: PreTrainedConfig) -> int:
     """Return the size between the two halves of a feed-forward, in the layer that has the widest."""
     return max(_read_all(config, INNER_SIZES), default=USUAL_FACTOR * config.get_text_config().hidden_size)

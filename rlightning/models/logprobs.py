@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.attention import packed_inputs
 from rlightning.models.counts import read_setting
 from rlightning.models.output_layer import chunked_logprobs
@@ -48,13 +49,18 @@ def compute_packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """What :func:`packed_logprobs` returns, from a model whose weights are all there."""
-    inputs = packed_inputs(batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_length)
+    # A critic's model, say, may mix tokens in another way than the actor, for which the micro-batch was made.
+    shared = batch.shared
+    if shared is not None and not can_share_prefixes(model.config, batch.token_ids.device.type):
+        shared = None
+    inputs = packed_inputs(batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_length, shared)
     hidden: Tensor = model.base_model(**inputs).last_hidden_state[0]
     asked = batch.sampled_index
+    before = asked - 1 if shared is None else shared.places[asked - 1]
     temperatures = batch.temperatures(temperature)
     # the hidden state before a token predicts it
     picked, entropy = chunked_logprobs(
-        hidden[asked - 1],
+        hidden[before],
         model.get_output_embeddings().weight,
         batch.token_ids[asked],
         temperature=batch.to_tokens(temperatures)[asked] if isinstance(temperatures, Tensor) else temperatures,

@@ -14,6 +14,7 @@ sees: a list of this rank's sequences.
 """
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -24,8 +25,11 @@ from torch import Tensor
 from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import RolloutBatch
+from rlightning.types.shared_prefixes import Prefixes
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
+MIN_SHARED = 0.2
+"""Sequences are computed together if this share of their tokens, or more, is computed once then."""
 MIN_GAIN = 0.95
 """Groups are moved once more only if the update then takes at most this share of its time."""
 
@@ -188,8 +192,37 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
     return owner
 
 
+def join_families(
+    prefixes: Prefixes, lengths: Sequence[int], max_tokens: int, path_share: float
+) -> tuple[list[list[int]], list[float]]:
+    """Join sequences that share so much that one micro-batch should compute it once.
+
+    Args:
+        prefixes: of all sequences.
+        lengths: [N], in tokens.
+        max_tokens: of a family; one that has more is cut, and each part computes the prefix again.
+        path_share: what a shared token takes of the memory of one that is computed: its key and value are copied.
+
+    Returns:
+        Sequences, a list a family, in the order of their first ones; and the tokens that each family takes.
+    """
+    families: list[list[int]] = []
+    tokens: list[float] = []
+    for n in prefixes.order:
+        shared = int(prefixes.lengths[n])
+        added = lengths[n] - (1 - path_share) * shared
+        if families and shared >= MIN_SHARED * lengths[n] and tokens[-1] + added <= max_tokens:
+            families[-1].append(n)
+            tokens[-1] += added
+        else:
+            families.append([n])
+            tokens.append(lengths[n])
+    order = sorted(range(len(families)), key=lambda f: min(families[f]))
+    return [families[f] for f in order], [tokens[f] for f in order]
+
+
 def split_microbatches(
-    lengths: Sequence[int], max_tokens: int, *, costs: Sequence[float] | None = None, at_least: int = 1
+    lengths: Sequence[float], max_tokens: int, *, costs: Sequence[float] | None = None, at_least: int = 1
 ) -> list[list[int]]:
     """Pack sequences into as few micro-batches as their tokens ask for, of about equal cost.
 
@@ -207,15 +240,15 @@ def split_microbatches(
         Sequence indices, a list a micro-batch.
     """
     costs = lengths if costs is None else costs
-    bins: list[list[int]] = [[] for _ in range(max(at_least, -(-sum(lengths) // max_tokens)))]
-    cheapest = [(0.0, 0, index) for index in range(len(bins))]  # (cost, tokens, index), a heap
+    bins: list[list[int]] = [[] for _ in range(max(at_least, math.ceil(sum(lengths) / max_tokens)))]
+    cheapest = [(0.0, 0.0, index) for index in range(len(bins))]  # (cost, tokens, index), a heap
     shortest = min(lengths, default=0)
     for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length, too_full = lengths[sequence], []
         while cheapest and cheapest[0][1] and cheapest[0][1] + length > max_tokens:
             too_full.append(heapq.heappop(cheapest))
         if not cheapest:
-            heapq.heappush(cheapest, (0.0, 0, len(bins)))
+            heapq.heappush(cheapest, (0.0, 0.0, len(bins)))
             bins.append([])
         cost, tokens, index = cheapest[0]
         bins[index].append(sequence)

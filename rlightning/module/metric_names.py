@@ -20,6 +20,7 @@ OF_SECTIONS = {
     "branches/<reason> requeues verify_gap",
     "policy": "loss entropy kl clip_low clip_high gate rollout_gap_mean rollout_gap_max skipped_share "
     "correction_weight correction_out_of_bounds",
+    "attention": "shared_share",
     "optim": "grad_norm grad_norm/<role> skipped skipped/<role> lr lr/<group>",
     "throughput": "tokens_per_second update_mfu",
     "time": "step generate reward update sync engine_start offload restore",

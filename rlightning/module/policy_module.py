@@ -8,7 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,12 +36,13 @@ from rlightning.models.adapter_layers import (
     merged_weights,
     perturbed_adapter,
 )
-from rlightning.models.counts import sequence_flops
+from rlightning.models.architecture import can_share_prefixes
+from rlightning.models.counts import path_share, sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.module import adapter_checkpoints
-from rlightning.module.batching import split_microbatches
+from rlightning.module.batching import MIN_SHARED, join_families, split_microbatches
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
@@ -52,6 +55,7 @@ from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import named_weights, rounded_vectors
 from rlightning.python_values import to_python
 from rlightning.types import RolloutBatch
+from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_prefixes
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +81,9 @@ class PolicyModule(Ranks, SavedModule):
         gradient_checkpointing: compute activations twice, for memory: in all layers, in none, or in as few as leave
             room for a micro-batch ("auto"; none where that is not known, as on the CPU).
         compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
+        share_prefixes: compute tokens that sequences of a micro-batch begin with alike once, where those are a fifth of
+            its tokens or more, see docs/performance.md. Results are the same up to rounding. Off by default, as its
+            speed on GPUs has not been measured yet.
         adapter: train low-rank additions (LoRA) in place of the weights, see :class:`~rlightning.models.Adapter` and
             docs/adapters.md; needs the package peft.
         trust_remote_code: whether Python code that a model brings (``auto_map`` in its config.json) may run, in the
@@ -102,6 +109,7 @@ class PolicyModule(Ranks, SavedModule):
         optimizer_states: OptimizerStates = "float32",
         gradient_checkpointing: bool | Literal["auto"] = "auto",
         compile: bool | None = None,
+        share_prefixes: bool = False,
         adapter: Adapter | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -123,6 +131,7 @@ class PolicyModule(Ranks, SavedModule):
         self.adapter = None if adapter is None else resolve_adapter(adapter, model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
+        self.share_prefixes = share_prefixes
         self.sends_adapter = False
         self.roles: dict[str, ModelRole] = {}
         self.actor: PreTrainedModel | None = None
@@ -362,27 +371,63 @@ class PolicyModule(Ranks, SavedModule):
         return result
 
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """These sequences of a batch on this rank's device; of none, something that counts for nothing."""
-        return (batch.select(sequences, "N") if sequences else batch.padding()).to(self.device)
+        """These sequences of a batch on this rank's device; of none, something that counts for nothing.
+
+        What they share is computed once, if that is asked for and enough to pay for copies of keys and values.
+        """
+        if not sequences:
+            return batch.padding().to(self.device)
+        chosen = batch.select(sequences, "N")
+        microbatch = chosen.to(self.device)
+        if self.shares_prefixes:
+            prefixes = find_prefixes(chosen.token_ids, chosen.cu_seqlens)
+            if prefixes.lengths.sum() >= MIN_SHARED * chosen.num_tokens:
+                microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
+        return microbatch
 
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
-        """Cut a batch by tokens into lists of sequences of about equal cost.
+        """Cut a batch by tokens into lists of sequences of about equal cost, those together that share long prefixes.
 
         On every rank equally many, the last of which may be empty.
 
         A sharded model gathers its weights from all ranks in each forward pass, so all have to make as many.
         """
-        lengths, costs = batch.lengths.tolist(), self.costs(batch).tolist()
-        parts = split_microbatches(lengths, max_tokens, costs=costs)
+        prefixes, lengths = self.long_prefixes(batch), batch.lengths.tolist()
+        families, tokens = join_families(prefixes, lengths, max_tokens, path_share(self.model_config))
+        flops = self._flops(batch, prefixes.lengths).tolist()
+        whole = self._flops(batch, np.zeros_like(prefixes.lengths)).tolist()
+        costs = [whole[family[0]] + sum(flops[n] for n in family[1:]) for family in families]
+        parts = split_microbatches(tokens, max_tokens, costs=costs)
         number = int(all_reduce(torch.tensor(len(parts)), "max"))
         if number > len(parts):
-            spread = split_microbatches(lengths, max_tokens, costs=costs, at_least=number)
+            spread = split_microbatches(tokens, max_tokens, costs=costs, at_least=number)
             parts = spread if len(spread) <= number else parts
-        return parts + [[]] * (number - len(parts))
+        joined = [sorted(n for family in part for n in families[family]) for part in parts]
+        return joined + [[]] * (number - len(parts))
 
     def costs(self, batch: RolloutBatch) -> Tensor:
-        """What forward and backward over each sequence take, attention included: [N] floating point operations."""
-        return sequence_flops(self.model_config, batch.lengths, batch.sampled_lengths)
+        """What forward and backward over each sequence take, attention included: [N] floating point operations.
+
+        A long prefix that it shares with another sequence counts for one of them.
+        """
+        return self._flops(batch, self.long_prefixes(batch).lengths)
+
+    def _flops(self, batch: RolloutBatch, shared: NDArray[np.int64]) -> Tensor:
+        whole = sequence_flops(self.model_config, batch.lengths, batch.sampled_lengths)
+        prefix = torch.from_numpy(shared)
+        return whole - sequence_flops(self.model_config, prefix, torch.zeros_like(prefix))
+
+    def long_prefixes(self, batch: RolloutBatch) -> Prefixes:
+        """Return what sequences share of a batch on the CPU, 0 where it is too little to be computed once."""
+        if not self.shares_prefixes:
+            return Prefixes([*range(batch.num_sequences)], np.zeros(batch.num_sequences, np.int64))
+        order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
+        return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what sequences share is computed once: it is asked for, and the model can."""
+        return self.share_prefixes and can_share_prefixes(self.model_config, self.device.type)
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

@@ -43,6 +43,7 @@ from rlightning.types.batch_plan import BatchPlan
 log = logging.getLogger(__name__)
 
 SKIPPED_SHARE = "policy/skipped_share"
+SHARED_SHARE = "attention/shared_share"
 
 
 class UpdateModule(PolicyModule):
@@ -277,6 +278,9 @@ class UpdateModule(PolicyModule):
         for number, sequences in enumerate(microbatches, start=1):
             batch = self.to_microbatch(minibatch, sequences)
             batch.totals = totals
+            num_computed = batch.num_tokens if batch.shared is None else batch.shared.unique.numel()
+            tokens = torch.tensor([batch.num_tokens - num_computed, batch.num_tokens * bool(sequences)])
+            means.add_share(SHARED_SHARE, *tokens.to(self.device))
             # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
             with self.local_gradients() if number < len(microbatches) else nullcontext():
                 self.manual_backward(self.loss(batch, means) * self.data_parallel_size)

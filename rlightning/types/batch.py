@@ -20,6 +20,7 @@ from torch import Tensor
 from rlightning.errors import ConfigError
 from rlightning.types import axes
 from rlightning.types.axes import Axis, axis
+from rlightning.types.shared_prefixes import SharedPrefixes
 from rlightning.types.trajectory import Branch, BranchReason, Prompt, Sample, Trajectory
 
 UNITS: dict[Axis, str] = {"T": "tokens", "N": "sequences", "M": "trajectories", "G": "groups"}
@@ -80,6 +81,7 @@ class RolloutBatch:
         ref_logprobs: [T] float32, of the reference model.
         is_skipped: [N] bool, sequences that cannot move the gradient, which the update does not compute.
         totals: set on micro-batches.
+        shared: which tokens of a micro-batch are computed for several sequences at once; None: each for its own.
 
     A batch that :meth:`to` has moved knows what its host knew, so that computing with it does not wait for its device;
     ``is_sampled`` is to be changed before.
@@ -104,6 +106,7 @@ class RolloutBatch:
     ref_logprobs: Tensor | None = field(default=None, metadata=axis("T"))
     is_skipped: Tensor | None = field(default=None, metadata=axis("N"))
     totals: LossTotals | None = None
+    shared: SharedPrefixes | None = None
     _max_length: int | None = field(default=None, repr=False)
     _sampled_index: Tensor | None = field(default=None, repr=False)
 
@@ -312,6 +315,7 @@ class RolloutBatch:
             cut,
             cu_seqlens=torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0, dtype=torch.int32)]),
             trajectory_ids=places[owners[sequences]],
+            shared=None,
             _max_length=None,
             _sampled_index=None,
         )
@@ -356,6 +360,7 @@ class RolloutBatch:
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
             trajectory_ids=torch.cat(trajectory_ids),
             group_ids=torch.cat(group_ids),
+            shared=None,
             _max_length=None,
             _sampled_index=None,
         )

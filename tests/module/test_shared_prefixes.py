@@ -1,0 +1,220 @@
+"""What sequences share is computed once, and loss and gradient are those of each sequence alone."""
+
+import os
+import random
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from random_trajectories import random_groups
+from rank_processes import each_run, finish, start_calls
+from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
+from tiny_models import save_tiny
+
+from rlightning.algorithms import GRPO
+from rlightning.models import load_policy, packed_logprobs
+from rlightning.models.architecture import can_share_prefixes
+from rlightning.module.batching import join_families
+from rlightning.parallel import DDP
+from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
+from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_prefixes
+
+RANDOM = st.integers(0, 2**32).map(random.Random)
+
+
+def pack(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
+    return RolloutBatch.of_sequences(sequences)
+
+
+def random_tree(draw: random.Random) -> list[list[int]]:
+    """Sequences that begin like an earlier one, up to any of its tokens, in any order; some are the same."""
+    sequences = [[draw.randrange(3, 13) for _ in range(draw.randint(2, 9))]]
+    for _ in range(draw.randint(0, 7)):
+        start = draw.choice(sequences)
+        kept = start[: draw.randint(0, len(start))]
+        sequences.append((kept + [draw.randrange(3, 13) for _ in range(draw.randint(0, 6))]) or [3, 4])
+    return draw.sample([one if len(one) > 1 else [*one, 5] for one in sequences], len(sequences))
+
+
+def test_own_tokens_of_a_tree_are_computed_once() -> None:
+    batch = pack([[3, 4, 5, 6, 7], [3, 4, 8, 9], [5, 6], [3, 4, 5, 10], [5, 6]])
+    prefixes = find_prefixes(batch.token_ids, batch.cu_seqlens)
+    assert prefixes.order == [0, 3, 1, 2, 4]
+    assert prefixes.lengths.tolist() == [0, 2, 0, 3, 1]  # the last token of a copy is its own
+    shared = share_prefixes(batch.cu_seqlens, prefixes)
+    assert batch.token_ids[shared.unique].tolist() == [3, 4, 5, 6, 7, 8, 9, 5, 6, 10, 6]
+    assert shared.cu_seqlens.tolist() == [0, 5, 7, 9, 10, 11] and shared.max_length == 5
+    assert shared.places.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 0, 1, 2, 9, 7, 10]
+
+
+@settings(max_examples=100, deadline=None)
+@given(RANDOM)
+def test_places_stand_for_the_same_token_after_the_same_history(draw: random.Random) -> None:
+    batch = pack(random_tree(draw))
+    shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
+    histories: dict[int, list[int]] = {}
+    bounds = batch.cu_seqlens.tolist()
+    for start, end in pairwise(bounds):
+        tokens = batch.token_ids[start:end].tolist()
+        for place in range(start, end):
+            key = int(shared.places[place])
+            assert histories.setdefault(key, tokens[: place - start + 1]) == tokens[: place - start + 1]
+    assert set(histories) == set(range(shared.unique.numel()))
+    # No history twice, but for the last tokens of sequences.
+    ends = {int(shared.places[end - 1]) for end in bounds[1:]}
+    inner = [tuple(history) for key, history in histories.items() if key not in ends]
+    assert len(inner) == len(set(inner))
+
+
+def test_families_are_cut_at_the_limit() -> None:
+    prefixes = Prefixes([0, 1, 2, 3], torch.tensor([0, 8, 8, 1]).numpy())
+    assert join_families(prefixes, [10, 10, 10, 10], 100, 0.0) == ([[0, 1, 2], [3]], [14, 10])
+    assert join_families(prefixes, [10, 10, 10, 10], 13, 0.0) == ([[0, 1], [2], [3]], [12, 10, 10])
+    assert join_families(prefixes, [10, 10, 10, 10], 14, 0.25) == ([[0, 1], [2], [3]], [14, 10, 10])
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
+    "llama": {"num_key_value_heads": 1},
+    "mistral": {"sliding_window": 3},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {},
+}
+
+
+def normalize_in_float64(policy: Any) -> None:
+    """Have norms compute in the dtype of what they are given: transformers' do in float32, which rounds gradients."""
+
+    def normalize(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+        is_gemma = "Gemma" in type(norm).__name__
+        eps = norm.eps if is_gemma else norm.variance_epsilon
+        scaled: torch.Tensor = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+        weight: torch.Tensor = norm.weight + is_gemma
+        return scaled * weight
+
+    for module in policy.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.forward = partial(normalize, module)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    made = {}
+    for kind, config in KINDS.items():
+        folder = save_tiny(kind, tmp_path_factory.mktemp(kind), **config)
+        made[kind] = load_policy(folder, torch.float64)
+        normalize_in_float64(made[kind])
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])
+@given(draw=RANDOM)
+def test_loss_and_gradient_are_those_of_each_sequence_alone(
+    kind: str, draw: random.Random, policies: dict[str, Any]
+) -> None:
+    policy, batch = policies[kind], pack(random_tree(draw))
+    assert can_share_prefixes(policy.config)
+    weights = torch.rand(2, batch.num_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    results = []
+    for is_shared in (False, True):
+        if is_shared:
+            batch.shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
+        policy.zero_grad()
+        logprobs, entropy = packed_logprobs(policy, batch, temperature=0.7, needs_entropy_grad=True)
+        ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in policy.parameters()]
+        results.append([logprobs.detach(), entropy.detach(), *gradients])
+    for alone, once in zip(*results, strict=True):
+        torch.testing.assert_close(once, alone, rtol=1e-9, atol=1e-11)
+
+
+class LongPrompts(ActorGenerator):
+    """Makes trajectories of two branches, the second of which goes on with the first one's history."""
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, *others: Any) -> list[list[Trajectory]]:
+        sampling = others[0]
+        return [[self._attempt(p, n, sampling) for n in range(num_samples)] for p in prompts]
+
+    def _attempt(self, prompt: Prompt, number: int, sampling: Any) -> Trajectory:
+        first = self._complete(prompt, number, sampling)
+        if number % 2:
+            return Trajectory.single_turn(prompt, first)
+        history = [*prompt.token_ids, *first.token_ids]
+        second: Sample = self._complete(prompt._replace(index=prompt.index + 50, token_ids=history), number, sampling)
+        branches = (Branch(), Branch("history_edited"))
+        branches[0].append(prompt.token_ids)
+        branches[0].append_sample(first, 0)
+        branches[1].append(history)
+        branches[1].append_sample(second, 1)
+        turns = tuple(Turn({"role": "assistant", "content": one.text}, one) for one in (first, second))
+        return Trajectory(prompt, branches, turns)
+
+
+def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **arguments: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 46, "validate_first": False}
+    module = make_algorithm(GRPO, model, share_prefixes=is_shared, **usual | arguments)
+    ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
+    trainer = make_trainer(folder, 2, UseGenerator(LongPrompts), precision="64-true", **ranks)
+    trainer.fit(module, make_data(folder))
+    weights = {name: weight.tolist() for name, weight in full_weights(module.loaded_actor).items()}
+    return {"weights": weights, "share": trainer.callback_metrics["attention/shared_share"].item()}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def check_close(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(torch.tensor(got["weights"][name]), torch.tensor(weight), rtol=0, atol=1e-6)
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"loss_aggregation": "token_mean"},
+    {"loss_aggregation": "group_mean", "kl_coef": 0.1, "updates_per_rollout": 2, "max_tokens_per_microbatch": 4096},
+    {"loss_aggregation": "sequence_mean", "entropy_coef": 0.01, "max_tokens_per_microbatch": 30},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_a_run_takes_the_same_steps(arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
+    once, alone = (train(tmp_path, model, is_shared, **arguments) for is_shared in (True, False))
+    assert once["share"] > 0.25 and alone["share"] == 0
+    check_close(once, alone)
+
+
+def train_rank(folder: Path, model: str) -> list[dict[str, Any]]:
+    folder = folder / os.environ["RANK"]
+    folder.mkdir(exist_ok=True)
+    runs: dict[str, dict[str, Any]] = {"0": {"arguments": ARGUMENTS[0]}, "1": {"arguments": ARGUMENTS[1]}}
+    return [train(folder / name, model, True, 2, **run["arguments"]) for name, run in each_run(runs)]
+
+
+@pytest.mark.processes
+def test_two_ranks_take_the_same_steps(model: str, tmp_path: Path) -> None:
+    first, second = finish(start_calls(train_rank, 2, tmp_path, model))
+    for arguments, one, other in zip(ARGUMENTS, first, second, strict=False):
+        assert one["weights"] == other["weights"] and one["share"] > 0.2
+        check_close(one, train(tmp_path / "alone", model, False, **arguments))
+
+
+@settings(max_examples=50, deadline=None)
+@given(RANDOM)
+def test_branches_are_cut_into_microbatches_that_have_each_once(draw: random.Random) -> None:
+    batch = RolloutBatch.pack(random_groups(draw))
+    prefixes = find_prefixes(batch.token_ids, batch.cu_seqlens)
+    families, tokens = join_families(prefixes, batch.lengths.tolist(), 30, 0.1)
+    assert sorted(n for family in families for n in family) == list(range(batch.num_sequences))
+    for family, count in zip(families, tokens, strict=True):
+        own = batch.select(family, "N")
+        unique = share_prefixes(own.cu_seqlens, find_prefixes(own.token_ids, own.cu_seqlens)).unique.numel()
+        assert unique <= count + 1e-9 and (count <= 30 or len(family) == 1)
