@@ -20,17 +20,19 @@ _unpacked: WeakKeyDictionary[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] 
 
 def keep_experts_unpacked() -> None:
     """Have vLLM's experts on a CPU keep their weights as they are before packing. Called before a model is made."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    pack: Any = CPUUnquantizedExperts.process_weights_after_loading
+    # Before vLLM 0.28 the method packs by itself.
+    packer: Any = getattr(cpu_moe, "CPUUnquantizedExperts", unquantized_fused_moe_method.UnquantizedFusedMoEMethod)
+    pack: Any = packer.process_weights_after_loading
 
     def keep_and_pack(experts: Any, layer: nn.Module) -> None:
         _unpacked[layer] = {name: (weight, weight.data) for name, weight in layer.named_parameters(recurse=False)}
         _pack_again[layer] = lambda: pack(experts, layer)
         pack(experts, layer)
 
-    patched: Any = CPUUnquantizedExperts
-    patched.process_weights_after_loading = keep_and_pack
+    packer.process_weights_after_loading = keep_and_pack
 
 
 def unpack_weights(model: nn.Module) -> None:
