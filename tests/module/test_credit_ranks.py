@@ -214,7 +214,7 @@ def estimate(groups: list[list[Trajectory]], algorithm: str, discount: float | N
 def estimate_by_agent(group: list[Trajectory]) -> Iterator[list[float]]:
     """By trajectory, for each turn the reward of its agent's trace less the mean of the agent's in the others."""
     for number, one in enumerate(group):
-        found = {}
+        found: dict[int, float] = {}
         for trace in one.traces or ():
             others = [
                 final_reward(other) + theirs.reward

@@ -116,7 +116,7 @@ def reference(groups: list[list[Trajectory]], rewards: list[float]) -> list[dict
         for number, one in own:
             values += [(number, t, rewards[number] - (one.reward or 0.0) + t.reward) for t in one.traces or []]
         for number, _ in own:
-            by_turn = {}
+            by_turn: dict[int, float] = {}
             for trace, value in ((t, v) for of, t, v in values if of == number):
                 others = [v for of, t, v in values if of != number and t.agent == trace.agent]
                 advantage = value - statistics.fmean(others) if others else 0.0
@@ -159,8 +159,8 @@ def test_loss_is_that_of_the_definition_however_cut(draw: random.Random) -> None
         assert part.advantages is not None
         losses = -part.advantages.double() * part.rollout_logprobs.double()
         lengths = part.to_tokens(part.completion_lengths)
-        kind, bounds = "trajectory_mean", part.cu_seqlens
-        return float(aggregate(losses, part.is_sampled, bounds, kind, totals, trajectory_lengths=lengths))
+        bounds = part.cu_seqlens
+        return float(aggregate(losses, part.is_sampled, bounds, "trajectory_mean", totals, trajectory_lengths=lengths))
 
     order = draw.sample(range(batch.num_trajectories), batch.num_trajectories)
     middle = draw.randint(0, len(order))
