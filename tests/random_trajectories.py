@@ -2,9 +2,10 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast, get_args
 
-from rlightning.types import Branch, BranchReason, Prompt, Sample, Status, Trajectory, Turn
+from rlightning.types import AgentTrace, Branch, BranchReason, Prompt, Sample, Status, Trajectory, Turn
 
 REASONS: tuple[BranchReason, ...] = ("history_edited", "reasoning_dropped", "started_over")
 
@@ -56,6 +57,15 @@ def random_groups(draw: random.Random, num_groups: int | None = None) -> list[li
     """Up to four groups of up to four trajectories, some of them of none."""
     number = draw.randint(0, 4) if num_groups is None else num_groups
     return [[random_trajectory(draw, index) for _ in range(draw.randrange(5))] for index in range(number)]
+
+
+def split_by_agents(draw: random.Random, trajectory: Trajectory) -> Trajectory:
+    """The same, of up to four traces of two agents, whose turns may take turns; some have none."""
+    turns: list[list[int]] = [[] for _ in range(draw.randint(1, 4))]
+    for number in range(len(trajectory.samples)):
+        draw.choice(turns).append(number)
+    traces = [AgentTrace(draw.choice(("buyer", "seller")), draw.gauss(0, 1), own) for own in turns]
+    return replace(trajectory, traces=traces)
 
 
 def make_trajectory(index: int, lengths: Sequence[int], turn_rewards: list[float] | None = None) -> Trajectory:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlightning.algorithms.groups import GroupModule
 from rlightning.errors import ConfigError
-from rlightning.objectives import Aggregation, ClippedSurrogate, has_signal, overlong_penalty
+from rlightning.objectives import Aggregation, ClippedSurrogate, find_signal, overlong_penalty
 from rlightning.types import RolloutBatch
 
 OVERLONG = "overlong"
@@ -71,7 +71,7 @@ class DAPO(GroupModule):
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
         """Completions of groups that say something about what is better: [M] bool."""
-        return has_signal(self.compared_rewards(batch), batch.group_ids)
+        return find_signal(batch, self.compared_rewards(batch))
 
     def compared_rewards(self, batch: RolloutBatch) -> Tensor:
         """The rewards before the overlong penalty: [M]."""

@@ -51,7 +51,7 @@ class GroupModule(RLModule):
         return batch.rewards
 
     def returns(self, batch: RolloutBatch) -> Returns:
-        """What advantages are taken of: the trajectories' rewards, or with ``turn_discount`` the turns' returns."""
+        """What is compared: trajectories or their agents by rewards, or with ``turn_discount`` turns by returns."""
         if self.turn_discount is None:
             return Returns.of_trajectories(batch)
         turns = Turns.of_batch(batch)

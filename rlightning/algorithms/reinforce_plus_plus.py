@@ -9,7 +9,15 @@ from torch import Tensor
 from rlightning.algorithms.groups import GroupModule
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.objectives import ClippedSurrogate, KLEstimator, Turns, group_advantages, token_returns, whiten
+from rlightning.objectives import (
+    ClippedSurrogate,
+    KLEstimator,
+    Returns,
+    Turns,
+    group_advantages,
+    token_returns,
+    whiten,
+)
 from rlightning.types import RolloutBatch
 
 
@@ -69,24 +77,18 @@ class REINFORCEPlusPlus(RLModule):
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
         """Returns to go, whitened over the batch and all ranks: [T]."""
-        returns = token_returns(self._token_rewards(batch), batch.cu_seqlens, discount=self.discount)
         if self.turn_discount is not None:
             turns = Turns.of_batch(batch)
-            returns = returns + turns.to_tokens(turns.discount_rewards(self.turn_discount))
-        return whiten(returns, batch.is_sampled, self.all_sum)
-
-    def _token_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Less each token's KL, the trajectory's reward on the last token of each of its branches: [T].
-
-        With ``turn_discount`` the KL alone: each turn has a return of its own.
-        """
-        assert batch.rewards is not None
-        rewards = batch.rewards.new_zeros(batch.num_tokens)
-        if self.turn_discount is None:
-            rewards.index_add_(0, batch.cu_seqlens[1:].long() - 1, batch.rewards[batch.trajectory_ids])
+            returns = turns.to_tokens(turns.discount_rewards(self.turn_discount))
+        else:
+            # The reward comes with the last token of each branch.
+            rewards = Returns.of_trajectories(batch)
+            num_later = batch.to_tokens(batch.lengths, axis="N") - 1 - batch.position_ids
+            returns = rewards.to_tokens(batch, rewards.values) * self.discount**num_later
         if self.kl_coef and self.kl_placement == "reward":
-            rewards = rewards - self.kl_coef * torch.where(batch.is_sampled, self.estimate_kl(batch), 0)
-        return rewards
+            kl = torch.where(batch.is_sampled, self.estimate_kl(batch), 0)
+            returns = returns - self.kl_coef * token_returns(kl, batch.cu_seqlens, discount=self.discount)
+        return whiten(returns, batch.is_sampled, self.all_sum)
 
 
 class REINFORCEPlusPlusBaseline(GroupModule):

@@ -24,7 +24,7 @@ from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.seeds import mix_seed
-from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, Trajectory
+from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, Trajectory, read_traces
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class RecordedPolicy:
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
-        """Return the trajectory; one that a limit on tokens has cut is truncated, and rewards of turns alone are added.
+        """Return the trajectory; one that a limit on tokens has cut is truncated, and its reward may be of its parts.
 
         Args:
             outcome: what the environment has returned.
@@ -195,17 +195,22 @@ class RecordedPolicy:
         samples = [turn.sample for turn in turns if turn.sample is not None]
         is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
         is_usual = self.temperature in (None, self.sampling.temperature)
-        reward, turn_rewards = outcome.reward, outcome.turn_rewards
+        reward, turn_rewards, traces = outcome.reward, outcome.turn_rewards, read_traces(outcome.traces)
+        if reward is None and turn_rewards:
+            reward = math.fsum(turn_rewards)
+        elif reward is None and traces:
+            reward = math.fsum(trace.reward for trace in traces) / len(traces)
         return Trajectory(
             prompt if is_usual else prompt._replace(temperature=self.temperature),
             tuple(self.recorder.branches),
             tuple(turns),
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,
-            reward=math.fsum(turn_rewards) if reward is None and turn_rewards else reward,
+            reward=reward,
             turn_rewards=turn_rewards,
             metrics=outcome.metrics,
             timings={"trajectory": seconds},
             error=outcome.error,
+            traces=traces,
         )
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from rlightning.objectives.advantages import has_signal
+from rlightning.objectives import find_signal
 from rlightning.types import BranchReason, RolloutBatch
 
 BRANCHES = "environment/branches/"
@@ -94,7 +94,8 @@ def rollout_metrics(
     truncated = torch.tensor([one.is_truncated for one in batch.trajectories], device=lengths.device)
     means = RunningMeans()
     means.add({"reward/mean": rewards, "reward_squared": rewards.double() ** 2})
-    means.add({"reward/no_signal": _groups_without_signal(compared[~failed], batch.group_ids[~failed]).float()})
+    counted = batch.select((~failed).nonzero()[:, 0]) if failed.any() else batch
+    means.add({"reward/no_signal": _groups_without_signal(counted, compared[~failed]).float()})
     means.add({"reward/failed": failed, "completion/length": lengths, "completion/truncated": truncated})
     for name, component in batch.scores.items():
         means.add({f"reward/{name}": component.nan_to_num()}, ~component.isnan())
@@ -108,10 +109,10 @@ def rollout_metrics(
     return result | {"reward/std": max(variance, 0.0) ** 0.5}
 
 
-def _groups_without_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """For each group [G] whether its rewards are all equal, so that it says nothing about what is better."""
-    ids, group = torch.unique(group_ids, return_inverse=True)
-    signal = has_signal(rewards, group_ids, tolerance=0.0)
+def _groups_without_signal(batch: RolloutBatch, rewards: Tensor) -> Tensor:
+    """For each group [G] whether its rewards [M] are all equal, so that it says nothing about what is better."""
+    ids, group = torch.unique(batch.group_ids, return_inverse=True)
+    signal = find_signal(batch, rewards, tolerance=0.0)
     return torch.ones(ids.numel(), dtype=torch.bool).index_put((group,), ~signal)
 
 

@@ -37,7 +37,7 @@ from rlightning.objectives.policy import (
     token_log_ratio,
 )
 from rlightning.objectives.proximal import approximate_proximal
-from rlightning.objectives.returns import Returns, TurnBaseline, Turns
+from rlightning.objectives.returns import Returns, Traces, TurnBaseline, Turns, find_signal
 from rlightning.objectives.segments import spread_to_tokens, sum_by_run, sum_by_sequence
 from rlightning.objectives.zero_gradient import has_zero_gradient
 
@@ -53,6 +53,7 @@ __all__ = [
     "Returns",
     "RolloutCorrection",
     "SoftGate",
+    "Traces",
     "TurnBaseline",
     "Turns",
     "aggregate",
@@ -62,6 +63,7 @@ __all__ = [
     "cross_entropy",
     "entropy",
     "estimate_kl",
+    "find_signal",
     "group_advantages",
     "has_signal",
     "has_zero_gradient",

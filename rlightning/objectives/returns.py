@@ -1,7 +1,8 @@
-"""What advantages are taken of: the reward of each trajectory, or the return of each turn of the policy.
+"""What advantages are taken of: the reward of each trajectory or of each agent in it, or the return of each turn.
 
-Letters beside those of the package: ``M`` trajectories; ``K`` the policy's turns, trajectory by trajectory and in their
-order; ``U`` what is compared: one or the other.
+Letters beside those of the package: ``M`` trajectories; ``A`` traces, each what one agent did in a trajectory, which is
+all of it where there is one agent; ``K`` the policy's turns, trace by trace and in their order; ``U`` what is compared:
+trajectories, traces or turns.
 """
 
 import math
@@ -11,26 +12,87 @@ import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError
-from rlightning.types import RolloutBatch, Trajectory
+from rlightning.objectives.advantages import EPSILON, has_signal
+from rlightning.types import AgentTrace, RolloutBatch, Trajectory
 
 TurnBaseline = Literal["group", "turn"]
+
+
+class Traces(NamedTuple):
+    """What each agent did in the trajectories of a batch.
+
+    Attributes:
+        rewards: [A] float64: the trajectory's, and what its environment gave the trace above or below that.
+        group_ids: [A] int64, equal for the traces of one agent in one group.
+        trajectory_ids: [A] int64, the trajectory that each is of, in their order.
+        turns: places of each one's turns among all of the policy's in the batch, in the trajectories' order.
+    """
+
+    rewards: Tensor
+    group_ids: Tensor
+    trajectory_ids: Tensor
+    turns: list[list[int]]
+
+    @classmethod
+    def of_batch(cls, batch: RolloutBatch, rewards: Tensor | None = None) -> Self:
+        """Return those of a batch, on the CPU.
+
+        Args:
+            batch: with rewards.
+            rewards: [M] in place of ``batch.rewards``.
+
+        Raises:
+            ConfigError: a turn of the policy is in no trace of its trajectory, or in several.
+        """
+        rewards = batch.rewards if rewards is None else rewards
+        assert rewards is not None
+        agents: dict[tuple[int, str], int] = {}
+        own: list[float] = []
+        group_ids, trajectory_ids, turns = list[int](), list[int](), list[list[int]]()
+        num_turns = 0
+        groups = batch.group_ids.tolist()
+        for number, (one, total) in enumerate(zip(batch.trajectories, rewards.tolist(), strict=True)):
+            for trace in _find_traces(one):
+                own.append(total + (trace.reward - (one.reward or 0.0)))
+                group_ids.append(agents.setdefault((groups[number], trace.agent), len(agents)))
+                trajectory_ids.append(number)
+                turns.append([num_turns + turn for turn in sorted(trace.turns)])
+            num_turns += len(one.samples)
+        return cls(
+            torch.tensor(own, dtype=torch.float64),
+            torch.tensor(group_ids, dtype=torch.int64),
+            torch.tensor(trajectory_ids, dtype=torch.int64),
+            turns,
+        )
+
+    @property
+    def order(self) -> Tensor:
+        """[K] int64: of the turns, trace by trace, the place of each in the trajectories' order."""
+        return torch.tensor([turn for turns in self.turns for turn in turns], dtype=torch.int64)
+
+    @property
+    def of_turns(self) -> Tensor:
+        """[K] int64, the trace that each turn is of."""
+        return torch.arange(len(self.turns)).repeat_interleave(torch.tensor(list(map(len, self.turns))).long())
 
 
 class Turns(NamedTuple):
     """The policy's turns of a batch, for estimators that give each turn or token a credit of its own.
 
     Attributes:
-        rewards: [K] float64, which sum to the trajectory's in ``batch.rewards``: what that has beyond the rewards of
-            turns (reward functions, penalties) belongs to the last turn.
+        rewards: [K] float64, which sum to the trajectory's in ``batch.rewards``, or of several agents to the trace's:
+            what that has beyond the rewards of turns (reward functions, penalties) belongs to the last turn.
         trajectory_ids: [K] int64, the trajectory that each turn is of.
-        numbers: [K] int64, its place among the policy's turns of the trajectory, from 0.
+        numbers: [K] int64, its place among the turns of its trace, from 0.
         of_tokens: [T] int64, the turn that sampled each token; -1 elsewhere.
+        traces: that the turns are of.
     """
 
     rewards: Tensor
     trajectory_ids: Tensor
     numbers: Tensor
     of_tokens: Tensor
+    traces: Traces
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Self:
@@ -39,27 +101,21 @@ class Turns(NamedTuple):
         Raises:
             ConfigError: an environment gave another number of turn rewards than the policy has turns.
         """
-        assert batch.rewards is not None
+        traces = Traces.of_batch(batch)
+        given = [reward for one in batch.trajectories for reward in _read_turn_rewards(one)]
         rewards: list[float] = []
-        numbers: list[int] = []
-        first_message: list[int] = []
-        turn_of_message: list[int] = []  # -1 for what the policy has not sampled
-        for one, total in zip(batch.trajectories, batch.rewards.tolist(), strict=True):
-            first_message.append(len(turn_of_message))
-            number = 0
-            for turn in one.turns:
-                turn_of_message.append(-1 if turn.sample is None else len(rewards) + number)
-                number += turn.sample is not None
-            rewards += _split_reward(one, total, number)
-            numbers += range(number)
-        counts = torch.tensor([len(one.samples) for one in batch.trajectories], dtype=torch.int64)
-        messages = batch.to_tokens(torch.tensor(first_message, dtype=torch.int64)) + batch.turn_ids
-        lookup = torch.tensor([*turn_of_message, -1], dtype=torch.int64)
+        for turns, total in zip(traces.turns, traces.rewards.tolist(), strict=True):
+            own = [given[turn] for turn in turns]
+            if own:
+                own[-1] += total - math.fsum(own)
+            rewards += own
+        order, of_turns = traces.order, traces.of_turns
         return cls(
             torch.tensor(rewards, dtype=torch.float64),
-            torch.arange(len(counts)).repeat_interleave(counts),
-            torch.tensor(numbers, dtype=torch.int64),
-            lookup[torch.where(batch.is_sampled, messages, -1)],
+            traces.trajectory_ids[of_turns],
+            torch.tensor([number for turns in traces.turns for number in range(len(turns))], dtype=torch.int64),
+            _spread_turns(batch, torch.arange(len(order)), order),
+            traces,
         )
 
     def discount_rewards(self, discount: float) -> Tensor:
@@ -81,31 +137,45 @@ class Turns(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What group baselines compare: trajectories by their rewards, or turns by their returns.
+    """What group baselines compare: trajectories or their agents' traces by rewards, or turns by returns.
 
     Attributes:
         values: [U], a reward or a return each.
         group_ids: [U] int64, equal for those that are compared with each other.
         trajectory_ids: [U] int64, the trajectory that each belongs to.
-        turns: None where trajectories are compared.
+        of_tokens: [T] int64, what sampled each token; -1 elsewhere. None: each token is of its trajectory.
     """
 
     values: Tensor
     group_ids: Tensor
     trajectory_ids: Tensor
-    turns: Turns | None = None
+    of_tokens: Tensor | None = None
 
     @classmethod
-    def of_trajectories(cls, batch: RolloutBatch) -> Self:
-        """Return each trajectory's reward, to be compared within its group; its tokens all have the same credit."""
-        assert batch.rewards is not None
-        return cls(batch.rewards, batch.group_ids, torch.arange(batch.num_trajectories))
+    def of_trajectories(cls, batch: RolloutBatch, rewards: Tensor | None = None) -> Self:
+        """Return each trajectory's reward, to be compared within its group; its tokens all have the same credit.
+
+        Of trajectories with traces, each trace's reward instead, to be compared with those of the same agent in the
+        group; an agent's tokens have the credit of their trace.
+
+        Args:
+            batch: with rewards.
+            rewards: [M] in place of ``batch.rewards``.
+        """
+        if all(one.traces is None for one in batch.trajectories):
+            rewards = batch.rewards if rewards is None else rewards
+            assert rewards is not None
+            return cls(rewards, batch.group_ids, torch.arange(batch.num_trajectories))
+        traces = Traces.of_batch(batch, rewards)
+        of_tokens = _spread_turns(batch, traces.of_turns, traces.order)
+        return cls(traces.rewards, traces.group_ids, traces.trajectory_ids, of_tokens)
 
     @classmethod
     def of_turns(cls, batch: RolloutBatch, turns: Turns, discount: float, baseline: TurnBaseline) -> Self:
         """Return each turn's discounted return.
 
-        - group: compared with those of all turns of the group, which every environment allows.
+        - group: compared with those of all turns of the group, of several agents the same agent's, which every
+          environment allows.
         - turn: compared with those of the same turn of the group's other trajectories, which turns without a
           counterpart do not allow.
 
@@ -118,41 +188,97 @@ class Returns(NamedTuple):
         Raises:
             ConfigError: turns are compared with their counterparts, and trajectories of a group differ in number.
         """
-        groups = batch.group_ids[turns.trajectory_ids]
+        groups = turns.traces.group_ids[turns.traces.of_turns]
         if baseline == "turn":
-            _check_comparable(batch)
+            _check_comparable(batch, turns.traces)
             groups = groups * (max(turns.numbers.tolist(), default=0) + 1) + turns.numbers
-        return cls(turns.discount_rewards(discount), groups, turns.trajectory_ids, turns)
+        return cls(turns.discount_rewards(discount), groups, turns.trajectory_ids, turns.of_tokens)
 
     def to_tokens(self, batch: RolloutBatch, values: Tensor) -> Tensor:
         """Repeat [U] values over the tokens of each: [T]."""
-        return batch.to_tokens(values) if self.turns is None else self.turns.to_tokens(values)
+        if self.of_tokens is None:
+            return batch.to_tokens(values)
+        return torch.cat([values, values.new_zeros(1)])[self.of_tokens]
 
 
-def _split_reward(trajectory: Trajectory, total: float, num_turns: int) -> list[float]:
-    """Return the rewards of a trajectory's turns, which sum to ``total``."""
-    given = trajectory.turn_rewards
-    rewards = [0.0] * num_turns if given is None else list(given)
+def find_signal(batch: RolloutBatch, rewards: Tensor, *, tolerance: float = EPSILON) -> Tensor:
+    """Which trajectories are of a group that says what is better: [M] bool, see :func:`has_signal`.
+
+    Of a group of several agents, one whose traces differ is enough.
+
+    Args:
+        batch: none of whose rewards is NaN.
+        rewards: [M] to compare.
+        tolerance: as of :func:`has_signal`.
+    """
+    compared = Returns.of_trajectories(batch, rewards)
+    differ = has_signal(compared.values, compared.group_ids, tolerance=tolerance)
+    return torch.isin(batch.group_ids, batch.group_ids[compared.trajectory_ids[differ]])
+
+
+def _find_traces(trajectory: Trajectory) -> list[AgentTrace]:
+    """Return a trajectory's traces; one of all its turns where its environment gave none.
+
+    Raises:
+        ConfigError: a turn of the policy is in none of them, or in several, or a reward is not finite.
+    """
+    num_turns, traces = len(trajectory.samples), trajectory.traces
+    if traces is None:
+        return [AgentTrace("", trajectory.reward or 0.0, list(range(num_turns)))]
+    place = f"Prompt {trajectory.prompt.index}: its environment gave the traces of"
+    for trace in traces:
+        if not math.isfinite(trace.reward):
+            raise ConfigError(f"{place} '{trace.agent}' the reward {trace.reward}, and it has to be a finite number.")
+    found = [turn for trace in traces for turn in trace.turns]
+    if sorted(found) != list(range(num_turns)):
+        names = ", ".join(dict.fromkeys(trace.agent for trace in traces))
+        raise ConfigError(
+            f"{place} {names or 'no agent'} the turns {found}, and the policy has {num_turns}. Each turn, counted from "
+            "0, is of one trace."
+        )
+    return traces
+
+
+def _read_turn_rewards(trajectory: Trajectory) -> list[float]:
+    """Return the rewards of a trajectory's turns as its environment gave them, 0 where it gave none."""
+    given, num_turns = trajectory.turn_rewards, len(trajectory.samples)
+    rewards = [0.0] * num_turns if given is None else given
     if len(rewards) != num_turns:
         raise ConfigError(
             f"Prompt {trajectory.prompt.index}: its environment gave {len(rewards)} turn_rewards, and the policy has "
             f"{num_turns} turns. With model.turn_discount each turn of the policy needs one, 0 where nothing is to be "
             "said."
         )
-    if rewards:
-        rewards[-1] += total - math.fsum(rewards)
     return rewards
 
 
-def _check_comparable(batch: RolloutBatch) -> None:
+def _spread_turns(batch: RolloutBatch, values: Tensor, order: Tensor) -> Tensor:
+    """Return the value of the turn that sampled each token: [T]; -1 elsewhere.
+
+    Args:
+        batch: of the turns.
+        values: [K] int64.
+        order: [K], the place of each of them in the trajectories' order.
+    """
+    messages = [turn for one in batch.trajectories for turn in one.turns]
+    is_sampled = torch.tensor([turn.sample is not None for turn in messages], dtype=torch.bool)
+    of_messages = torch.full((len(messages) + 1,), -1)
+    of_messages[is_sampled.nonzero()[:, 0][order]] = values
+    counts = torch.tensor([len(one.turns) for one in batch.trajectories], dtype=torch.int64)
+    places = batch.to_tokens(counts.cumsum(0) - counts) + batch.turn_ids
+    return of_messages[torch.where(batch.is_sampled, places, -1)]
+
+
+def _check_comparable(batch: RolloutBatch, traces: Traces) -> None:
     """Refuse groups of which a trajectory has turns that another one has not."""
-    num_turns = torch.tensor([len(one.samples) for one in batch.trajectories])
-    for group in batch.group_ids.unique():
-        own = num_turns[batch.group_ids == group]
+    num_turns = torch.tensor(list(map(len, traces.turns)))
+    for group in traces.group_ids.unique():
+        own = num_turns[traces.group_ids == group]
         if own.min() != own.max():
-            index = batch.prompts[int((batch.group_ids == group).nonzero()[0])].index
+            trajectory = traces.trajectory_ids[traces.group_ids == group][0]
             raise ConfigError(
-                f"model.turn_baseline='turn': the trajectories of prompt {index} have from {int(own.min())} to "
-                f"{int(own.max())} turns, and a turn that some of them never come to has nothing to be compared with. "
-                "Use turn_baseline 'group', or an environment of as many turns for each trajectory."
+                f"model.turn_baseline='turn': the trajectories of prompt {batch.prompts[trajectory].index} have from "
+                f"{int(own.min())} to {int(own.max())} turns, and a turn that some of them never come to has nothing "
+                "to be compared with. Use turn_baseline 'group', or an environment of as many turns for each "
+                "trajectory."
             )

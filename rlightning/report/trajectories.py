@@ -13,6 +13,7 @@ from torch import Tensor
 from rlightning.atomic_save import written_aside
 from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
 from rlightning.types.batch import TOKEN_FIELDS
+from rlightning.types.trajectory import read_traces
 
 if TYPE_CHECKING:
     import pyarrow
@@ -96,6 +97,7 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
             "scores": list(one.scores.items()),
             "environment_reward": one.reward,
             "turn_rewards": one.turn_rewards,
+            "traces": None if one.traces is None else [trace._asdict() for trace in one.traces],
             "metrics": list(one.metrics.items()),
             "timings": list(one.timings.items()),
             "error": one.error,
@@ -155,6 +157,7 @@ def schema(functions: Sequence[str]) -> "pyarrow.Schema":
             "scores": numbers,
             "environment_reward": pa.float64(),
             "turn_rewards": pa.list_(pa.float64()),
+            "traces": pa.list_(pa.struct({"agent": pa.string(), "reward": pa.float64(), "turns": tokens})),
             "metrics": numbers,
             "timings": numbers,
             "error": pa.string(),
@@ -229,6 +232,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         scores=dict(row["scores"]),
         reward=row["environment_reward"],
         turn_rewards=row["turn_rewards"],
+        traces=read_traces(saved.values() for saved in row["traces"]) if row.get("traces") is not None else None,
         metrics=dict(row["metrics"]),
         timings=dict(row["timings"]),
         error=row["error"],

@@ -64,6 +64,7 @@ def to_data(scored: ScoredTrajectory) -> dict[str, Any]:
         "scores": dict(scored.scores),
         "environment_reward": one.reward,
         "turn_rewards": one.turn_rewards,
+        "traces": None if one.traces is None else [trace._asdict() for trace in one.traces],
         "metrics": one.metrics,
         "timings": one.timings,
         "turns": [

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rlightning.types.trajectory import (
+    AgentTrace,
     Branch,
     BranchReason,
     Outcome,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rlightning.types.batch import LossTotals, RolloutBatch
 
 __all__ = [
+    "AgentTrace",
     "Branch",
     "BranchReason",
     "LossTotals",

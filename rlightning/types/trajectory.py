@@ -178,6 +178,20 @@ class Branch(Buffers):
         self.turns.extend(array("i", [turn]) * count)
 
 
+class AgentTrace(NamedTuple):
+    """What one of several agents did in a trajectory, which is trained by the agent's own reward.
+
+    Attributes:
+        agent: its name. The rewards of an agent's traces are compared with each other over the prompt's trajectories.
+        reward: the environment's, of the trace.
+        turns: the trace's among the policy's turns, counted from 0; each turn is of one trace.
+    """
+
+    agent: str
+    reward: float
+    turns: list[int]
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One attempt at a prompt.
@@ -195,6 +209,7 @@ class Trajectory:
         timings: seconds by what was waited for: of the ``trajectory`` in all and, unless it is of a single turn, of the
             ``engine`` and of the ``environment``.
         error: why it did not finish.
+        traces: the environment's, of several agents; None where the trajectory's reward is that of all turns.
     """
 
     prompt: Prompt
@@ -207,6 +222,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    traces: list[AgentTrace] | None = None
 
     @classmethod
     def single_turn(cls, prompt: Prompt, sample: Sample) -> Trajectory:
@@ -262,12 +278,14 @@ class Outcome:
     """What an environment returns when a trajectory is over.
 
     Attributes:
-        reward: of the trajectory; None: the sum of ``turn_rewards``, and without these reward functions alone decide.
+        reward: of the trajectory; None: the sum of ``turn_rewards`` or the mean of ``traces``, and without these reward
+            functions alone decide.
         turn_rewards: one for each turn of the policy, parts of the trajectory's reward; None where there are none.
         status: see :class:`Trajectory`.
         metrics: numbers to log.
         error: why it did not finish.
         messages: of the whole attempt, as in chat APIs; None: as the policy was asked and answered.
+        traces: what each of several agents did, with its own reward; None: all turns have the trajectory's.
     """
 
     reward: float | None = None
@@ -276,6 +294,7 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     messages: list[dict[str, Any]] | None = None
+    traces: list[AgentTrace] | None = None
 
 
 def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[list[Trajectory]]:
@@ -302,6 +321,7 @@ def to_plain(trajectory: Trajectory) -> dict[str, Any]:
         "metrics": trajectory.metrics,
         "timings": trajectory.timings,
         "error": trajectory.error,
+        "traces": trajectory.traces and [tuple(trace) for trace in trajectory.traces],
     }
 
 
@@ -321,8 +341,15 @@ def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
         branches.append(branch)
     turns = tuple(Turn(message, sample and Sample(**sample)) for message, sample in plain["turns"])
     plain = dict(plain)
+    traces = plain.pop("traces", None)
     prompt = prompt._replace(temperature=plain.pop("temperature", prompt.temperature))  # what it was sampled at
-    return Trajectory(**{**plain, "prompt": prompt, "branches": tuple(branches), "turns": turns})
+    own = {"prompt": prompt, "branches": tuple(branches), "turns": turns, "traces": read_traces(traces)}
+    return Trajectory(**{**plain, **own})
+
+
+def read_traces(plain: Iterable[Iterable[Any]] | None) -> list[AgentTrace] | None:
+    """Return traces that became lists or tuples on their way."""
+    return None if plain is None else [AgentTrace(*trace) for trace in plain]
 
 
 def _plain_buffers(record: Buffers) -> dict[str, Any]:

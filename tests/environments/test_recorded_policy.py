@@ -22,7 +22,7 @@ from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampling
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.transformers_sampler import TransformersSampler
-from rlightning.types import Outcome, Prompt, RolloutBatch, Sample, Trajectory
+from rlightning.types import AgentTrace, Outcome, Prompt, RolloutBatch, Sample, Trajectory
 
 SAMPLING = Sampling(max_new_tokens=6, seed=11)
 MESSAGE = {"role": "user", "content": "no"}
@@ -76,6 +76,12 @@ def test_observation_follows_turn_in_the_templates_form(sampler: TransformersSam
     (newline,) = tokenizer("\n").input_ids  # what ends a turn in the template
     ended = chat_format.render_observations([MESSAGE], sampled=[newline], ended=True)
     assert tokenizer.decode(ended) == "user: no\nassistant: "
+
+
+def test_reward_of_several_agents_is_their_mean(sampler: TransformersSampler, prompt: Prompt) -> None:
+    traces = [AgentTrace("one", 1.0, []), AgentTrace("other", 0.5, [])]
+    trajectory = make_policy(sampler, prompt).finish(Outcome(traces=traces), 0.1)
+    assert trajectory.reward == 0.75 and trajectory.traces == traces
 
 
 def test_turns_are_one_branch_of_exactly_what_was_sampled(

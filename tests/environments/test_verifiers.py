@@ -117,13 +117,19 @@ def test_a_simulated_user_is_sampled_and_not_trained(make: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("agents", "turns", "reward"), [(None, ["7", "5"], 1.0), (["first"], ["7"], 2.0), (["second"], ["5"], 0.0)]
+    ("given", "turns", "reward", "traces"),
+    [
+        ({}, ["7", "5"], 1.0, [("first", 2.0, [0]), ("second", 0.0, [1])]),
+        ({"credit": "episode"}, ["7", "5"], 1.0, None),
+        ({"agents": ["first"]}, ["7"], 2.0, [("first", 2.0, [0])]),
+        ({"agents": ["second"]}, ["5"], 0.0, [("second", 0.0, [0])]),
+    ],
 )
 def test_agents_that_are_trained(
-    make: Any, tmp_path: Path, agents: list[str] | None, turns: list[str], reward: float
+    make: Any, tmp_path: Path, given: dict[str, Any], turns: list[str], reward: float, traces: Any
 ) -> None:
-    (one,) = make("7", "5", folder=tmp_path, given={"environment": "two_seats", "agents": agents})
-    assert (one.status, one.reward, said(one)) == ("finished", reward, turns)
+    (one,) = make("7", "5", folder=tmp_path, given={"environment": "two_seats", **given})
+    assert (one.status, one.reward, said(one), one.traces) == ("finished", reward, turns, traces)
     assert [branch.reason for branch in one.branches] == ["start", "started_over"][: len(turns)]
     assert (one.metrics["first/said"], one.metrics["second/said"]) == (1.0, 0.0)
 
@@ -260,7 +266,7 @@ def test_interpreters_that_cannot_be_used(tmp_path: Path, answers: str | None, r
     assert "\n" not in caught.value.line
 
 
-@pytest.mark.parametrize("name", ["num_tasks", "num_workers", "max_trajectories", "timeout", "hang_timeout"])
+@pytest.mark.parametrize("name", ["num_tasks", "num_workers", "max_trajectories", "timeout", "hang_timeout", "credit"])
 def test_arguments_that_cannot_be(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^Verifiers: {name}=0 must be "):
         Verifiers("number_tasks", python="python", **{name: 0})  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
 from rlightning.rollout import Sampling
 from rlightning.rpc import worker_pool
 from rlightning.rpc.worker_limits import resident_bytes
-from rlightning.types import Outcome, Prompt, Sample, Trajectory
+from rlightning.types import AgentTrace, Outcome, Prompt, Sample, Trajectory
+from rlightning.types.trajectory import read_traces
 
 pytestmark = pytest.mark.processes
 
@@ -139,6 +140,7 @@ def test_prompt_and_outcome_cross_unchanged(tmp_path: Path) -> None:
         outcome = await environment.run(make_prompt("answer", **columns), CannedPolicy())
         assert outcome.reward == Sample([], [-0.1], [], "", "stop").logprobs[0] and outcome.turn_rewards == [1.0]
         assert outcome.messages == [{"role": "assistant", "content": "seven", "columns": columns}]
+        assert read_traces(outcome.traces) == [AgentTrace("me", 0.5, [0])]
         with pytest.raises(ConfigError, match=r"^Prompt 3 cannot be sent to a worker of worker_cases\.Deeds: "):
             await environment.run(make_prompt("answer", odd={1, 2}), CannedPolicy())
         held = asyncio.ensure_future(environment.run(make_prompt("hold"), CannedPolicy()))

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from rlightning.environments import Environment, LimitReachedError, Policy
-from rlightning.types.trajectory import Outcome, Prompt
+from rlightning.types.trajectory import AgentTrace, Outcome, Prompt
 
 
 class NoRoomError(LimitReachedError):
@@ -90,6 +90,7 @@ class Deeds(Environment):
             turn_rewards=[1.0],
             metrics={"pid": os.getpid(), "heavy": len(heavy), "num_running": num_running},
             messages=[{"role": "assistant", "content": sample.text, "columns": prompt.columns}],
+            traces=[AgentTrace("me", 0.5, [0])],
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from random_trajectories import random_trajectory
+from random_trajectories import random_trajectory, split_by_agents
 from rank_processes import finish, start_calls
 from tiny import UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
 from torch import Tensor
@@ -29,8 +29,8 @@ LR, NUM_PROMPTS, GROUP_SIZE = 0.5, 4, 4
 DISCOUNT = 0.7
 
 
-def make_groups() -> list[list[Trajectory]]:
-    """Four prompts' trajectories; of the last one a single trajectory is left that counts as sampled."""
+def make_groups(*, has_agents: bool = False) -> list[list[Trajectory]]:
+    """Four prompts' trajectories, perhaps of two agents; of the last one a single one is left that is sampled."""
     groups = []
     for index in range(NUM_PROMPTS):
         draw = random.Random(index)
@@ -39,7 +39,7 @@ def make_groups() -> list[list[Trajectory]]:
             one.status = ("finished", "truncated", "finished", "failed")[number]
             if index == NUM_PROMPTS - 1 and number:
                 one.status = "timeout"
-        groups.append(group)
+        groups.append([split_by_agents(draw, one) for one in group] if has_agents else group)
     return groups
 
 
@@ -47,7 +47,7 @@ class Given(Generator):
     """Gives each prompt's trajectories."""
 
     def __init__(self, module: Any) -> None:
-        self.groups = make_groups()
+        self.groups = make_groups(has_agents=isinstance(module, OfAgents))
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, *_: Any) -> Any:
         return [self.groups[prompt.index] for prompt in prompts]
@@ -63,6 +63,10 @@ class PlainGRPO(GRPO):
 
 class PlainRLOO(RLOO):
     configure_optimizers = sgd
+
+
+class OfAgents(PlainRLOO):
+    """Trained on trajectories of several agents."""
 
 
 class PlainBaseline(REINFORCEPlusPlusBaseline):
@@ -92,6 +96,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("PlainGRPO", {"turn_discount": DISCOUNT, "loss_aggregation": "turn_mean", "mask_truncated": True}),
     ("PlainRLOO", {"turn_discount": DISCOUNT, "loss_aggregation": "token_mean"}),
     ("PlainBaseline", {"turn_discount": DISCOUNT, "loss_aggregation": "trajectory_mean"}),
+    ("OfAgents", {"loss_aggregation": "trajectory_mean"}),
 ]
 
 
@@ -143,9 +148,14 @@ def train_cases(folder: Path, model: str) -> None:
 def take_step(model: str, algorithm: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Weights after a step of plain gradient descent, float64."""
     policy = load_policy(model).double()
-    groups = [[one for one in group if one.status in ("finished", "truncated")] for group in make_groups()]
+    has_agents = algorithm == "OfAgents"
+    made = make_groups(has_agents=has_agents)
+    groups = [[one for one in group if one.status in ("finished", "truncated")] for group in made]
     groups = [group for group in groups if len(group) > 1]
-    advantages = list(estimate(groups, algorithm, arguments.get("turn_discount")))
+    if has_agents:
+        advantages = [own for group in groups for own in estimate_by_agent(group)]
+    else:
+        advantages = list(estimate(groups, algorithm, arguments.get("turn_discount")))
     trajectories = [one for group in groups for one in group]
     is_masked = [arguments.get("mask_truncated", False) and one.status == "truncated" for one in trajectories]
     counts = {
@@ -199,6 +209,22 @@ def estimate(groups: list[list[Trajectory]], algorithm: str, discount: float | N
         mean, std = statistics.fmean(tokens), statistics.pstdev(tokens)
         centred = [[[(value - mean) / std for value in one] for one in group] for group in centred]
     yield from (one for group in centred for one in group)
+
+
+def estimate_by_agent(group: list[Trajectory]) -> Iterator[list[float]]:
+    """By trajectory, for each turn the reward of its agent's trace less the mean of the agent's in the others."""
+    for number, one in enumerate(group):
+        found: dict[int, float] = {}
+        for trace in one.traces or ():
+            others = [
+                final_reward(other) + theirs.reward
+                for place, other in enumerate(group)
+                for theirs in other.traces or ()
+                if place != number and theirs.agent == trace.agent
+            ]
+            advantage = final_reward(one) + trace.reward - statistics.fmean(others) if others else 0.0
+            found |= dict.fromkeys(trace.turns, advantage)
+        yield [found[turn] for turn in range(len(one.samples))]
 
 
 def turn_returns(one: Trajectory, discount: float | None) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trajectories import random_groups
+from random_trajectories import random_groups, split_by_agents
 
 from rlightning.report.trajectories import merge_tables, read_trajectories, schema, trajectory_table, write_trajectories
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
@@ -23,7 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_reading_gives_the_trajectories_that_were_written(seed: int, folder: Path) -> None:
-    groups = random_groups(random.Random(seed))
+    draw = random.Random(seed)
+    groups = [[draw.choice((one, split_by_agents(draw, one))) for one in group] for group in random_groups(draw)]
     trajectories = [one for group in groups for one in group]
     batch = RolloutBatch.pack(groups)
     batch.rewards = torch.arange(len(trajectories)) / 4

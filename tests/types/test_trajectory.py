@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning_utilities.core.apply_func import apply_to_collection
-from random_trajectories import random_groups, random_trajectory
+from random_trajectories import random_groups, random_trajectory, split_by_agents
 
 from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
 from rlightning.types.trajectory import from_plain, to_plain
@@ -76,7 +76,7 @@ def test_selected_sequence_keeps_what_is_its_trajectorys() -> None:
 @settings(max_examples=60, deadline=None)
 @given(RANDOM)
 def test_unpacking_gives_what_was_packed(draw: random.Random) -> None:
-    groups = random_groups(draw)
+    groups = [[draw.choice((one, split_by_agents(draw, one))) for one in group] for group in random_groups(draw)]
     trajectories = [one for group in groups for one in group]
     batch = RolloutBatch.pack(groups)
     assert batch.unpack() == trajectories

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlightning.environments.endpoint import Endpoint
 from rlightning.environments.endpoint.session import name_model
@@ -27,7 +27,7 @@ from rlightning.environments.worker_environment import check_interpreter
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules, did_you_mean
 from rlightning.foreign_text import cut, cut_line
 from rlightning.processes.liveness import RestartPolicy
-from rlightning.types.trajectory import Outcome, Prompt
+from rlightning.types.trajectory import AgentTrace, Outcome, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class Verifiers(Environment):
             ``{agent: {harness: {id: bash}, max_turns: 8}}``. They run as processes of this host, unless their
             ``runtime`` says otherwise.
         agents: names of those that are trained; None: all that are trainable.
+        credit: what several agents are trained by: each "agent" by the rewards of its own traces, compared with those
+            of the same agent in the prompt's other episodes; or all by the "episode"'s, the mean of their rewards.
         renderer: of the model's family, such as ``qwen3``, or its configuration; None: as verifiers finds by the
             model's name, which for a model's folder is one that has no tools.
         renderer_model_name: whose tokenizer it takes; None: the policy's.
@@ -96,6 +98,7 @@ class Verifiers(Environment):
         environment: str | None = None,
         roles: Mapping[str, Any] | None = None,
         agents: Sequence[str] | None = None,
+        credit: Literal["agent", "episode"] = "agent",
         renderer: str | Mapping[str, Any] | None = None,
         renderer_model_name: str | None = None,
         num_tasks: int = 1000,
@@ -108,6 +111,7 @@ class Verifiers(Environment):
     ) -> None:
         check_rules(
             {
+                f"Verifiers: credit={credit} must be agent or episode": credit in ("agent", "episode"),
                 f"Verifiers: num_tasks={num_tasks} must be at least 1": num_tasks >= 1,
                 f"Verifiers: num_workers={num_workers} must be at least 1": num_workers >= 1,
                 f"Verifiers: max_trajectories={max_trajectories} must be at least 1": max_trajectories >= 1,
@@ -118,7 +122,7 @@ class Verifiers(Environment):
         self.config: dict[str, Any] = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset)}
         self.config |= {} if environment is None else {"id": environment}
         self.config |= roles or {}
-        self.python, self.agents = os.path.expanduser(python), agents
+        self.python, self.agents, self.credit = os.path.expanduser(python), agents, credit
         self.renderer = {"name": renderer} if isinstance(renderer, str) else renderer
         self.renderer_model_name = renderer_model_name
         self.num_tasks, self.num_workers, self.max_trajectories = num_tasks, num_workers, max_trajectories
@@ -259,19 +263,23 @@ class Verifiers(Environment):
         failure = episode.find_failure()
         if failure is not None:
             raise RuntimeError(f"verifiers' episode failed: {failure}")
+        trained: list[tuple[Trace, list[int]]] = []
         for trace in episode.traces:
             recorder = parts[trace.id].recorder
             turns = trace.match(recorder.turns)
             if self._is_trained(trace):
+                first = policy.recorder.num_sampled
                 policy.recorder.extend(recorder, turns)
+                trained.append((trace, list(range(first, policy.recorder.num_sampled))))
                 policy.temperature = parts[trace.id].temperature
         if not policy.recorder.branches:
             raise ValueError("the episode ended without a turn of an agent that is trained")
-        trained = [trace for trace in episode.traces if self._is_trained(trace)]
-        given = [reward for trace in trained if (reward := trace.sum_rewards()) is not None]
-        is_cut = any(trace.is_cut or _is_cut(parts[trace.id]) for trace in trained)
+        given = [reward for trace, _ in trained if (reward := trace.sum_rewards()) is not None]
+        mean = sum(given) / len(given) if given else None
+        is_cut = any(trace.is_cut or _is_cut(parts[trace.id]) for trace, _ in trained)
         return Outcome(
-            reward=sum(given) / len(given) if given else None,
+            reward=mean,
+            traces=None if mean is None or self.credit == "episode" else _to_agent_traces(trained, mean),
             status="truncated" if is_cut else "finished",
             metrics={
                 "turns": float(policy.recorder.num_sampled),
@@ -338,6 +346,15 @@ def _is_cut(part: RecordedPolicy) -> bool:
     """Whether the last turn of a trace was cut."""
     samples = [turn.sample for turn in part.recorder.turns if turn.sample is not None]
     return part.has_reached_limit or bool(samples and samples[-1].is_truncated)
+
+
+def _to_agent_traces(trained: Sequence[tuple[Trace, list[int]]], default: float) -> list[AgentTrace]:
+    """Return traces with their rewards, or ``default`` where the episode gives one none, and their turns."""
+    rewards = [trace.sum_rewards() for trace, _ in trained]
+    return [
+        AgentTrace(trace.agent.name, default if reward is None else reward, turns)
+        for (trace, turns), reward in zip(trained, rewards, strict=True)
+    ]
 
 
 def _collect_metrics(episode: Episode) -> dict[str, float]:
