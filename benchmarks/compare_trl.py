@@ -13,7 +13,7 @@ This project runs once for each --microbatch-tokens, TRL once for each --trl, th
 first: 16 sequences a micro-batch, activation checkpointing, importance sampling correction. By default that is TRL as
 it comes, and TRL without the last two, of which this project does neither. Each run is a process of its own. TRL's
 weights and optimizer are bfloat16, this project's float32 with bfloat16 compute; `-- --trainer.precision bf16-true`
-would change it.
+would change it. With --adapter both train LoRA on all linear layers of a bfloat16 base.
 
 A run that fails, or for which --limit leaves no time, is left out, and what an earlier call with the same --out has
 measured stays in the table: so one may call it again for the rest. "outside" is the share of a step that is neither
@@ -76,7 +76,8 @@ def make_job(arguments: argparse.Namespace, work: str, microbatch_tokens: int) -
         arguments,
         prompts_per_step=arguments.prompts,
         samples_per_prompt=arguments.samples,
-        model={"max_tokens_per_microbatch": microbatch_tokens, "validate_first": False, "kl_coef": 0.0},
+        model={"max_tokens_per_microbatch": microbatch_tokens, "validate_first": False, "kl_coef": 0.0}
+        | ({"adapter": arguments.adapter} if arguments.adapter else {}),
         rollout=rollout,
         callbacks=[callback("synthetic.UpdateTrace"), callback("device_poll.DevicePeaks")],
     )
@@ -157,7 +158,7 @@ def run_trl(arguments: argparse.Namespace, work: str, changes: str, timeout: flo
     settings = trl_settings(arguments, work, json.loads(changes))
     command = [sys.executable, str(BENCHMARKS / "trl_steps.py"), "--model", arguments.model]
     command += ["--prompts", str(arguments.out / "prompts.jsonl"), "--out", str(path)]
-    command += ["--settings", json.dumps(settings)]
+    command += ["--settings", json.dumps(settings), "--adapter", json.dumps(arguments.adapter)]
     paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
     exit_code = run_logged(command, folder / "run.log", environment, timeout)
@@ -220,6 +221,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__ or "", "compare_trl", steps=4)
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS), help="fixed variable")
     parser.add_argument("--microbatch-tokens", type=int, nargs="*", default=[18432, 32768], help="18432 32768")
+    parser.add_argument("--adapter", type=json.loads, default={}, metavar="JSON", help="rank and alpha of LoRA (none)")
     parser.add_argument("--trl", nargs="*", default=TRL_VARIANTS, metavar="JSON", help="see above")
     parser.add_argument("--prompts", type=int, default=64, help="a step (64)")
     parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")

@@ -97,14 +97,14 @@ def write_questions(path: Path, count: int = 4096) -> str:
     return str(path)
 
 
-def plan(arguments: argparse.Namespace, job: Job) -> Any:
-    """What `rlightning plan` computes for the same file on the same device."""
+def plan(arguments: argparse.Namespace, job: Job, memory: int | None = None) -> Any:
+    """What `rlightning plan` computes for the same file on the same device, or on one with so many bytes."""
 
     from rlightning.cli.plan import parse_work
     from rlightning.memory_plan.phases import MemoryPlan
 
     _, command = write_run(arguments, job)
-    return MemoryPlan(parse_work(command), device_memory(arguments.device))
+    return MemoryPlan(parse_work(command), memory or device_memory(arguments.device))
 
 
 def device_memory(device: str) -> int:

@@ -48,6 +48,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "14b": {
+        **QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
 }
 """Qwen3's, by their number of parameters."""
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from rlightning.hooks import RLCallback
 from rlightning.parallel.device import memory_use, synchronize
 from rlightning.run_dir import run_dir
@@ -74,6 +76,22 @@ class MemoryTrace(CSVTrace):
     def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
         """The engine sleeps; the actor needs its gradients and activations no more."""
         self._measure(trainer, module, "update_end")
+
+
+class LimitMemory(RLCallback):
+    """Makes the trainer's GPU smaller, for PyTorch and for the plan.
+
+    Args:
+        share: of its memory that may be used.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called before a model is loaded or an engine started."""
+        torch.cuda.set_per_process_memory_fraction(self.share, trainer.strategy.root_device)
 
 
 class SyncTrace(CSVTrace):

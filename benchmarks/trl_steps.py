@@ -141,6 +141,17 @@ class StepTrace(TrainerCallback):
             csv.writer(file).writerow(row)
 
 
+def make_lora(adapter: dict[str, Any]) -> Any:
+    """PEFT's settings of an adapter as rlightning makes it; None without one."""
+    if not adapter:
+        return None
+    from peft import LoraConfig
+
+    rank = adapter["rank"]
+    scale = adapter.get("alpha", 2 * rank)
+    return LoraConfig(r=rank, lora_alpha=scale, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,6 +159,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with a column prompt")
     parser.add_argument("--out", type=Path, required=True, help="the CSV file")
     parser.add_argument("--settings", default="{}", help="JSON: arguments of GRPOConfig")
+    parser.add_argument("--adapter", type=json.loads, default={}, help="JSON: rank and alpha of LoRA")
     arguments = parser.parse_args()
     try:
         from datasets import Dataset
@@ -164,6 +176,7 @@ def main() -> None:
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
         callbacks=[trace],
+        peft_config=make_lora(arguments.adapter),
     )
     trace.watch(trainer)
     trainer.train()

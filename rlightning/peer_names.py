@@ -36,6 +36,8 @@ _NAMES_BY_KEY = {
     "model.rewards": "reward_funcs reward_fn reward_function remote_rm_url",
     "model.gradient_checkpointing": "enable_gradient_checkpointing",
     "model.compile": "torch_compile",
+    "model.adapter": "lora use_lora lora_config peft_config lora_rank lora_r lora_alpha lora_target_modules",
+    "model.adapter.quantize_base": "load_in_4bit load_in_8bit",
     "model.validate_first": "val_before_train eval_on_start",
     "data.train": "train_dataset train_files prompt_data",
     "data.validation": "eval_dataset val_files",

@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),
     *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table", "defaults"),
-    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side", "checksums", "canary"),
+    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side", "checksums", "canary", "adapters"),
 )
 
 
@@ -108,6 +108,20 @@ def test_the_readmes_file_runs_with_another_model(tmp_path: Path) -> None:
     assert config["model"]["init_args"]["samples_per_prompt"] == 8  # the README's
     (completions,) = (tmp_path / "out").rglob("completions/*1.parquet")
     assert len(set(pq.read_table(completions)["length"].to_pylist())) > 4
+
+
+@pytest.mark.slow
+def test_adapters_are_measured_beside_full_training(tmp_path: Path) -> None:
+    options = "--awake --full --prompts 2 --max-new-tokens 48 --steps 2 --adapter '{\"rank\": 4}'"
+    said = run_benchmark("adapters", f"{options} -- --model.compile false", tmp_path)
+    (row,) = json.loads((tmp_path / "out" / "rows.json").read_text())
+    assert (row["model"], row["trained"], row["engine"], row["end"]) == ("tiny", "rank 4", "sleeps", "ok")
+    assert all(row[name] > 0 for name in ("step, s", "update, s", "sync, ms", "planned"))
+    assert "| tiny | - | rank 4 | sleeps | update |" in said
+    full = row | {"trained": "all", "step, s": 2 * row["step, s"]}
+    (tmp_path / "out" / "rows.json").write_text(json.dumps([row, full]))
+    run_benchmark("adapters", "--model --awake --full", tmp_path)  # of what is there already
+    assert [line["x full"] for line in read_csv(tmp_path / "out" / "table.csv")] == ["0.5", "1.0"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.work import Parallelism, PlannedRollout, RoleMemory, Work, read_precision
 from rlightning.models import Adapter, describe_length_limit, load_config, max_model_length
-from rlightning.models.adapter import LoRA, resolve_adapter
+from rlightning.models.adapter import LoRA, check_parallel, resolve_adapter
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.module.trainer_options import check_options, check_precision
 from rlightning.parallel.fsdp import FSDP
@@ -97,6 +97,9 @@ def parse_work(args: list[str]) -> Work:
     kind = find_class(config["model"]["class_path"], [], "model.class_path")
     positions = max_model_length(model_config)
     adapter = read_adapter(model, model_config)
+    if adapter is not None:
+        size = parallelism.tensor_parallel_size
+        check_parallel(adapter, is_sharded=parallelism.kind == "fsdp", tensor_parallel_size=size)
     is_own_reference = adapter is not None and bool(model.get("kl_coef")) and not model.get("reference_model")
     roles = [role for role in read_roles(kind, model) if not (is_own_reference and role.name == "reference")]
     work = Work(

@@ -99,9 +99,17 @@ def read_run(trainer: Trainer, module: object) -> Work:
 
 
 def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
-    """Return the plan of a run on the trainer's CUDA device; see :func:`read_run`."""
+    """Return the plan of a run on the trainer's CUDA device; see :func:`read_run`.
+
+    ``torch.cuda.set_per_process_memory_fraction`` makes the device smaller. An engine's share is of the whole one.
+    """
     device = trainer.strategy.root_device
-    return MemoryPlan(read_run(trainer, module), torch.cuda.get_device_properties(device).total_memory)
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = torch.cuda.get_per_process_memory_fraction(device) if torch.cuda.is_initialized() else 1.0
+    plan = MemoryPlan(read_run(trainer, module), int(fraction * total))
+    if fraction == 1 or not plan.has_engine_share:
+        return plan
+    return plan.with_engine(utilization=plan.engine.utilization / fraction)
 
 
 def check_engine(trainer: object, module: object) -> None:

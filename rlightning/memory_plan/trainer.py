@@ -4,6 +4,7 @@ Letters: ``T`` tokens of a micro-batch, ``C`` those of a chunk of logits, ``E`` 
 tensor-parallel rank's part of it.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,7 @@ from rlightning.memory_plan.work import Work
 from rlightning.models.adapter import LoRA
 from rlightning.models.counts import Weights, count_weights, head_size
 from rlightning.models.output_layer import chunk_tokens
+from rlightning.models.quantized import COMPUTING_BYTES, coded_bytes
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW
 from rlightning.optim.moments import bytes_per_parameter
 from rlightning.parallel.gathering import GATHER_BYTES
@@ -98,7 +100,18 @@ class TrainerMemory:
             return 0
         frozen = (role.config for role in self.work.others if role.optimizer_states is None)
         held = sum(self._count(config).held for config in frozen if config is not None)
-        return self.work.compute_itemsize * (held + (self.weights.held if self.adapter is not None else 0))
+        return self.work.compute_itemsize * held + self._base()
+
+    def _base(self) -> int:
+        """Of an adapter: numbers as they are computed with, or codes of them."""
+        lora, itemsize = self.work.adapter, self.work.compute_itemsize
+        if lora is None:
+            return 0
+        if lora.quantize_base is None:
+            return itemsize * self.weights.held
+        layers = lora.quantized.values()
+        codes = sum(coded_bytes(lora.quantize_base, *sizes, itemsize) for sizes in layers)
+        return codes + itemsize * (self.weights.held - sum(math.prod(sizes) for sizes in layers))
 
     def optimizer_state(self) -> int:
         """AdamW's two moments, as they are kept between steps."""
@@ -149,8 +162,10 @@ class TrainerMemory:
         return plan_chunks(self.weights.shapes, dtype, rollout.bucket_bytes)[1]
 
     def gathering_window(self) -> int:
-        """What gathers shards for the engine, beyond the bucket (parallel/gathering.py)."""
+        """What gathers shards for the engine, beyond the bucket (parallel/gathering.py), or holds decoded matrices."""
         rollout, parallelism = self.work.rollout, self.work.parallelism
+        if self.work.adapter is not None and self.work.adapter.quantize_base is not None:
+            return self.weight_bucket() + self._decoding()
         if rollout is None or parallelism.kind != "fsdp":
             return 0
         holders = parallelism.shard_size * parallelism.tensor_parallel_size
@@ -186,7 +201,12 @@ class TrainerMemory:
         waiting = self._head_itemsize * trained.head if trained.is_tied else 0
         is_sharded = self.work.parallelism.kind == "fsdp"
         whole = (self.work.compute_itemsize + 4) * trained.layer if is_sharded else 0
-        return int(activations.backward - activations.kept) + waiting + whole
+        return int(activations.backward - activations.kept) + waiting + whole + self._decoding()
+
+    def _decoding(self) -> int:
+        """What computes a matrix of a quantised base, forward and backward."""
+        layers = {} if self.work.adapter is None else self.work.adapter.quantized
+        return COMPUTING_BYTES * max((math.prod(sizes) for sizes in layers.values()), default=0)
 
     def attention_workspace(self, tokens: int) -> int:
         """The queries' gradients [T, heads, head size], which the attention kernel sums in float32."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ from rlightning.foreign_text import cut_line
 from rlightning.models.adapter_files import CONFIG_FILE, check_files, stored_name
 from rlightning.models.counts import build_empty, num_experts
 from rlightning.models.layers import decoder_layers
+from rlightning.models.quantized import QuantizedBase, import_torchao
 
 ALL_LINEAR = "all-linear"
 """The target of every linear layer of the model's blocks."""
@@ -40,6 +41,8 @@ class Adapter:
             all in the model's blocks, or what the folder has.
         use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732); None is no, or what the folder has.
         path: a folder of PEFT's to start from; None starts from additions of zero.
+        quantize_base: hold the frozen matrices of the model's blocks in 8 bits ("int8") or 4 ("nf4"), by torchao; None
+            holds them as they are computed with.
     """
 
     rank: int | None = None
@@ -47,6 +50,7 @@ class Adapter:
     target_modules: str | Sequence[str] | None = None
     use_rslora: bool | None = None
     path: str | Path | None = None
+    quantize_base: QuantizedBase | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers with which nothing could be learned."""
@@ -73,6 +77,8 @@ class LoRA:
         modules: the name of each linear layer that is adapted, with its outputs and inputs.
         targets: the same for PEFT's configuration, shorter.
         start: a folder of PEFT's with the first values; None for none.
+        quantize_base: see :class:`Adapter`.
+        quantized: the name of each linear layer whose matrix is held as codes, with its outputs and inputs.
     """
 
     rank: int
@@ -81,6 +87,8 @@ class LoRA:
     modules: Mapping[str, tuple[int, int]]
     targets: tuple[str, ...]
     start: Path | None = None
+    quantize_base: QuantizedBase | None = None
+    quantized: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def scaling(self) -> float:
@@ -105,7 +113,8 @@ class LoRA:
         """Return what is trained, in a few words."""
         kind = "rsLoRA" if self.use_rslora else "LoRA"
         start = f" from {self.start}" if self.start is not None else ""
-        return f"{kind} of rank {self.rank}, alpha {self.alpha:g}, on {len(self.modules)} linear layers{start}"
+        base = f", the base in {self.quantize_base}" if self.quantize_base is not None else ""
+        return f"{kind} of rank {self.rank}, alpha {self.alpha:g}, on {len(self.modules)} linear layers{start}{base}"
 
     def peft_settings(self) -> dict[str, Any]:
         """The arguments of PEFT's LoraConfig."""
@@ -144,8 +153,15 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
             f"model='{model}' has {experts} experts, for which there are no adapters. Leave model.adapter out."
         )
     layers = linear_layers(config)
-    if adapter.path is not None:
-        return _read_folder(adapter, model, layers)
+    lora = _read_keys(adapter, layers, config) if adapter.path is None else _read_folder(adapter, model, layers)
+    if adapter.quantize_base is None:
+        return lora
+    import_torchao(adapter.quantize_base)
+    return replace(lora, quantize_base=adapter.quantize_base, quantized=layers)
+
+
+def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig) -> LoRA:
+    """The adapter that the user's keys say."""
     targets = adapter.target_modules or ALL_LINEAR
     modules = layers if targets == ALL_LINEAR else match_targets(targets, layers, config)
     rank = adapter.rank or DEFAULT_RANK
@@ -156,6 +172,26 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
         modules=modules,
         targets=shorten(modules, layers),
     )
+
+
+def check_parallel(lora: LoRA, *, is_sharded: bool, tensor_parallel_size: int = 1) -> None:
+    """Raise ConfigError if an adapter cannot be trained on a model that is spread over ranks so.
+
+    Args:
+        lora: the adapter.
+        is_sharded: whether FSDP spreads the base over the ranks.
+        tensor_parallel_size: ranks that compute parts of the same layers.
+    """
+    if tensor_parallel_size > 1:
+        raise ConfigError(
+            f"model.adapter cannot be trained with tensor_parallel_size={tensor_parallel_size}. Use 1, which "
+            "shards the frozen base over all ranks."
+        )
+    if lora.quantize_base is not None and is_sharded:
+        raise ConfigError(
+            f"model.adapter.quantize_base={lora.quantize_base} holds the whole base on each rank, and FSDP shards it. "
+            "Use trainer.strategy=ddp, or leave quantize_base out."
+        )
 
 
 def linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:

@@ -4,8 +4,9 @@ A layer computes ``W x + s B A x``, with ``W`` of the base, ``A`` [r, in], ``B``
 base keeps its names for all who ask for the weights of a model (:func:`~rlightning.parallel.sharding.named_weights`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlightning.models.adapter_files import read_weights, stored_name
 from rlightning.models.finite import find_not_finite
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.gathering import gather_into, local_box
-from rlightning.parallel.sharding import local_tensor, named_weights, with_local_tensor
+from rlightning.parallel.sharding import CodedLinear, base_name, local_tensor, named_weights, with_local_tensor
 
 NAME = "default"
 """Of the adapter within PEFT's layers."""
@@ -32,7 +33,7 @@ PERTURBATION = 0.2
 class AdaptedLinear(nn.Module):
     """What is used of PEFT's ``lora.Linear``."""
 
-    base_layer: nn.Linear
+    base_layer: nn.Linear | CodedLinear
     lora_A: Mapping[str, nn.Linear]  # noqa: N815  # PEFT's names
     lora_B: Mapping[str, nn.Linear]  # noqa: N815
     scaling: dict[str, float]
@@ -158,6 +159,18 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, weight if layer is None else merge(layer)
 
 
+def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """Return what computes each weight that a policy does not hold as files have it, by the base's names.
+
+    That is a matrix with its adapter added, or the one that codes stand for. All ranks call them.
+    """
+    coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
+    computed: dict[str, Callable[[], Tensor]] = {
+        base_name(f"{name}.weight"): partial(getattr, module, "weight") for name, module in coded.items()
+    }
+    return computed | {f"{name}.weight": partial(merge, layer) for name, layer in adapted_layers(policy)}
+
+
 @torch.no_grad()
 def merge(layer: AdaptedLinear) -> nn.Parameter:
     """Return a layer's matrix with its adapter added, in float32, sharded as the base's is."""
@@ -195,11 +208,14 @@ def perturbation_sizes(policy: nn.Module) -> list[float]:
     A collective, of the shards of all ranks.
     """
     layers = [layer for _, layer in adapted_layers(policy)]
-    weights = [weight for layer in layers for weight in (layer.base_layer.weight, layer.lora_A[NAME].weight)]
-    shards = [local_tensor(weight.detach()) for weight in weights]
-    squares = torch.stack([shard.float().square().sum() for shard in shards]).double().cpu()
-    counts = torch.tensor([shard.numel() for shard in shards], dtype=torch.float64)
-    parts = gather_objects((squares.tolist(), counts.tolist()), name="sizes of weights")
+    sums: list[Tensor] = []
+    counts: list[float] = []
+    for layer in layers:
+        for weight in (layer.base_layer.weight, layer.lora_A[NAME].weight):  # one at a time: some are computed
+            shard = local_tensor(weight.detach())
+            sums.append(shard.float().square().sum())
+            counts.append(float(shard.numel()))
+    parts = gather_objects((torch.stack(sums).double().tolist(), counts), name="sizes of weights")
     total, number = (torch.tensor([part[i] for part in parts], dtype=torch.float64).sum(0) for i in range(2))
     means = (total / number).sqrt().clamp(min=1e-12).view(-1, 2).tolist()  # of the base and of A
     return [

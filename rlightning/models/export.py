@@ -20,8 +20,9 @@ from rlightning.atomic_save import written_aside
 from rlightning.checksums import write_manifest
 from rlightning.models.adapter import LoRA, import_peft
 from rlightning.models.adapter_files import BASE_DIGEST, WEIGHTS_FILE, base_digest
-from rlightning.models.adapter_layers import adapted_layers, adapter_parameters, merge
+from rlightning.models.adapter_layers import adapter_parameters, computed_weights
 from rlightning.models.finite import check_finite
+from rlightning.models.quantized import QuantizedLinear
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.gathering import gather_into
 from rlightning.parallel.sharding import base_name, is_adapter_weight
@@ -89,9 +90,15 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     twins = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
     twins -= {name for name, _ in policy.named_parameters()}
     ignored = twins | set(policy._keys_to_ignore_on_save or ())
+    weights = dict(policy.state_dict())
+    for name, module in policy.named_modules():
+        if isinstance(module, QuantizedLinear):  # its matrix is computed when it is written
+            shape = (module.out_features, module.in_features)
+            weights[f"{name}.weight"] = torch.empty(shape, dtype=module.dtype, device="meta")
+            ignored |= {f"{name}.codes", f"{name}.scales"}
     return {
         base_name(name): tensor.detach()
-        for name, tensor in policy.state_dict().items()
+        for name, tensor in weights.items()
         if name not in ignored and not is_adapter_weight(name)
     }
 
@@ -128,11 +135,11 @@ def _gather(
 ) -> dict[str, Tensor]:
     """The full weights, with an adapter's added, on the writer; ``device`` is meta on the other ranks."""
     full = {name: torch.empty(tensor.shape, dtype=dtypes[name], device=device) for name, tensor in weights.items()}
-    layers = {f"{name}.weight": layer for name, layer in adapted_layers(policy)}
-    plain = [name for name in weights if name not in layers]
+    computed = computed_weights(policy)
+    plain = [name for name in weights if name not in computed]
     gather_into([full[name] for name in plain], [weights[name] for name in plain], destination=WRITER)
-    for name in (name for name in weights if name in layers):
-        gather_into([full[name]], [merge(layers[name]).detach()], destination=WRITER)  # one at a time: in float32
+    for name in (name for name in weights if name in computed):
+        gather_into([full[name]], [computed[name]().detach()], destination=WRITER)  # one at a time: in float32
     return full
 
 

@@ -31,7 +31,13 @@ def with_base(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 def describe_base(lora: LoRA, model: str) -> dict[str, Any]:
     """Return what a checkpoint says of its adapter."""
-    return {"rank": lora.rank, "scaling": lora.scaling, "modules": sorted(lora.modules), "base": base_digest(model)}
+    return {
+        "rank": lora.rank,
+        "scaling": lora.scaling,
+        "modules": sorted(lora.modules),
+        "quantize_base": lora.quantize_base,
+        "base": base_digest(model),
+    }
 
 
 def check_resumed(saved: Mapping[str, Any] | None, lora: LoRA | None, model: str) -> None:
@@ -55,6 +61,11 @@ def check_resumed(saved: Mapping[str, Any] | None, lora: LoRA | None, model: str
             raise ConfigError(
                 f"The checkpoint's adapter has another {key}: {values}. Set model.adapter as that run did."
             )
+    if (held := saved.get("quantize_base")) != lora.quantize_base:
+        raise ConfigError(
+            f"The checkpoint's adapter was trained on a base in {held or 'full precision'}, not in "
+            f"{lora.quantize_base or 'full precision'}. Set model.adapter.quantize_base as that run did."
+        )
     if saved["base"] != own["base"]:
         raise ConfigError(
             f"The checkpoint's adapter was trained on a base with other weights than model='{model}' has. Name its own."

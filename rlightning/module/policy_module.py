@@ -26,7 +26,7 @@ from rlightning.models import (
     save_adapter,
     save_policy,
 )
-from rlightning.models.adapter import LoRA, resolve_adapter
+from rlightning.models.adapter import LoRA, check_parallel, resolve_adapter
 from rlightning.models.adapter_layers import (
     adapter_off,
     adapter_parameters,
@@ -41,6 +41,7 @@ from rlightning.models.counts import path_share, sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
+from rlightning.models.quantized import quantize_layers
 from rlightning.module import adapter_checkpoints
 from rlightning.module.batching import MIN_SHARED, join_families, split_microbatches
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
@@ -194,6 +195,8 @@ class PolicyModule(Ranks, SavedModule):
         if isinstance(strategy, FSDP):
             from rlightning.models.sharded_policy import load_sharded_policy
 
+            if adapter is not None:
+                check_parallel(adapter, is_sharded=True)
             policy = load_sharded_policy(
                 model, strategy.sharding, dtype=dtype if is_trained else computes_in, adapter=adapter
             )
@@ -201,9 +204,12 @@ class PolicyModule(Ranks, SavedModule):
             policy = load_policy(model, dtype)
             if not is_trained:
                 hold_as_computed(policy, computes_in)
-            policy = nn.Module.to(policy, device)
             if adapter is not None:
                 add_adapter(policy, adapter, device)
+                if adapter.quantize_base is not None:
+                    quantize_layers(policy, set(adapter.quantized), adapter.quantize_base, device)
+            policy = nn.Module.to(policy, device)
+            if adapter is not None:
                 initialize_adapter(policy, adapter)
         if is_compiled:
             compile_layers(policy)

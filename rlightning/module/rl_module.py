@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rlightning.console import ignore_warnings
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
+from rlightning.models.adapter import check_parallel
 from rlightning.models.adapter_layers import adapter_off
 from rlightning.module.batching import balance, minibatch_seed
 from rlightning.module.evaluation import EvaluationSteps
@@ -28,6 +29,7 @@ from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.parallel.collectives import all_reduce, world_size
 from rlightning.parallel.cpu_group import barrier_timeout
+from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.prompt_batches import EpochStep
 from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.parallel.stop_signal import GRACE_PERIOD, EndOnSigterm
@@ -161,11 +163,9 @@ class RLModule(EvaluationSteps):
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
                 "rlightning.rewards.exact_match, override compute_rewards, or use an environment that rewards."
             )
-        if self.adapter is not None and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"model.adapter cannot be trained with tensor_parallel_size={self.tensor_parallel_size}. Use 1, which "
-                "shards the frozen base over all ranks."
-            )
+        if self.adapter is not None:
+            is_sharded = isinstance(self.trainer.strategy, FSDP)
+            check_parallel(self.adapter, is_sharded=is_sharded, tensor_parallel_size=self.tensor_parallel_size)
         check_data_source(self.trainer, self)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":

@@ -54,13 +54,36 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+class CodedLinear(nn.Module):
+    """Base of linear layers that hold codes, of which they compute their matrix.
+
+    Attributes:
+        codes: a parameter; what they stand for is the layer's matter.
+        scales: a parameter.
+        bias: of the layer; None for none.
+    """
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The matrix, computed anew each time, which files and engines have in place of the codes."""
+        raise NotImplementedError
+
+
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what a model's files hold, by name: parameters, tied ones once, then buffers such as a router's biases.
 
     Of a policy with an adapter those are the base's, by the names that they have without one.
     """
+    coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
     for name, parameter in policy.named_parameters():
-        if not is_adapter_weight(name):
+        layer, _, own = name.rpartition(".")
+        if layer in coded and own == "codes":
+            yield base_name(f"{layer}.weight"), coded[layer].weight
+        elif not is_adapter_weight(name) and not (layer in coded and own == "scales"):
             yield base_name(name), parameter
     for prefix, module in policy.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

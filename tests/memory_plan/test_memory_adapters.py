@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planned import COLOCATED, FSDP_ALONE, LARGE, SMALL, TWO_PROMPTS, colocated
@@ -38,6 +39,19 @@ def test_the_base_has_bfloat16_alone_and_the_adapter_the_rest() -> None:
     assert memory.frozen_models() == 2 * count_weights(SMALL).total
     assert memory.parameters() == memory.gradients() == 4 * lora.num_parameters
     assert memory.optimizer_state() == 8 * lora.num_parameters
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("nf4", 4.25)])
+def test_a_quantised_base_has_codes_in_its_blocks(kind: Any, bits: float) -> None:
+    plain = adapter_of(SMALL)
+    layers = {"model.layers.0.mlp.up_proj": (3072, 1024)}
+    lora = replace(plain, quantize_base=kind, quantized=layers)
+    whole, coded = (
+        TrainerMemory(Work(config=SMALL, adapter=one, batch=TWO_PROMPTS, longest=1280)) for one in (plain, lora)
+    )
+    saved = whole.frozen_models() - coded.frozen_models()
+    assert saved == 3072 * 1024 * (16 - bits) / 8 - (4 * 3072 if kind == "int8" else 0)
+    assert coded.gathering_window() == 8 * 3072 * 1024  # that computes one, where nothing travels
 
 
 def test_shards_of_two_ranks_hold_half() -> None:

@@ -13,7 +13,7 @@ from rlightning.algorithms import GRPO
 from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout, TransformersRollout, VLLMRollout
 from rlightning.cli.plan import parse_work, read_roles
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.decisions import check_engine, decide_checkpointing, read_run
+from rlightning.memory_plan.decisions import check_engine, decide_checkpointing, plan_run, read_run
 from rlightning.memory_plan.phases import MemoryPlan, PhaseBytes
 from rlightning.memory_plan.work import RoleMemory
 from rlightning.models.counts import cached_numbers, count_weights
@@ -97,6 +97,16 @@ def test_an_engine_without_room_is_refused_with_its_sum(run: tuple[Any, Any], mo
     monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"rollout.gpu_memory_utilization=.* but the trainer leaves .* CUDA contexts"):
         check_engine(trainer, module)
+
+
+def test_a_limit_of_pytorchs_makes_the_device_smaller(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, module = run
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.5)
+    plan, share = plan_run(trainer, module), MemoryPlan(read_run(trainer, module), 80 << 30).engine.utilization
+    assert plan.device_memory == 40 << 30
+    assert plan.engine.utilization == 2 * share  # it is told in parts of the whole device
 
 
 def test_start_of_a_run_says_the_memory_of_each_phase(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,3 +230,21 @@ def test_a_module_that_the_engine_has_no_place_for_is_named(run: Run, model: str
             run.begin(policy).sync_weights()
     finally:
         run.engines._updater = None
+
+
+def test_a_quantised_bases_numbers_are_the_engines_too(run: Run, model: str) -> None:
+    """The engine has them in its own dtype: rounding alone is between actor and engine, as with any base."""
+    pytest.importorskip("torchao")
+    policy, plain = Policy(model, Adapter(rank=4, alpha=16, quantize_base="nf4")), Policy(model)
+    run.engine.has_base = False
+    try:
+        sync = run.begin(policy)
+        sync.sync_weights()
+        policy.change(1, 0.3)
+        sync.sync_weights()
+        assert run.engine.is_proven and run.engine.is_verified and run.engine.has_base
+        tokens = list(LONG_PROMPT.token_ids)
+        np.testing.assert_allclose(scores(run, tokens)[1:], expected(policy, tokens)[1:], atol=1e-4)
+        assert np.abs(expected(policy, tokens) - expected(plain, tokens)).max() > 0.01
+    finally:
+        run.engine.has_base = False  # other tests' base is the model's

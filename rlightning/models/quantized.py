@@ -1,0 +1,163 @@
+"""A frozen base in 8 or 4 bits: torchao's codes, from which a linear layer computes its matrix each time it needs it.
+
+    int8   a code of 8 bits a number, and a scale a row
+    nf4    a code of 4 bits a number, one of 16 values that a normal distribution has, and a scale for every 64 numbers
+           (QLoRA, arXiv:2305.14314)
+
+The matrix is not kept, nor is it for the backward: both compute it. What it is rounded to is what files and engines are
+given, so that an engine that holds it in bfloat16 computes with the same numbers.
+"""
+
+import logging
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line
+from rlightning.parallel.sharding import CodedLinear, base_name
+
+QuantizedBase = Literal["int8", "nf4"]
+NF4_BLOCK = 64
+"""Numbers that share a scale."""
+NF4_SCALES = 256
+"""Scales that torchao rounds together, if there are so many."""
+COMPUTING_BYTES = 8
+"""That computing a matrix takes at most for each of its numbers, the matrix included."""
+
+
+class QuantizedLinear(CodedLinear):
+    """A linear layer of a matrix [out, in] that is held as codes.
+
+    Args:
+        codes: int8 [out, in], or uint8 with two codes of 4 bits in each, the first in its upper half.
+        scales: [blocks, 1], of as many numbers each, in the matrix's order.
+        values: [16] that the codes of 4 bits stand for; None: those of 8 bits are numbers.
+        shape: of the matrix.
+        dtype: of the matrix.
+        bias: the layer's.
+    """
+
+    values: Tensor | None
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        values: Tensor | None,
+        *,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.register_buffer("values", values, persistent=False)
+        self.bias = bias
+        self.out_features, self.in_features = shape
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """See :class:`~rlightning.parallel.sharding.CodedLinear`."""
+        matrix = dequantize(self.codes, self.scales, self.values, self.in_features, self.dtype)
+        return nn.Parameter(matrix, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of any linear layer."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, self.codes, self.scales, self.values, self.in_features, self.dtype
+        )
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def extra_repr(self) -> str:
+        """What a printed model says of the layer."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.codes.dtype}"
+
+
+class _Product(torch.autograd.Function):
+    """``x W^T``, of which the codes are kept for the backward, and not W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, values: Tensor | None, columns: int, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales, values)
+        ctx.columns, ctx.dtype = columns, dtype
+        return F.linear(x, dequantize(codes, scales, values, columns, dtype).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        codes, scales, values = ctx.saved_tensors
+        matrix = dequantize(codes, scales, values, ctx.columns, ctx.dtype).to(gradient.dtype)
+        return gradient @ matrix, None, None, None, None, None
+
+
+def dequantize(codes: Tensor, scales: Tensor, values: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return the matrix [out, in] that codes stand for; the arguments are those of :class:`QuantizedLinear`."""
+    if values is None:
+        numbers = codes.to(scales.dtype)
+    else:
+        numbers = values.index_select(0, torch.stack([codes >> 4, codes & 15], -1).flatten().int())
+    return (numbers.view(scales.shape[0], -1) * scales).view(-1, columns).to(dtype)
+
+
+def quantize_layers(policy: PreTrainedModel, names: set[str], kind: QuantizedBase, device: torch.device) -> None:
+    """Put codes in the place of linear layers' matrices, one after the other.
+
+    Args:
+        policy: has them, with or without an adapter around; they may be on the host.
+        names: of the layers in a model without an adapter.
+        kind: of the codes.
+        device: on which they are computed and held.
+    """
+    for name, module in list(policy.named_modules()):
+        if type(module) is nn.Linear and base_name(f"{name}.weight").removesuffix(".weight") in names:
+            parent, _, own = name.rpartition(".")
+            setattr(policy.get_submodule(parent), own, quantize(module, kind, device))
+
+
+@torch.no_grad()
+def quantize(linear: nn.Linear, kind: QuantizedBase, device: torch.device) -> QuantizedLinear:
+    """Return a layer with the codes of a linear layer's matrix, on ``device``."""
+    ao, matrix = import_torchao(kind), linear.weight.to(device)
+    values: Tensor | None
+    if kind == "int8":
+        coded = ao.Int8Tensor.from_hp(matrix, ao.PerRow())
+        codes, scales, values = coded.qdata, coded.scale, None
+    else:
+        blocks = matrix.numel() // NF4_BLOCK
+        coded = ao.to_nf4(matrix, NF4_BLOCK, NF4_SCALES if blocks % NF4_SCALES == 0 else blocks)
+        rounded = coded.quantized_scalers, coded.quantization_factor, coded.scaler_block_size
+        codes, scales, values = coded.quantized_data, coded.dequantize_scalers(*rounded).view(-1, 1), coded.nf4
+    shape = (linear.out_features, linear.in_features)
+    return QuantizedLinear(codes, scales, values, shape=shape, dtype=matrix.dtype, bias=linear.bias)
+
+
+def coded_bytes(kind: QuantizedBase, outputs: int, inputs: int, itemsize: int) -> int:
+    """Return the bytes of a matrix's codes and scales; ``itemsize`` is that of the matrix's dtype."""
+    numbers = outputs * inputs
+    return numbers + 4 * outputs if kind == "int8" else numbers // 2 + itemsize * numbers // NF4_BLOCK
+
+
+def import_torchao(kind: QuantizedBase) -> ModuleType:
+    """Return the package's part that quantises, or raise a ConfigError if it is missing."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels for other devices
+    try:
+        import torchao.quantization
+        from torchao.quantization import Int8Tensor, PerRow, to_nf4  # noqa: F401  # older versions lack some
+    except ImportError as error:
+        raise ConfigError(
+            f"model.adapter.quantize_base={kind} needs the package torchao of version 0.18 or later "
+            f"({cut_line(error)}). Install it by: pip install 'rlightning[torchao]'"
+        ) from error
+    package: ModuleType = torchao.quantization
+    return package
