@@ -80,7 +80,11 @@ class ConfigKeys:
             if key in ("config", "c"):
                 self.check_file(value)
             elif key.rsplit(".", 1)[-1] != "help" and key.split("=")[0] != "print_config":
-                self.check_mapping({key: parse_value(value)}, self.parameters, "")
+                self.check_option(key, value)
+
+    def check_option(self, key: str, text: str) -> None:
+        """Check one key that the command line sets."""
+        self.check_mapping({key: parse_value(text)}, self.parameters, "")
 
     def check_file(self, path: str) -> None:
         """Check one YAML file."""

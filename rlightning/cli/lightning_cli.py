@@ -2,12 +2,10 @@
 
 import logging
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,13 +30,14 @@ from rlightning.cli.config_files import (
     use_strict_yaml,
 )
 from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
+from rlightning.cli.parser_messages import summarise
 from rlightning.cli.strategy_names import spell_out_files, spell_out_options
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.disk import needed
 from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
-from rlightning.errors import ConfigError, did_you_mean, find_run_error
+from rlightning.errors import ConfigError, find_run_error
 from rlightning.foreign_text import without_secrets
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
@@ -367,46 +366,3 @@ def expand_home(values: object) -> object:
     elif isinstance(values, str) and (values == "~" or values.startswith("~/")):
         return os.path.expanduser(values)
     return values
-
-
-def summarise(message: str, keys: ConfigKeys | None) -> str:
-    """One line of jsonargparse's several: the key and what is wrong with it.
-
-    Args:
-        message: as jsonargparse gives it.
-        keys: the keys of this command line, to complete a key that jsonargparse shortened.
-    """
-    message, _, given = message.partition("Given value type:")
-    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
-    text = re.sub(r'(Problem with given class_path .*?:)|(Parser key "[^"]+":)', "", message)
-    text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
-    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
-    lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
-    in_object = [i for i, line in enumerate(lines) if line.startswith("Type collections.abc.Callable")]
-    if in_object:  # of an object of a class in place of a function: what is wrong with its arguments
-        lines = [re.sub(r"\. Got value: Namespace\(.*", "", line) for line in lines[in_object[-1] + 1 :]] or lines
-    # after the reason, what a class may be written as
-    lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
-    kinds = [re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line) for line in lines]
-    value = re.search(r"Given value: (.*)", given)
-    if kinds and value and all(kinds):  # alternatives, none of which fits
-        names = dict.fromkeys({"Sequence": "list", "Iterable": "list"}.get(kind[1], kind[1]) for kind in kinds if kind)
-        lines = [f"Expected a {' or '.join(names)}. Got value: {value[1]}"]
-    if len(lines) > 1:  # what a class's argument is wrong with, rather than that no string was given
-        lines = [line for line in lines if not line.startswith("Expected a <class 'str'>")]
-    text = "; ".join(dict.fromkeys(lines))
-    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
-    text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)
-    text = re.sub(r"the following arguments are required: (.*)", r"it needs a value for '\1'", text)
-    text = f"{text}{_way_out(text)}"
-    return f"{keys.full_key(key) if keys else key}: {text}" if key else text
-
-
-def _way_out(text: str) -> str:
-    """A sentence about what to write instead of a value of the wrong type, as scripts get it."""
-    found = re.fullmatch(r"expected (int|Literal\[.*\]), got '(.*)'", text)
-    if found is None:
-        return ""
-    if found[1] == "int":
-        return f". Write {found[2].partition('.')[0]}." if re.fullmatch(r"[+-]?\d+\.0*", found[2]) else ""
-    return ". " + did_you_mean(found[2], re.findall(r"'([^']*)'", found[1]))

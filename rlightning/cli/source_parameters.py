@@ -1,32 +1,46 @@
 """The parameters of a class, read from its source: importing it would take seconds, as it imports torch."""
 
 import ast
+import builtins
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, Optional, Union
+
+PLAIN_TYPES = {
+    "builtins": {"bool", "dict", "float", "int", "list", "str", "tuple"},
+    "collections.abc": {"Iterable", "Mapping", "Sequence"},
+    "pathlib": {"Path"},
+    "typing": {"Dict", "Iterable", "List", "Literal", "Mapping", "Optional", "Sequence", "Tuple", "Union"},
+}
+"""What type hints consist of that are known without the class's own module, by the modules that they come from."""
 
 
-def parameters_of_source(path: str, method: str = "__init__") -> list[str]:
-    """Return the names that a class's method takes, those passed on to its bases through ``**kwargs`` included.
+def parameters_of_source(path: str, method: str = "__init__") -> dict[str, Any]:
+    """Return what a class's method takes, what it passes on to its bases through ``**kwargs`` included.
 
     Args:
         path: the class, such as ``rlightning.algorithms.GRPO``.
         method: which one; the bases' where the class has none.
+
+    Returns:
+        Type hints by name; None for one that needs imports, as that of a class does.
 
     Raises:
         LookupError: its source is not found.
     """
     module, definition = find_source(path)
     function = next((n for n in definition.body if isinstance(n, ast.FunctionDef) and n.name == method), None)
-    given = function.args if function else None
-    names = [argument.arg for argument in (*given.args[1:], *given.kwonlyargs)] if given else []
-    if given and not given.kwarg:
-        return names
+    hints = _hints_of(function.args, module) if function else {}
+    if function and not function.args.kwarg:
+        return hints
     passed = _keywords_to_super(function) if function else set()
     for base in definition.bases:
         inherited = parameters_of_source(f"{module}.{ast.unparse(base)}", method)
-        names += [name for name in inherited if name not in passed and name not in names]
-    return names
+        hints |= {name: hint for name, hint in inherited.items() if name not in passed and name not in hints}
+    return hints
 
 
 def find_source(path: str) -> tuple[str, ast.ClassDef]:
@@ -54,6 +68,96 @@ def _parse(module: str) -> ast.Module:
             if file.is_file():
                 return ast.parse(file.read_bytes())
     raise LookupError(f"there is no source of '{module}'")
+
+
+def _hints_of(given: ast.arguments, module: str) -> dict[str, Any]:
+    """The type hints of a method's parameters; of one that is None by default, None fits too."""
+    positional = given.args[1:]
+    missing = [None] * (len(positional) - len(given.defaults))
+    defaults = [*missing, *given.defaults[-len(positional) :], *given.kw_defaults]
+    hints: dict[str, Any] = {}
+    for argument, default in zip((*positional, *given.kwonlyargs), defaults, strict=True):
+        hint = _read_hint(argument.annotation, module)
+        is_null = isinstance(default, ast.Constant) and default.value is None
+        hints[argument.arg] = Optional[hint] if is_null and hint is not None else hint  # noqa: UP045
+    return hints
+
+
+def _read_hint(annotation: ast.expr | None, module: str) -> Any:
+    """The type hint that a module's annotation stands for, or None."""
+    try:
+        return _evaluate(annotation, module)
+    except (LookupError, TypeError):  # Python's answer to brackets behind what takes none
+        return None
+
+
+def _evaluate(node: ast.AST | None, module: str) -> Any:
+    """Return the type that an expression stands for, of :data:`PLAIN_TYPES` alone.
+
+    Raises:
+        LookupError: it has other parts.
+    """
+    match node:
+        case ast.Constant(value=None):
+            return NoneType
+        case ast.Constant(value=value) if value is Ellipsis:
+            return value
+        case ast.Name(id=name):
+            return _find_type(name, module)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return Union[_evaluate(left, module), _evaluate(right, module)]  # noqa: UP007
+        case ast.Subscript(value=kind, slice=items):
+            generic = _evaluate(kind, module)
+            if generic is Literal:
+                return Literal[ast.literal_eval(items)]
+            if isinstance(items, ast.Tuple):
+                return generic[tuple(_evaluate(part, module) for part in items.elts)]
+            return generic[_evaluate(items, module)]
+    raise LookupError("an annotation of another kind")
+
+
+def _find_type(name: str, module: str) -> Any:
+    """Return the type that a name stands for in a module: a plain one, or what the module or an import sets it to.
+
+    Raises:
+        LookupError: it is another.
+    """
+    bound = _bindings(module).get(name, [])
+    if not bound and name in PLAIN_TYPES["builtins"]:
+        return getattr(builtins, name)
+    match bound:
+        case [ast.ImportFrom(module=str(source), level=0, names=names)]:
+            original = next(alias.name for alias in names if (alias.asname or alias.name) == name)
+            if original in PLAIN_TYPES.get(source, ()):
+                return getattr(import_module(source), original)
+            return _find_type(original, source)
+        case [ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value)]:
+            return _evaluate(value, module)
+    raise LookupError(f"'{name}' is no plain type in '{module}'")
+
+
+@cache
+def _bindings(module: str) -> dict[str, list[ast.AST]]:
+    """What gives a module's names their values, wherever that stands outside functions and classes."""
+    bound: dict[str, list[ast.AST]] = {}
+    nodes: list[ast.AST] = [*_parse(module).body]
+    while nodes:
+        node = nodes.pop()
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names = [name]
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names = [alias.asname or alias.name for alias in aliases]
+            case ast.Assign(targets=targets):
+                names = [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names = [name]
+            case _:
+                names = []
+                nodes += ast.iter_child_nodes(node)
+        for name in names:
+            bound.setdefault(name, []).append(node)
+    return bound
 
 
 def _keywords_to_super(function: ast.FunctionDef) -> set[str]:

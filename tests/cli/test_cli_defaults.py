@@ -10,7 +10,8 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from rlightning.callbacks import EmptyCacheAfterUpdate, OffloadDuringRollout, VLLMRollout
-from rlightning.cli.lightning_cli import expand_home, summarise
+from rlightning.cli.lightning_cli import expand_home
+from rlightning.cli.parser_messages import summarise
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.run_dir import new_run_folder

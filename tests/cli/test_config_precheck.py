@@ -1,20 +1,26 @@
-"""A misspelled key is found before torch is imported, in the words of the whole parser."""
+"""A wrong key or value is found before torch is imported, in the words of the whole parser."""
 
 import json
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentError
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_project import environment, make_project
+from lightning.pytorch import Trainer
 
 import rlightning.algorithms
 from rlightning.argument_checks import parameters_of
 from rlightning.callbacks import VLLMRollout
-from rlightning.cli.config_precheck import SourceKeys, check_early, keys_of
-from rlightning.cli.lightning_cli import RLCLI
+from rlightning.cli.config_files import use_strict_yaml
+from rlightning.cli.config_keys import parse_value
+from rlightning.cli.config_precheck import GivenValue, SourceKeys, check_early, keys_of
+from rlightning.cli.lightning_cli import RLCLI, RLArgumentParser
+from rlightning.cli.parser_messages import summarise
 from rlightning.cli.source_parameters import parameters_of_source
 from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
@@ -25,6 +31,8 @@ CLASSES = [
     *(getattr(rlightning.algorithms, name) for name in rlightning.algorithms.__all__),
     *(RLModule, PolicyModule, PromptDataModule, VLLMRollout),
 ]
+VALUES = ["", "x", "auto", "null", "nan", "1", "1.0", "1e-5", "1e3", ".inf", "010", "1_000", "true", "yes", '"3"']
+VALUES += ["[]", "[1, 2]", "[1, x]", "[a]", "{}", "{a: 1}", "{a: b}", "bf16", "1:30", "${LR}", "- 1", "!!int 3", " 3 "]
 FILES = {
     "section.yaml": "modell: {class_path: rlightning.algorithms.SFT}\n",
     "trainer.yaml": "trainer: {max_stepz: 3}\n",
@@ -37,6 +45,10 @@ FILES = {
     "same.yaml": "trainer:\n  max_steps: 3\n  max_steps: 4\n",
     "broken.yaml": "trainer: [\n",
     "empty.yaml": "",
+    "value.yaml": "model: {class_path: rlightning.algorithms.GRPO, init_args: {model: x, lr: fast}}\n",
+    "steps.yaml": "trainer: {max_steps: many}\n",
+    "tokens.yaml": "rollout: {max_new_tokens: 1.5}\n",
+    "stop.yaml": "rollout: {class_path: VLLMRollout, init_args: {stop: [a, 3]}}\n",
 }
 MISTAKES = {
     "--config section.yaml": "modell: there is no such key. Did you mean 'model'?",
@@ -60,6 +72,17 @@ MISTAKES = {
     "run.yaml": "'run.yaml' follows no option",
     "--trainer.strategy fsdp2 --trainer.devicez 2": "trainer.devicez: there is no such key. Did you mean 'devices'?",
     "--trainer.max_steps 3": "model.class_path: no algorithm is named.",
+    "--config value.yaml": "model.lr: expected float, got 'fast'",
+    "--config run.yaml --config steps.yaml": "trainer.max_steps: expected int, got 'many'",
+    "--config run.yaml --config tokens.yaml": "rollout.max_new_tokens: expected int, got '1.5'",
+    "--config run.yaml --config stop.yaml": "rollout.stop: expected str, got '3'",
+    "--config run.yaml --model.lr=fast": "model.lr: expected float, got 'fast'",
+    "--config run.yaml --model.lr=null": "model.lr: null is no value for it.",
+    "--config run.yaml --model.prompts_per_step 4.0": "model.prompts_per_step: expected int, got '4.0'. Write 4.",
+    "--config run.yaml --model.gradient_checkpointing atuo": "model.gradient_checkpointing: expected bool or 'auto', "
+    "got 'atuo'. Did you mean 'auto'?",
+    "--config run.yaml --trainer.precision bf17": "trainer.precision: expected int or 'transformer-engine' or ",
+    "--config run.yaml --seed_everything many": "seed_everything: expected bool or int, got 'many'",
 }
 """Options of ``fit``, and how the one line begins that they end with."""
 
@@ -87,7 +110,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_parameters_of_source_are_those_of_the_class(kind: Any) -> None:
-    assert parameters_of_source(f"{kind.__module__}.{kind.__name__}") == list(parameters_of(kind))
+    found, real = parameters_of_source(kind_path(kind)), parameters_of(kind)
+    assert list(found) == list(real)
+    assert {name: hint for name, hint in found.items() if hint is not None}.items() <= real.items()
+    assert sum(hint is None for hint in found.values()) <= 6  # those of classes, and of any object
 
 
 def test_parameters_of_source_of_another_library_needs_its_file() -> None:
@@ -109,19 +135,73 @@ def test_keys_of_a_command_are_the_parsers(command: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         Parser([command])
     keys = keys_of(command)
-    assert keys.keys() == found.keys()
-    assert keys["trainer"].keys() == found["trainer"].keys()
+    for given, real in ((keys, found), (keys["trainer"], found["trainer"])):
+        assert given.keys() == real.keys()
+        hints = {name: hint for name, hint in given.items() if hint is not None and name != "trainer"}
+        assert hints.items() <= real.items()
+    assert keys["trainer"]["max_steps"] is int and keys["seed_everything"] == bool | int
 
 
 @pytest.mark.long
-def test_precheck_and_parser_refuse_in_the_same_words(files: Path) -> None:
+@pytest.mark.parametrize("is_option", [True, False], ids=["option", "file"])
+@pytest.mark.parametrize("kind", [rlightning.algorithms.DAPO, PromptDataModule, VLLMRollout, Trainer])
+def test_values_are_refused_where_the_parser_refuses_them(kind: Any, is_option: bool) -> None:
+    found = parameters_of_source(kind_path(kind))
+    names = {repr(hint): name for name, hint in found.items() if hint is not None}.values()  # one for each type
+    use_strict_yaml()
+    parser = RLArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, fail_untyped=False, sub_configs=True, skip=found.keys() - names)
+    num_refused = 0
+    for name in names:
+        for text in VALUES:
+            value = text if is_option else parse_value(text)
+            early = refusal(GivenValue(value, found[name], is_option).check, name)
+            late = refusal(parse, name, value, parser, is_option)
+            assert early == late, (name, value)
+            num_refused += early is not None
+    assert num_refused > 3 * len(names)
+
+
+def parse(name: str, value: object, parser: RLArgumentParser, is_option: bool) -> None:
+    """Have the parser of a whole class read one value."""
+    try:
+        if is_option:
+            parser.parse_args([f"--{name}={value}"], _skip_validation=True)
+        else:
+            parser.parse_object({name: value}, _skip_validation=True)
+    except ArgumentError as error:
+        raise ConfigError(summarise(str(error), None)) from error
+
+
+def refusal(check: Callable[..., None], *args: object) -> str | None:
+    """Return the error of a check."""
+    try:
+        check(*args)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def kind_path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_shipped_files_are_accepted(path: Path) -> None:
+    check_early("fit", ["--config", str(path)])
+
+
+@pytest.mark.long
+def test_precheck_and_parser_refuse_in_the_same_words(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for written, message in MISTAKES.items():
         options = shlex.split(written)
         with pytest.raises(ConfigError) as early:
             check_early("fit", options)
-        with pytest.raises(ConfigError) as late:
+        capsys.readouterr()
+        with pytest.raises((ConfigError, SystemExit)) as late:
             RLCLI(["fit", *options])
-        assert str(early.value) == str(late.value)
+        line = str(late.value) if isinstance(late.value, ConfigError) else capsys.readouterr().err
+        assert str(early.value) == line.removeprefix("error: ").rstrip("\n")
         assert str(early.value).startswith(message)
 
 
@@ -153,6 +233,10 @@ def test_a_mistake_is_answered_without_torch(files: Path) -> None:
         "--model rlightning.errors.ConfigError --model.lrr 1",
         "--config run.yaml --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr loss",
         "--config run.yaml --data.train.sets 3 --rollout null",
+        "--config run.yaml --model.lr run.yaml --rollout.stop_token_ids+=x --data.prompt_column 3",
+        "--config value.yaml --model SFT",
+        "--config value.yaml --model run.yaml",
+        "--config value.yaml --model.lr 1e-5",
         "--trainr.max_steps 3 --help",
     ],
 )

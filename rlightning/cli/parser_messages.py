@@ -1,0 +1,58 @@
+"""What jsonargparse says of a value that it refuses, in one line."""
+
+import re
+from itertools import takewhile
+
+from rlightning.cli.config_keys import ConfigKeys
+from rlightning.errors import did_you_mean
+
+
+def summarise(message: str, keys: ConfigKeys | None) -> str:
+    """One line of jsonargparse's several: the key and what is wrong with it.
+
+    Args:
+        message: as jsonargparse gives it.
+        keys: the keys of this command line, to complete a key that jsonargparse shortened.
+    """
+    message, _, given = message.partition("Given value type:")
+    key = ".".join(re.findall(r'Parser key "([^"]+)":', message))
+    text = re.sub(r'(Problem with given class_path .*?:)|(Parser key "[^"]+":)', "", message)
+    text = re.sub(r"Does not validate against any of the Union subtypes\s+Subtypes: .*\s+Errors:", "", text)
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+    lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
+    in_object = [i for i, line in enumerate(lines) if line.startswith("Type collections.abc.Callable")]
+    if in_object:  # of an object of a class in place of a function: what is wrong with its arguments
+        lines = [re.sub(r"\. Got value: Namespace\(.*", "", line) for line in lines[in_object[-1] + 1 :]] or lines
+    # after the reason, what a class may be written as
+    lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
+    value = re.search(r"Given value: (.*)", given)
+    names = [name for line in lines for name in _expected(line)]
+    if names and value and all(map(_expected, lines)):  # alternatives, none of which fits
+        lines = [f"Expected a {' or '.join(dict.fromkeys(names))}. Got value: {value[1]}"]
+    # what is wrong with an item or an argument, rather than with the whole
+    lines = [line for line in lines if not _expected(line) and not line.startswith("Expected a path but")] or lines
+    text = "; ".join(dict.fromkeys(lines))
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)
+    text = re.sub(r"the following arguments are required: (.*)", r"it needs a value for '\1'", text)
+    text = f"{text}{_way_out(text)}"
+    return f"{keys.full_key(key) if keys else key}: {text}" if key else text
+
+
+def _expected(line: str) -> list[str]:
+    """The names of what was expected, if a line says that alone: a class's, or words in quotes."""
+    if words := re.fullmatch(r"Expected a typing\.Literal\[(.*)\]", line):
+        return words[1].split(", ")
+    kind = re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line)
+    return [{"Sequence": "list", "Iterable": "list"}.get(kind[1], kind[1])] if kind else []
+
+
+def _way_out(text: str) -> str:
+    """A sentence about what to write instead of a value of the wrong type, as scripts get it."""
+    found = re.fullmatch(r"expected (.*), got '(.*)'", text)
+    if found is None:
+        return ""
+    if found[1] == "int":
+        return f". Write {found[2].partition('.')[0]}." if re.fullmatch(r"[+-]?\d+\.0*", found[2]) else ""
+    words = re.findall(r"'([^']*)'", found[1])
+    return f". {did_you_mean(found[2], words)}" if words else ""
