@@ -15,6 +15,7 @@ from typing import Any
 from rlightning.data.chats import CONTINUES, clean_messages
 from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
 from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.partial_message import PartialMessage, TokenText
 from rlightning.environments.tool_formats import (
     CLOSE_THOUGHT,
     MAX_CALLS,
@@ -166,6 +167,28 @@ class ChatFormat:
         family = self._family if tools else None
         return read_message(text, family, call_ids, in_thought=self._is_in_thought(prompt_ids))
 
+    def begin_message(
+        self, tools: Sequence[Message] | None, *, prompt_ids: Sequence[int], stops: Sequence[str] = ()
+    ) -> PartialMessage | None:
+        """Return a turn that is about to be sampled; None where its parts are known only when it is whole.
+
+        Args:
+            tools: as of :meth:`parse`.
+            prompt_ids: as of it.
+            stops: strings that end what the turn says.
+        """
+        family, is_read_elsewhere = self._family, isinstance(self._parser, RenderersParser)
+        if is_read_elsewhere and family is not None and family.call_start is None:
+            return None
+        return PartialMessage(
+            TokenText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=False))),
+            hidden_ids=self._unread_ids,
+            in_thought=self._is_in_thought(prompt_ids),
+            is_stripped=is_read_elsewhere,
+            call_start=family.call_start if family is not None and (tools or is_read_elsewhere) else None,
+            stops=stops,
+        )
+
     def check_tools(self) -> None:
         """Raise a ConfigError if the policy cannot be given tools."""
         if not self.has_template:
@@ -253,6 +276,14 @@ class ChatFormat:
         """Special tokens that are no part of what a turn says."""
         marks = (OPEN_THOUGHT, CLOSE_THOUGHT, *_CALL_TOKENS)
         return self._special_ids - {self._tokenizer.convert_tokens_to_ids(mark) for mark in marks}
+
+    @cached_property
+    def _unread_ids(self) -> frozenset[int]:
+        """As :attr:`_hidden_ids`, but for those that calls begin with."""
+        if self._family is None or self._family.call_start is None:
+            return self._hidden_ids
+        names = {token: self._tokenizer.convert_ids_to_tokens(token) for token in self._hidden_ids}
+        return frozenset(token for token, name in names.items() if not self._family.call_start.search(name))
 
     @cached_property
     def _special_text(self) -> re.Pattern[str]:

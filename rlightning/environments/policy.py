@@ -22,7 +22,7 @@ from rlightning.environments.recorder import RecordedTurn, Recorder
 from rlightning.environments.timing import TimedSampler
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
-from rlightning.rollout import Sampling, TokenSampler
+from rlightning.rollout import OnTokens, Sampling, TokenSampler, stream_tokens
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, Trajectory, read_traces
 
@@ -145,6 +145,7 @@ class RecordedPolicy:
         reason: BranchReason | None = None,
         observations: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Sample], AssistantMessage] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[RecordedTurn]:
         """Sample turns that all follow one history, and record them. May be called while other calls are under way.
 
@@ -154,7 +155,8 @@ class RecordedPolicy:
             num_samples: turns; each but the first begins a branch.
             reason: why a branch begins if the history extends none; None: as far as the tokens tell.
             observations: messages that the history ends with, for the trajectory's turns.
-            read: returns what a sample says; None: its text.
+            read: returns what a sample says, in their order; None: its text.
+            on_tokens: called with tokens as they are sampled, if the sampler has partial output.
 
         Raises:
             LimitReachedError: the history is as long as it may be.
@@ -172,13 +174,21 @@ class RecordedPolicy:
         self.num_requested += num_samples
         reservation = self.recorder.reserve(token_ids, reason)
         try:
-            samples = await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=self._session)
+            samples = await self._sample(token_ids, sampling, num_samples, on_tokens)
             messages = None if read is None else [read(sample) for sample in samples]
         except BaseException:
             self.recorder.release(reservation)
             raise
         self.has_reached_limit = False
         return self.recorder.record(reservation, samples, observations, messages)
+
+    async def _sample(
+        self, token_ids: Sequence[int], sampling: Sampling, num_samples: int, on_tokens: OnTokens | None
+    ) -> list[Sample]:
+        arguments: dict[str, Any] = {"num_samples": num_samples, "session": self._session}
+        if on_tokens is None:
+            return await self._sampler.sample(token_ids, sampling, **arguments)
+        return await stream_tokens(self._sampler, on_tokens, token_ids, sampling, **arguments)
 
     def record(self, token_ids: Sequence[int], sample: Sample) -> None:
         """Add a turn that was sampled after ``token_ids``."""

@@ -7,7 +7,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from rlightning.rollout import Sampling, TokenSampler
+from rlightning.rollout import OnTokens, Sampling, TokenSampler, stream_tokens
 from rlightning.types.trajectory import Sample
 
 
@@ -45,11 +45,32 @@ class TimedSampler(TokenSampler):
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
     ) -> list[Sample]:
         """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        with self._requesting():
+            return await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
+
+    async def stream(
+        self,
+        on_tokens: OnTokens,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
+        with self._requesting():
+            return await stream_tokens(
+                self._sampler, on_tokens, token_ids, sampling, num_samples=num_samples, session=session
+            )
+
+    @contextmanager
+    def _requesting(self) -> Iterator[None]:
+        """Within, a request is under way."""
         if not self._num_requests:
             self._requested_at = monotonic()
         self._num_requests += 1
         try:
-            return await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
+            yield
         finally:
             self._num_requests -= 1
             if not self._num_requests:

@@ -31,6 +31,7 @@ class Family:
         markers: texts that its chat templates have, all of them.
         renderers: of the package ``renderers``, that read the form, of which the first is taken that knows the
             tokenizer; (): it is read here.
+        call_start: what the calls of a turn begin with; None: its parts are known only when it is whole.
         find_calls: yields the place and the text of each call in a text, and the names that JSON objects in it have;
             None: the package reads them.
         example: of a call, for the policy.
@@ -39,6 +40,7 @@ class Family:
     name: str
     markers: tuple[str, ...]
     renderers: tuple[str, ...] = ()
+    call_start: re.Pattern[str] | None = None
     find_calls: "Callable[[str], Iterator[FoundCall]] | None" = None
     example: str = ""
 
@@ -103,30 +105,35 @@ def find_mistral_calls(text: str) -> Iterator[FoundCall]:
             yield FoundCall(found.start(), found[1])
 
 
+DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"  # noqa: RUF001
+KIMI_CALLS = "<|tool_calls_section_begin|>"
 HERMES = Family(
     "Hermes",
     ("<tool_call>",),
+    call_start=re.compile("<tool_call>"),
     find_calls=find_hermes_calls,
     example='<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>',
 )
 FAMILIES = (
     Family("gpt-oss", ("<|channel|>", "<|message|>"), ("gpt-oss",)),
     Family("Gemma 4", ("<|tool_call>",), ("gemma4",)),
-    Family("GLM 4.5", ("<arg_key>", "<tool_call>"), ("glm-4.5",)),
-    Family("MiniMax M2", ("<minimax:tool_call>",), ("minimax-m2",)),
-    Family("Qwen3-Coder", ("<function=", "<parameter="), ("qwen3.5", "nemotron-3")),
-    Family("DeepSeek V3", ("<｜tool▁calls▁begin｜>",), ("deepseek-v3",)),  # noqa: RUF001
-    Family("Kimi K2", ("<|tool_calls_section_begin|>",), ("kimi-k2",)),
+    Family("GLM 4.5", ("<arg_key>", "<tool_call>"), ("glm-4.5",), re.compile("<tool_call>")),
+    Family("MiniMax M2", ("<minimax:tool_call>",), ("minimax-m2",), re.compile("<minimax:tool_call>")),
+    Family("Qwen3-Coder", ("<function=", "<parameter="), ("qwen3.5", "nemotron-3"), re.compile("<tool_call>")),
+    Family("DeepSeek V3", (DEEPSEEK_CALLS,), ("deepseek-v3",), re.compile(DEEPSEEK_CALLS)),
+    Family("Kimi K2", (KIMI_CALLS,), ("kimi-k2",), re.compile(re.escape(KIMI_CALLS))),
     HERMES,
     Family(
         "Mistral",
         ("[TOOL_CALLS]",),
+        call_start=re.compile(r"\[TOOL_CALLS\]"),
         find_calls=find_mistral_calls,
         example='[TOOL_CALLS][{"name": "...", "arguments": {...}}]',
     ),
     Family(
         "Llama 3",
         ("<|start_header_id|>", '"parameters"'),
+        call_start=re.compile(r"\A\s*(\{|<\|python_tag\|>)"),
         find_calls=find_llama_calls,
         example='{"name": "...", "parameters": {...}}',
     ),
@@ -148,11 +155,8 @@ def read_message(text: str, family: Family | None, call_ids: Iterator[str], *, i
         call_ids: of the calls.
         in_thought: whether the text begins inside of a thought.
     """
-    reasoning = None
-    body = text.lstrip()
-    if in_thought or body.startswith(OPEN_THOUGHT):
-        thought, _, text = body.removeprefix(OPEN_THOUGHT).partition(CLOSE_THOUGHT)
-        reasoning, text = thought.strip("\n"), text.lstrip("\n")
+    reasoning, rest = split_thought(text, in_thought=in_thought)
+    text = rest or ""
     found = list(family.find_calls(text)) if family is not None and family.find_calls is not None else []
     if not found:
         return AssistantMessage(text, reasoning)
@@ -167,6 +171,20 @@ def read_message(text: str, family: Family | None, call_ids: Iterator[str], *, i
             calls.append(ToolCall(next(call_ids), name, arguments))
     errors += describe_surplus(len(found))
     return AssistantMessage(text[: found[0].start].rstrip(), reasoning, tuple(calls), tuple(errors))
+
+
+def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | None]:
+    """Return the reasoning, None without any, and what follows it, None before it has ended.
+
+    Args:
+        text: of a turn.
+        in_thought: whether the text begins inside of a thought.
+    """
+    body = text.lstrip()
+    if not (in_thought or body.startswith(OPEN_THOUGHT)):
+        return None, text
+    thought, end, rest = body.removeprefix(OPEN_THOUGHT).partition(CLOSE_THOUGHT)
+    return thought.strip("\n"), rest.lstrip("\n") if end else None
 
 
 def describe_surplus(number: int) -> list[str]:

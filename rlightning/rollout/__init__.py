@@ -8,6 +8,26 @@
     WeightSender ============ chunks of weights, by a transport ==============^
 """
 
-from rlightning.rollout.sampler import Generator, OnCompleted, Sampler, Sampling, TakePrompts, TokenSampler
+from rlightning.rollout.sampler import (
+    Generator,
+    OnCompleted,
+    OnTokens,
+    Sampler,
+    Sampling,
+    TakePrompts,
+    TokenSampler,
+    TokenStreamer,
+    stream_tokens,
+)
 
-__all__ = ["Generator", "OnCompleted", "Sampler", "Sampling", "TakePrompts", "TokenSampler"]
+__all__ = [
+    "Generator",
+    "OnCompleted",
+    "OnTokens",
+    "Sampler",
+    "Sampling",
+    "TakePrompts",
+    "TokenSampler",
+    "TokenStreamer",
+    "stream_tokens",
+]

@@ -24,17 +24,20 @@ def decode_completions(tokenizer: Any, prompt: Sequence[int], completions: Seque
         completions: [C] each.
     """
     context = list(prompt[-CONTEXT_TOKENS:])
-    before = _decode(tokenizer, context)
+    before = decode_tokens(tokenizer, context)
     texts = []
     for token_ids in map(list, completions):
-        text = _decode(tokenizer, context + token_ids)
+        text = decode_tokens(tokenizer, context + token_ids)
         # A prompt that ends within a character is decoded to something else when that is whole.
-        text = text.removeprefix(before) if text.startswith(before) else _decode(tokenizer, token_ids)
+        text = text.removeprefix(before) if text.startswith(before) else decode_tokens(tokenizer, token_ids)
         texts.append(text.rstrip(UNFINISHED))
     return texts
 
 
-def _decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Not by ``tokenizer.decode`` where there is a backend, which may remove spaces in front of punctuation."""
+def decode_tokens(tokenizer: Any, token_ids: list[int]) -> str:
+    """Return the text of tokens, without special ones.
+
+    Not by ``tokenizer.decode`` where there is a backend, which may remove spaces in front of punctuation.
+    """
     decoder = getattr(tokenizer, "backend_tokenizer", tokenizer)
     return str(decoder.decode(token_ids, skip_special_tokens=True))

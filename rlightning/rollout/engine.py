@@ -1,9 +1,11 @@
 """An engine as a sampler: started again after it has died, with the weights that it holds."""
 
 import asyncio
+import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +19,7 @@ from rlightning.rollout.engine_connection import EngineConnection, ServedEngine
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.requests import group_sampling
-from rlightning.rollout.sampler import Sampling
+from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.rollout.vllm.launcher import EngineProcess
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
@@ -108,11 +110,31 @@ class Engine:
 
         Amid a weight update it waits for the end of the update.
         """
+        return await self._sample(None, token_ids, sampling, num_samples)
+
+    async def stream(
+        self,
+        on_tokens: OnTokens,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
+        return await self._sample(on_tokens, token_ids, sampling, num_samples)
+
+    async def _sample(
+        self, on_tokens: OnTokens | None, token_ids: Sequence[int], sampling: Sampling, num_samples: int
+    ) -> list[Sample]:
         files = model_files(self.config)
         arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
-        outputs = await asyncio.wrap_future(self.submit("generate", token_ids, arguments))
+        outputs = await generate(self._request, on_tokens, token_ids, arguments)
         self.prefix_cache.count(token_ids, outputs)
         return make_samples(files, token_ids, outputs)
+
+    async def _request(self, method: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self.submit(method, *arguments))
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :class:`~rlightning.rollout.sampler.Sampler`."""
@@ -218,6 +240,39 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
         "seed": sampling.seed,
     }
+
+
+async def generate(
+    request: Callable[..., Awaitable[Any]],
+    on_tokens: OnTokens | None,
+    token_ids: Sequence[int],
+    arguments: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return what an engine's process samples.
+
+    Args:
+        request: calls a method of :class:`~rlightning.rollout.vllm.server.VLLMServer`.
+        on_tokens: called with tokens as they are sampled; None: they come at the end.
+        token_ids: [P], of the prompt.
+        arguments: of vLLM's SamplingParams.
+    """
+    if on_tokens is None:
+        outputs: list[dict[str, Any]] = await request("generate", token_ids, arguments)
+        return outputs
+    stream = secrets.token_hex(8)
+    reading = asyncio.ensure_future(_read_along(request, stream, on_tokens))  # begins after what follows
+    try:
+        outputs = await request("generate", token_ids, arguments, stream)
+        return outputs
+    finally:
+        reading.cancel()
+
+
+async def _read_along(request: Callable[..., Awaitable[Any]], stream: str, on_tokens: OnTokens) -> None:
+    with suppress(EngineError):  # which the request itself meets
+        while True:
+            for number, token_ids in await request("read_tokens", stream):
+                on_tokens(number, token_ids)
 
 
 def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dict[str, Any]]) -> list[Sample]:

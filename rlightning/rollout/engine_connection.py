@@ -27,7 +27,7 @@ from rlightning.run_key import RUN_KEY_VARIABLE, read_key
 
 log = logging.getLogger(__name__)
 
-SAMPLING_METHODS = ("generate", "score")
+SAMPLING_METHODS = ("generate", "read_tokens", "score")
 """Calls that leave the engine's workers free to answer for heartbeats, and that may be cancelled."""
 METHODS = (
     *SAMPLING_METHODS,

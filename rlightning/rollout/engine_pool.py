@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlightning.errors import EngineDiedError
+from rlightning.errors import EngineDiedError, RequestRefusedError
 from rlightning.protocols import has
 from rlightning.rollout.prefix_cache import CountsPrefixCache, PrefixCacheUse
-from rlightning.rollout.sampler import Sampling, TokenSampler
+from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler, stream_tokens
 from rlightning.types import Sample
 
 T = TypeVar("T")
@@ -118,6 +118,34 @@ class EnginePool:
 
         async def request(engine: TokenSampler) -> list[Sample]:
             return await engine.sample(token_ids, sampling, num_samples=num_samples, session=session)
+
+        return await self._request(request, num_samples, session)
+
+    async def stream(
+        self,
+        on_tokens: OnTokens,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.TokenStreamer`.
+
+        Raises:
+            RequestRefusedError: the engine has died after the first tokens, which another one may not sample again.
+        """
+        has_begun = False
+
+        def pass_on(number: int, tokens: Sequence[int]) -> None:
+            nonlocal has_begun
+            has_begun = True
+            on_tokens(number, tokens)
+
+        async def request(engine: TokenSampler) -> list[Sample]:
+            if has_begun:
+                raise RequestRefusedError("The engine died while its tokens were streamed.")
+            return await stream_tokens(engine, pass_on, token_ids, sampling, num_samples=num_samples, session=session)
 
         return await self._request(request, num_samples, session)
 

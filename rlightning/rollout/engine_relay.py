@@ -23,11 +23,11 @@ from rlightning import intervals, rpc
 from rlightning.errors import EngineDiedError, RequestRefusedError
 from rlightning.parallel.collectives import gather_objects, global_rank, world_size
 from rlightning.processes.liveness import Deadline
-from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
+from rlightning.rollout.engine import Engine, generate, make_samples, vllm_sampling
 from rlightning.rollout.engine_pool import EngineId
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.prefix_cache import PrefixCacheUse
-from rlightning.rollout.sampler import Sampling, TokenSampler
+from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler
 from rlightning.rollout.service import pack_arrays
 from rlightning.types import Sample
 
@@ -99,8 +99,25 @@ class RemoteEngine:
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
     ) -> list[Sample]:
         """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine."""
+        return await self._sample(None, token_ids, sampling, num_samples)
+
+    async def stream(
+        self,
+        on_tokens: OnTokens,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
+        return await self._sample(on_tokens, token_ids, sampling, num_samples)
+
+    async def _sample(
+        self, on_tokens: OnTokens | None, token_ids: Sequence[int], sampling: Sampling, num_samples: int
+    ) -> list[Sample]:
         arguments = vllm_sampling(sampling, num_samples, self._files.end_token_ids)
-        outputs = await self._request("generate", token_ids, arguments)
+        outputs = await generate(self._request, on_tokens, token_ids, arguments)
         self.prefix_cache.count(token_ids, outputs)
         return make_samples(self._files, token_ids, outputs)
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.errors import check_rules
+from rlightning.protocols import has
 from rlightning.types import Prompt, Sample, Trajectory
 from rlightning.types.trajectory import TEMPERATURES
 
@@ -161,6 +162,43 @@ class TokenSampler(Protocol):
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Return log-probabilities (temperature 1) of ``token_ids`` [P] under its weights: [P], 0 for the first."""
+
+
+OnTokens = Callable[[int, Sequence[int]], None]
+"""Called with the number of a sample and its next tokens."""
+
+
+class TokenStreamer(Protocol):
+    """A :class:`TokenSampler` with partial output; others give a sample when it is whole."""
+
+    async def stream(
+        self,
+        on_tokens: OnTokens,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+    ) -> list[Sample]:
+        """Do as :meth:`TokenSampler.sample`, and call ``on_tokens`` meanwhile, on the caller's event loop.
+
+        It need not be called for the last tokens of a sample.
+        """
+
+
+async def stream_tokens(
+    sampler: TokenSampler,
+    on_tokens: OnTokens,
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    num_samples: int = 1,
+    session: str | None = None,
+) -> list[Sample]:
+    """Sample as :meth:`TokenStreamer.stream`; a sampler without partial output never calls ``on_tokens``."""
+    if has(sampler, TokenStreamer):
+        return await sampler.stream(on_tokens, token_ids, sampling, num_samples=num_samples, session=session)
+    return await sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
 
 
 class Sampler(TokenSampler, Protocol):

@@ -10,7 +10,7 @@ import openai
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint import Endpoint, Session
 from rlightning.environments.policy import GroupRequest, RecordedPolicy
-from rlightning.rollout import Sampling
+from rlightning.rollout import OnTokens, Sampling
 from rlightning.types import Outcome, Prompt, RolloutBatch, Sample, Trajectory
 
 
@@ -47,6 +47,40 @@ class ScriptedSampler:
     def make_sample(self, text: str) -> Sample:
         ids = self.tokenizer(text + self.end, add_special_tokens=False).input_ids
         return Sample(ids, [-0.5] * len(ids), [2] * len(ids), text, "stop")
+
+
+class StreamingSampler(ScriptedSampler):
+    """Gives the tokens of its samples one by one, and stops before the last ones until it is released.
+
+    Attributes:
+        num_held: tokens of each sample that come when it is whole.
+        released: set when the samples may be whole.
+        ended: set when a request was cancelled.
+    """
+
+    num_held = 1
+
+    def __init__(self, tokenizer: Any, *texts: str, **settings: Any) -> None:
+        super().__init__(tokenizer, *texts, **settings)
+        self.released, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def stream(
+        self, on_tokens: OnTokens, token_ids: Sequence[int], sampling: Sampling, **settings: Any
+    ) -> list[Sample]:
+        error, self.error = self.error, None
+        samples = await self.sample(token_ids, sampling, **settings)
+        for number, sample in enumerate(samples):
+            for token in sample.token_ids[: -self.num_held]:
+                on_tokens(number, [token])
+        try:
+            await self.released.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            self.ended.set()
+            raise
+        if error is not None:
+            raise error
+        return samples
 
 
 def make_policy(sampler: Any, tokenizer: Any, prompt: Prompt | None = None, **arguments: Any) -> RecordedPolicy:

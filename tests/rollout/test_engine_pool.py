@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from engine_models import Actor, engine_config, make_prompt, save_model, send
 
-from rlightning.errors import EngineDiedError
-from rlightning.rollout import Sampling
+from rlightning.errors import EngineDiedError, RequestRefusedError
+from rlightning.rollout import OnTokens, Sampling
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
 from rlightning.rollout.engine_relay import EngineRelay, RelayConnection, RemoteEngine
@@ -102,6 +102,27 @@ def test_requests_of_a_dead_engine_go_to_another_and_it_is_found_once() -> None:
         assert await loads(pool) == [1, 1]  # it is asked again once it serves
 
     run(test)
+
+
+def test_a_stream_whose_engine_dies_is_refused_once_it_has_begun() -> None:
+    class Streams(HeldEngine):
+        async def stream(self, on_tokens: OnTokens, token_ids: Any, sampling: Sampling, **settings: Any) -> Any:
+            on_tokens(0, [1])
+            return await self.sample(token_ids, sampling)
+
+    async def test() -> None:
+        engines, got = (Streams(), HeldEngine()), list[Any]()
+        pool = EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: None)
+        pool.set_serving({FIRST, SECOND})
+        both = [asyncio.ensure_future(pool.stream(lambda *one: got.append(one), [1], SHORT)) for _ in range(2)]
+        assert await loads(pool) == [1, 1] and got == [(0, [1])]
+        engines[0].die()
+        with pytest.raises(RequestRefusedError, match=r"The engine died while its tokens were streamed\.$"):
+            await both[0]
+        engines[1].release()
+        assert await both[1] == []  # of one without partial output
+
+    asyncio.run(test())
 
 
 def test_requests_wait_until_an_engine_serves() -> None:

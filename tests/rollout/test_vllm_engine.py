@@ -245,6 +245,27 @@ def test_engine_is_a_sampler_on_any_event_loop(engine: Engine, actor: Actor) -> 
             assert_sampled_from(actor, prompt, one, 1.0)
 
 
+def test_a_stream_gives_the_beginnings_of_its_samples(engine: Engine, actor: Actor) -> None:
+    sampling, prompt = Sampling(max_new_tokens=64, seed=7), PROMPTS[1]
+    parts: list[list[int]] = [[] for _ in range(4)]
+
+    async def sample() -> tuple[list[Sample], list[Sample]]:
+        for _ in range(50):  # on a busy machine all may have been sampled before anything could be read
+            if any(parts):
+                break
+            streamed = await engine.stream(
+                lambda number, token_ids: parts[number].extend(token_ids), prompt.token_ids, sampling, num_samples=4
+            )
+        return streamed, await engine.sample(prompt.token_ids, sampling, num_samples=4)
+
+    streamed, whole = asyncio.run(sample())
+    assert [one.token_ids for one in streamed] == [one.token_ids for one in whole]
+    assert any(parts)
+    for one, part in zip(streamed, parts, strict=True):
+        assert one.token_ids.tolist()[: len(part)] == part
+        assert_sampled_from(actor, prompt, one, 1.0)
+
+
 def test_greedy_completions_are_the_actors(engine: Engine, actor: Actor) -> None:
     for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, 1, GREEDY), strict=True):
         assert completion.token_ids.tolist() == actor.greedy(prompt, 12)

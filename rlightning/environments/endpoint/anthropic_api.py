@@ -8,16 +8,18 @@ from typing import Any
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import Reply, read_tools
 from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
-from rlightning.environments.endpoint.session import Answers, Session, ToolUse
-from rlightning.environments.messages import Message
+from rlightning.environments.endpoint.session import Session, ToolUse
+from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, TurnStream
+from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.foreign_text import cut_value
 
 OWN = ("messages", "system", "tools", "tool_choice")
 NAMES = {"stop_sequences": "stop"}
 CHOICES = {"auto": "auto", "none": "none"}
+EMPTY_TEXT = {"type": "text", "text": ""}
 
 
-async def create_message(session: Session, body: Mapping[str, Any]) -> Reply:
+async def create_message(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/messages``."""
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
     thinking = body.get("thinking") or {"type": "disabled"}
@@ -34,9 +36,13 @@ async def create_message(session: Session, body: Mapping[str, Any]) -> Reply:
         messages = list(_read_messages(body))
     with reading("tools"):
         tools = _read_tools(body, session.ignored)
-    answers = await session.chat(asked, messages, tools)
-    message = _write_message(answers, asked.stops, session.model)
-    return list(_stream(message)) if asked.stream else message
+    writer = MessageWriter(asked.stops, session.model)
+    stream = TurnStream(writer, emit) if asked.stream else None
+    answers = await session.chat(asked, messages, tools, stream)
+    if stream is None:
+        return writer.write(answers)
+    stream.end(answers)
+    return None
 
 
 def _read_messages(body: Mapping[str, Any]) -> Iterator[Message]:
@@ -92,49 +98,81 @@ def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
     return read_tools({"tools": tools, "tool_choice": CHOICES.get(str(choice.get("type")), choice)}, ignored)
 
 
-def _write_message(answers: Answers, stops: list[str], model: str) -> dict[str, Any]:
-    (turn,) = answers.turns
-    message, sample = turn.message, turn.sample
-    content: list[dict[str, Any]] = []
+def _write_content(message: AssistantMessage) -> Iterator[dict[str, Any]]:
+    """Yield the blocks of a turn."""
     if message.reasoning:
-        content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        yield {"type": "thinking", "thinking": message.reasoning, "signature": ""}
     if message.content:
-        content.append({"type": "text", "text": message.content})
+        yield {"type": "text", "text": message.content}
     for call in message.tool_calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
-    stop = next((stop for stop in stops if sample.finish_reason == "stop" and stop in sample.text), None)
-    reason = "max_tokens" if sample.is_truncated else "tool_use" if message.tool_calls else "end_turn"
-    return {
-        "id": f"msg_{secrets.token_hex(12)}",
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": content,
-        "stop_reason": reason if stop is None else "stop_sequence",
-        "stop_sequence": stop,
-        "usage": {"input_tokens": answers.num_prompt_tokens, "output_tokens": len(sample.token_ids)},
-    }
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
 
-def _stream(message: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
-    """Yield a message as the events of a stream."""
+def _event(kind: str, **fields: Any) -> Event:
+    return kind, {"type": kind, **fields}
 
-    def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-        return kind, {"type": kind, **fields}
 
-    start = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
-    yield event("message_start", message={**start, "usage": {**message["usage"], "output_tokens": 0}})
-    for index, block in enumerate(message["content"]):
-        field = {"text": "text", "thinking": "thinking", "tool_use": "input"}[block["type"]]
-        value = block[field]
-        yield event("content_block_start", index=index, content_block={**block, field: {} if field == "input" else ""})
-        delta = {
-            "text": {"type": "text_delta", "text": value},
-            "thinking": {"type": "thinking_delta", "thinking": value},
-            "input": {"type": "input_json_delta", "partial_json": json.dumps(value)},
-        }[field]
-        yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
-    ends = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-    yield event("message_delta", delta=ends, usage={"output_tokens": message["usage"]["output_tokens"]})
-    yield event("message_stop")
+class MessageWriter(BlockWriter):
+    """Writes a message, whole or as a stream; calls come in one part each.
+
+    Args:
+        stops: strings that end the turn, of the request.
+        model: its name.
+    """
+
+    def __init__(self, stops: list[str], model: str) -> None:
+        super().__init__()
+        self._stops = stops
+        self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+
+    def write(self, answers: Answers) -> dict[str, Any]:
+        """Return the whole message."""
+        (turn,) = answers.turns
+        sample = turn.sample
+        stop = next((stop for stop in self._stops if sample.finish_reason == "stop" and stop in sample.text), None)
+        reason = "max_tokens" if sample.is_truncated else "tool_use" if turn.message.tool_calls else "end_turn"
+        return {
+            **self._head,
+            "content": list(_write_content(turn.message)),
+            "stop_reason": reason if stop is None else "stop_sequence",
+            "stop_sequence": stop,
+            "usage": {"input_tokens": answers.num_prompt_tokens, "output_tokens": len(sample.token_ids)},
+        }
+
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+        """See :class:`EventWriter`."""
+        usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message={**self._head, **empty})
+
+    def end(self, answers: Answers) -> Iterator[Event]:
+        """See :class:`EventWriter`."""
+        whole, (turn,) = self.write(answers), answers.turns
+        yield from self.add(0, turn.message.reasoning or "", turn.message.content)
+        yield from self._switch(None)
+        for block in whole["content"]:
+            if block["type"] == "tool_use":
+                yield self._start({**block, "input": {}})
+                yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+                yield from self._end_block("call", "")
+                self._num_blocks += 1
+        ends = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=ends, usage={"output_tokens": whole["usage"]["output_tokens"]})
+        yield _event("message_stop")
+
+    def _begin_block(self, kind: str) -> Iterator[Event]:
+        is_thought = kind == "reasoning"
+        yield self._start({"type": "thinking", "thinking": "", "signature": ""} if is_thought else EMPTY_TEXT)
+
+    def _extend_block(self, kind: str, text: str) -> Iterator[Event]:
+        name = "thinking" if kind == "reasoning" else "text"
+        yield self._delta({"type": f"{name}_delta", name: text})
+
+    def _end_block(self, kind: str, text: str) -> Iterator[Event]:
+        yield _event("content_block_stop", index=self._num_blocks)
+
+    def _start(self, block: dict[str, Any]) -> Event:
+        return _event("content_block_start", index=self._num_blocks, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return _event("content_block_delta", index=self._num_blocks, delta=delta)

@@ -2,53 +2,51 @@
 
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.parameters import Asked, read_asked
-from rlightning.environments.endpoint.session import Answers, Session, ToolUse
+from rlightning.environments.endpoint.session import Session, ToolUse
+from rlightning.environments.endpoint.streaming import Answers, Emit, Event, EventWriter, TurnStream
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
 
-Reply = dict[str, Any] | list[tuple[str | None, Any]]
-"""A body, or the events of a stream: each with its name, where the API has one, and its data."""
+Reply = dict[str, Any] | None
+"""A body; None where all has been emitted as events of a stream."""
 DONE = (None, "[DONE]")
 
 
-async def complete_chat(session: Session, body: Mapping[str, Any]) -> Reply:
+async def complete_chat(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/chat/completions``."""
     others = ("messages", "tools", "tool_choice")
     asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=others)
     tools = read_tools(body, session.ignored)
-    answers = await session.chat(asked, body.get("messages"), tools)
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": session.model}
+    stream = TurnStream(ChatWriter(session, head, asked), emit) if asked.stream else None
+    answers = await session.chat(asked, body.get("messages"), tools, stream)
+    if stream is not None:
+        stream.end(answers)
+        return None
     choices = [_chat_choice(session, turn, asked, index) for index, turn in enumerate(answers.turns)]
-    if asked.stream:
-        return list(_stream(head, "chat.completion.chunk", map(_chat_deltas, choices), answers, asked))
     return {**head, "object": "chat.completion", "choices": choices, "usage": count_usage(answers)}
 
 
-async def complete_text(session: Session, body: Mapping[str, Any]) -> Reply:
+async def complete_text(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/completions``."""
     asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
-    answers = await session.complete(asked, _read_prompt(body.get("prompt")))
     head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": session.model}
-    choices = [
-        {
-            "index": index,
-            "text": turn.message.content,
-            "finish_reason": turn.sample.finish_reason,
-            "logprobs": _text_logprobs(session, turn) if asked.wants_logprobs else None,
-        }
-        for index, turn in enumerate(answers.turns)
-    ]
-    if asked.stream:
-        return list(_stream(head, "text_completion", ([choice] for choice in choices), answers, asked))
+    stream = TurnStream(TextWriter(session, head, asked), emit) if asked.stream else None
+    answers = await session.complete(asked, _read_prompt(body.get("prompt")), stream)
+    if stream is not None:
+        stream.end(answers)
+        return None
+    choices = [_text_choice(session, turn, asked, index) for index, turn in enumerate(answers.turns)]
     return {**head, "object": "text_completion", "choices": choices, "usage": count_usage(answers)}
 
 
-async def generate_tokens(session: Session, body: Mapping[str, Any]) -> Reply:
+async def generate_tokens(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/inference/v1/generate``: vLLM's route, with tokens named ``token_id:<id>`` as renderers reads them."""
     unknown = [name for name in body if name not in ("token_ids", "sampling_params", "model", "stream", "cache_salt")]
     if unknown:
@@ -122,26 +120,81 @@ def _chat_choice(session: Session, turn: RecordedTurn, asked: Asked, index: int)
     return {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
 
 
-def _chat_deltas(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a choice in parts, as a stream has them."""
-    message, index = choice["message"], choice["index"]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
-    deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls", ()))]
-    parts = [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
-    last = {"index": index, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
-    return [*parts, last]
+def _text_choice(session: Session, turn: RecordedTurn, asked: Asked, index: int) -> dict[str, Any]:
+    logprobs = _text_logprobs(session, turn) if asked.wants_logprobs else None
+    reason = turn.sample.finish_reason
+    return {"index": index, "text": turn.message.content, "finish_reason": reason, "logprobs": logprobs}
 
 
-def _stream(
-    head: dict[str, Any], kind: str, choices: Iterator[list[dict[str, Any]]], answers: Answers, asked: Asked
-) -> Iterator[tuple[str | None, Any]]:
-    for parts in choices:
-        for part in parts:
-            yield None, {**head, "object": kind, "choices": [part]}
-    if asked.stream_options.include_usage:
-        yield None, {**head, "object": kind, "choices": [], "usage": count_usage(answers)}
-    yield DONE
+class CompletionWriter(EventWriter):
+    """Writes the chunks of a completion's stream.
+
+    Args:
+        session: of the request.
+        head: what all chunks begin with.
+        asked: by the request.
+    """
+
+    kind: str
+
+    def __init__(self, session: Session, head: Mapping[str, Any], asked: Asked) -> None:
+        super().__init__()
+        self._session, self._head, self._asked = session, head, asked
+
+    def _chunk(self, *choices: dict[str, Any], **fields: Any) -> Event:
+        return None, {**self._head, "object": self.kind, "choices": choices, **fields}
+
+    @abstractmethod
+    def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
+        """Yield the last chunks of a choice."""
+
+    def end(self, answers: Answers) -> Iterator[Event]:
+        """See :class:`EventWriter`."""
+        for index, turn in enumerate(answers.turns):
+            yield from self.add(index, turn.message.reasoning or "", turn.message.content)
+            yield from self._end_choice(turn, index)
+        if self._asked.stream_options.include_usage:
+            yield self._chunk(usage=count_usage(answers))
+        yield DONE
+
+
+class ChatWriter(CompletionWriter):
+    """Of a chat: calls come in one chunk each, and log-probabilities with the last one."""
+
+    kind = "chat.completion.chunk"
+
+    def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
+        """See :class:`EventWriter`."""
+        if choice not in self._num_written:
+            yield self._delta(choice, {"role": "assistant", "content": ""})
+        new = self._take_new(choice, reasoning, content)
+        for name, text in zip(("reasoning_content", "content"), new, strict=True):
+            if text:
+                yield self._delta(choice, {name: text})
+
+    def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
+        choice = _chat_choice(self._session, turn, self._asked, index)
+        for number, call in enumerate(choice["message"].get("tool_calls", ())):
+            yield self._delta(index, {"tool_calls": [{"index": number, **call}]})
+        yield self._chunk({**{name: choice[name] for name in ("index", "finish_reason", "logprobs")}, "delta": {}})
+
+    def _delta(self, choice: int, delta: dict[str, Any]) -> Event:
+        return self._chunk({"index": choice, "delta": delta, "finish_reason": None, "logprobs": None})
+
+
+class TextWriter(CompletionWriter):
+    """Of a text."""
+
+    kind = "text_completion"
+
+    def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
+        """See :class:`EventWriter`."""
+        _, text = self._take_new(choice, reasoning, content)
+        if text:
+            yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})
+
+    def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
+        yield self._chunk({**_text_choice(self._session, turn, self._asked, index), "text": ""})
 
 
 def _token_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from typing import Any
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import Reply, count_usage, read_tools
 from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
-from rlightning.environments.endpoint.session import Answers, Session, ToolUse
+from rlightning.environments.endpoint.session import Session, ToolUse
+from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, TurnStream
 from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
 
@@ -24,7 +25,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Parameters of this route alone, by the values with which they change nothing."""
 
 
-async def respond(session: Session, body: Mapping[str, Any]) -> Reply:
+async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/responses``."""
     renamed = {NAMES.get(name, name): value for name, value in body.items() if value not in NEUTRAL.get(name, ())}
     refuse_choices(body)
@@ -35,10 +36,14 @@ async def respond(session: Session, body: Mapping[str, Any]) -> Reply:
         tools = _read_tools(body, session.ignored)
     instructions = body.get("instructions")
     head = [{"role": "system", "content": instructions}] if instructions else []
-    answers = await session.chat(asked, head + messages, tools)
-    response = _write_response(answers, body, session.model)
-    session.responses[response["id"]] = [*messages, answers.turns[0].message.to_message()]
-    return list(_stream(response)) if asked.stream else response
+    writer = ResponseWriter(body, session.model)
+    stream = TurnStream(writer, emit) if asked.stream else None
+    answers = await session.chat(asked, head + messages, tools, stream)
+    session.responses[writer.ids["resp"]] = [*messages, answers.turns[0].message.to_message()]
+    if stream is None:
+        return writer.write(answers)
+    stream.end(answers)
+    return None
 
 
 def _read_earlier(session: Session, body: Mapping[str, Any]) -> list[Message]:
@@ -90,76 +95,135 @@ def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
     return read_tools({"tools": functions, "tool_choice": body.get("tool_choice")}, ignored)
 
 
-def _write_response(answers: Answers, body: Mapping[str, Any], model: str) -> dict[str, Any]:
-    (turn,) = answers.turns
-    message, is_cut, usage = turn.message, turn.sample.is_truncated, count_usage(answers)
-    status = "incomplete" if is_cut else "completed"
-    output: list[dict[str, Any]] = []
-    if message.reasoning:
-        parts = [{"type": "reasoning_text", "text": message.reasoning}]
-        output.append({"id": _make_id("rs"), "type": "reasoning", "summary": [], "content": parts, "status": status})
-    if message.content or not message.tool_calls:
-        part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
-        item = {"id": _make_id("msg"), "type": "message", "role": "assistant", "content": [part], "status": status}
-        output.append(item)
-    for call in message.tool_calls:
-        named = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": status}
-        output.append({"id": _make_id("fc"), "type": "function_call", **named})
-    return {
-        "id": _make_id("resp"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": model,
-        "status": status,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "error": None,
-        "output": output,
-        "instructions": body.get("instructions"),
-        "tools": body.get("tools") or [],
-        "tool_choice": body.get("tool_choice") or "auto",
-        "parallel_tool_calls": True,
-        "previous_response_id": body.get("previous_response_id"),
-        "metadata": body.get("metadata") or {},
-        "temperature": body.get("temperature"),
-        "top_p": body.get("top_p"),
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        },
-    }
+class _Ids(dict[str, str]):
+    """Of the parts of a response, by kind, each made when it is needed first."""
+
+    def __missing__(self, kind: str) -> str:
+        self[kind] = _make_id(kind)
+        return self[kind]
 
 
-def _stream(response: dict[str, Any]) -> Iterator[tuple[str | None, Any]]:
-    """Yield a response as the events of a stream."""
-    numbers = count()
+class ResponseWriter(BlockWriter):
+    """Writes a response, whole or as a stream; calls come in one part each.
 
-    def event(kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-        return kind, {"type": kind, "sequence_number": next(numbers), **fields}
+    Args:
+        body: of the request.
+        model: its name.
 
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield event("response.created", response=begun)
-    for index, item in enumerate(response["output"]):
-        place = {"output_index": index, "item_id": item["id"]}
-        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield event("response.output_item.added", output_index=index, item={**item, **empty, "status": "in_progress"})
-        if item["type"] == "function_call":
-            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            yield event(
-                "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
-            )
-        else:
-            (part,), at = item["content"], {**place, "content_index": 0}
-            kind = "output_text" if part["type"] == "output_text" else "reasoning_text"
-            extra: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-            yield event("response.content_part.added", **at, part={**part, "text": ""})
-            yield event(f"response.{kind}.delta", **at, delta=part["text"], **extra)
-            yield event(f"response.{kind}.done", **at, text=part["text"], **extra)
-            yield event("response.content_part.done", **at, part=part)
-        yield event("response.output_item.done", output_index=index, item=item)
-    yield event(f"response.{response['status']}", response=response)
+    Attributes:
+        ids: of the response ("resp") and its parts.
+    """
+
+    def __init__(self, body: Mapping[str, Any], model: str) -> None:
+        super().__init__()
+        self.ids = _Ids()
+        self._numbers = count()
+        self._head = {
+            "id": self.ids["resp"],
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "instructions": body.get("instructions"),
+            "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "parallel_tool_calls": True,
+            "previous_response_id": body.get("previous_response_id"),
+            "metadata": body.get("metadata") or {},
+            "temperature": body.get("temperature"),
+            "top_p": body.get("top_p"),
+        }
+
+    def write(self, answers: Answers) -> dict[str, Any]:
+        """Return the whole response."""
+        (turn,) = answers.turns
+        message, is_cut, usage = turn.message, turn.sample.is_truncated, count_usage(answers)
+        status = "incomplete" if is_cut else "completed"
+        output: list[dict[str, Any]] = []
+        if message.reasoning:
+            output.append(self._item("reasoning", message.reasoning, status))
+        if message.content or not message.tool_calls:
+            output.append(self._item("content", message.content, status))
+        for call in message.tool_calls:
+            named = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": status}
+            output.append({"id": _make_id("fc"), "type": "function_call", **named})
+        return {
+            **self._head,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": output,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+        """See :class:`EventWriter`."""
+        begun: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield self._event("response.created", response={**self._head, **begun})
+
+    def end(self, answers: Answers) -> Iterator[Event]:
+        """See :class:`EventWriter`."""
+        response, (turn,) = self.write(answers), answers.turns
+        yield from self.add(0, turn.message.reasoning or "", turn.message.content)
+        if not turn.message.content and not turn.message.tool_calls:
+            yield from self._switch("content")
+        yield from self._switch(None)
+        for item in response["output"]:
+            if item["type"] == "function_call":
+                yield from self._write_call(item)
+                self._num_blocks += 1
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _write_call(self, item: dict[str, Any]) -> Iterator[Event]:
+        place, arguments = {"output_index": self._num_blocks, "item_id": item["id"]}, item["arguments"]
+        yield self._place_item("added", {**item, "arguments": "", "status": "in_progress"})
+        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
+        yield self._place_item("done", item)
+
+    def _begin_block(self, kind: str) -> Iterator[Event]:
+        yield self._place_item("added", {**self._item(kind, "", "in_progress"), "content": []})
+        yield self._event("response.content_part.added", **self._place(kind), part=_part(kind, ""))
+
+    def _extend_block(self, kind: str, text: str) -> Iterator[Event]:
+        yield self._text_event(kind, "delta", delta=text)
+
+    def _end_block(self, kind: str, text: str) -> Iterator[Event]:
+        yield self._text_event(kind, "done", text=text)
+        yield self._event("response.content_part.done", **self._place(kind), part=_part(kind, text))
+        yield self._place_item("done", self._item(kind, text, "completed"))
+
+    def _item(self, kind: str, text: str, status: str) -> dict[str, Any]:
+        content = [_part(kind, text)]
+        if kind == "reasoning":
+            return {"id": self.ids["rs"], "type": "reasoning", "summary": [], "content": content, "status": status}
+        return {"id": self.ids["msg"], "type": "message", "role": "assistant", "content": content, "status": status}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return kind, {"type": kind, "sequence_number": next(self._numbers), **fields}
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        item = self.ids["rs" if kind == "reasoning" else "msg"]
+        return {"output_index": self._num_blocks, "item_id": item, "content_index": 0}
+
+    def _place_item(self, what: str, item: dict[str, Any]) -> Event:
+        return self._event(f"response.output_item.{what}", output_index=self._num_blocks, item=item)
+
+    def _text_event(self, kind: str, what: str, **text: str) -> Event:
+        extra: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+        name = "reasoning_text" if kind == "reasoning" else "output_text"
+        return self._event(f"response.{name}.{what}", **self._place(kind), **text, **extra)
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _make_id(kind: str) -> str:

@@ -15,6 +15,7 @@ from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.openai_api import Reply
 from rlightning.environments.endpoint.session import Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
+from rlightning.environments.endpoint.streaming import Emit, Event
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Route = Callable[[Session, Mapping[str, Any]], Awaitable[Reply]]
+ANTHROPIC = "/v1/messages"
+Route = Callable[[Session, Mapping[str, Any], Emit], Awaitable[Reply]]
 ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": openai_api.complete_chat,
     "/v1/completions": openai_api.complete_text,
     "/v1/responses": responses_api.respond,
-    "/v1/messages": anthropic_api.create_message,
+    ANTHROPIC: anthropic_api.create_message,
     "/inference/v1/generate": openai_api.generate_tokens,
 }
 LOOPBACK = "127.0.0.1"
@@ -196,25 +198,20 @@ class Endpoint:
         models = Path_("/v1/models", partial(self._answer, None), methods=["GET"])
         return Starlette(routes=[*posts, models], exception_handlers={404: _answer_unknown, 405: _answer_unknown})
 
-    async def _answer(self, route: Route | None, request: "Request") -> "Response":
-        from starlette.responses import JSONResponse, Response
+    async def _answer(self, route: Route | None, request: "Request") -> "Response | EventResponse":
+        from starlette.responses import JSONResponse
 
-        is_anthropic = request.url.path == "/v1/messages"
+        is_anthropic = request.url.path == ANTHROPIC
         try:
             session = await self._authenticate(request.headers, is_reading=route is None)
             if route is None:
                 return JSONResponse(openai_api.list_models(session))
             body = await self._read_body(request)
-            reply = await self._run(route, session, body, request)
+            return await self._run(route, session, body, request)
         except APIError as error:
             shape = error.to_anthropic() if is_anthropic else error.to_openai()
             # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
             return JSONResponse(shape, error.status, headers={"x-should-retry": "false"})
-        if reply is None:
-            return Response(status_code=499)  # the client has gone
-        if isinstance(reply, list):
-            return Response("".join(map(_write_event, reply)), media_type="text/event-stream")
-        return JSONResponse(reply)
 
     async def _authenticate(self, headers: Mapping[str, str], *, is_reading: bool) -> Session:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
@@ -245,33 +242,120 @@ class Endpoint:
             raise APIError("The request has to be a JSON object.")
         return body
 
-    async def _run(self, route: Route, session: Session, body: Mapping[str, Any], request: "Request") -> Reply | None:
-        """Return what a route answers; None if the client has gone before."""
+    async def _run(
+        self, route: Route, session: Session, body: Mapping[str, Any], request: "Request"
+    ) -> "Response | EventResponse":
+        """Return what a route answers, or a response that goes on to run it."""
+        from starlette.responses import JSONResponse, Response
+
         if session.failure.done():
             raise APIError("The session has failed; its trajectory is over.", 500)
         if len(session.requests) >= self.max_requests:
             raise APIError(f"{self.max_requests} requests of the session are under way.", 429)
-        work = asyncio.ensure_future(_call(route, session, body))
-        session.requests.add(work)
-        work.add_done_callback(session.requests.discard)
-        gone = asyncio.ensure_future(_wait_until_gone(request))
+        work = RouteWork(route, session, body, request)
+        is_streamed = False
         try:
-            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                session.num_abandoned += 1
-                return None
-            if work.cancelled():
-                raise APIError("The session was closed.", 503)
-            return work.result()
+            event = await work.next_event()
+            if event is not None:
+                is_streamed = True
+                return EventResponse(work, event, _anthropic_error if route is ROUTES[ANTHROPIC] else _openai_error)
+            reply = work.result()
+            return Response(status_code=499) if work.is_abandoned else JSONResponse(reply)
         finally:
-            gone.cancel()
-            work.cancel()
+            if not is_streamed:
+                work.end()
 
 
-async def _call(route: Route, session: Session, body: Mapping[str, Any]) -> Reply:
+class RouteWork:
+    """A route at work on a request, which ends if the client goes away.
+
+    Attributes:
+        is_abandoned: whether the client has gone before the end.
+    """
+
+    def __init__(self, route: Route, session: Session, body: Mapping[str, Any], request: "Request") -> None:
+        self.is_abandoned = False
+        self._session = session
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._work = asyncio.ensure_future(_call(route, session, body, self._events.put_nowait))
+        self._gone = asyncio.ensure_future(_wait_until_gone(request))
+        session.requests.add(self._work)
+        self._work.add_done_callback(session.requests.discard)
+        for one in (self._work, self._gone):
+            one.add_done_callback(lambda _: self._events.put_nowait(None))
+
+    async def next_event(self) -> Event | None:
+        """Return the next event of a stream; None when there are no more."""
+        event = await self._events.get()
+        if self._gone.done() and not self._work.done():
+            self.is_abandoned = True
+            self._session.num_abandoned += 1
+            self.end()
+            return None
+        return event
+
+    def result(self) -> Reply:
+        """Return the route's reply, after the last event.
+
+        Raises:
+            APIError: it has failed.
+        """
+        if self.is_abandoned:
+            return None
+        if self._work.cancelled():
+            raise APIError("The session was closed.", 503)
+        return self._work.result()
+
+    def end(self) -> None:
+        """Cancel what is under way."""
+        self._gone.cancel()
+        self._work.cancel()
+
+
+class EventResponse:
+    """An ASGI response that sends the events of a stream as they come.
+
+    Args:
+        work: that makes them.
+        first: of them.
+        to_error: returns the event of an error.
+    """
+
+    def __init__(self, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
+        self._work, self._first, self._to_error = work, first, to_error
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send all of them, or until the client has gone."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            event: Event | None = self._first
+            while event is not None:
+                await send({"type": "http.response.body", "body": _write_event(event), "more_body": True})
+                event = await self._work.next_event()
+            try:
+                self._work.result()
+            except APIError as error:
+                await send(
+                    {"type": "http.response.body", "body": _write_event(self._to_error(error)), "more_body": True}
+                )
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._work.end()
+
+
+def _anthropic_error(error: APIError) -> Event:
+    return "error", error.to_anthropic()
+
+
+def _openai_error(error: APIError) -> Event:
+    return None, error.to_openai()
+
+
+async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Call a route; what fails, other than by the request itself, ends the session."""
     try:
-        return await route(session, body)
+        return await route(session, body, emit)
     except LimitReachedError as error:
         limit = session.policy.max_length
         raise APIError(
@@ -298,10 +382,10 @@ async def _answer_unknown(request: "Request", error: Exception) -> "Response":
     return JSONResponse(APIError(f"There is no {path}; there are {', '.join(ROUTES)}.", 404).to_openai(), 404)
 
 
-def _write_event(event: tuple[str | None, Any]) -> str:
+def _write_event(event: Event) -> bytes:
     name, data = event
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+    return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
 
 
 def _import_server() -> Any:

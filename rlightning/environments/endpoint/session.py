@@ -3,17 +3,21 @@
 import asyncio
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, received_message, to_json
 from rlightning.environments.endpoint.parameters import Asked, to_sampling
+from rlightning.environments.endpoint.streaming import Answers, TurnStream
 from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.partial_message import PartialMessage, TokenText
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
+from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_tokens
 from rlightning.types.trajectory import Sample
 
 
@@ -27,18 +31,6 @@ class ToolUse(NamedTuple):
 
     schemas: list[Message] | None
     are_called: bool
-
-
-class Answers(NamedTuple):
-    """What a request is answered with.
-
-    Attributes:
-        turns: one a choice; their messages are as the client gets them.
-        num_prompt_tokens: that the policy read.
-    """
-
-    turns: list[RecordedTurn]
-    num_prompt_tokens: int
 
 
 class Session:
@@ -81,13 +73,14 @@ class Session:
         for request in self.requests:
             request.cancel()
 
-    async def chat(self, asked: Asked, messages: Any, tool_use: ToolUse) -> Answers:
+    async def chat(self, asked: Asked, messages: Any, tool_use: ToolUse, stream: TurnStream | None = None) -> Answers:
         """Answer a conversation.
 
         Args:
             asked: by the request.
             messages: of it.
             tool_use: its tools.
+            stream: gets the turns as they are sampled, and is left to be ended; None: it comes whole.
 
         Raises:
             APIError: the messages cannot be rendered.
@@ -97,31 +90,56 @@ class Session:
         found = self._without_dropped_reasoning(self._histories.find(known, tools_key), cleaned, tools)
         new = cleaned[len(cleaned) - found.num_new :]
         history = self._render(found, cleaned, new, tools)
-        number = self.policy.num_requested
+        number, read_tools = self.policy.num_requested, tools if tool_use.are_called else None
+        if stream is not None:
+            begin = self.policy.chat_format.begin_message
+            parts = [begin(read_tools, prompt_ids=history, stops=asked.stops) for _ in range(asked.n)]
+            stream.expect(parts, len(history))
 
         def read(sample: Sample) -> AssistantMessage:
-            return self._read(sample, history, tools if tool_use.are_called else None, asked.stops, number)
+            message = self._read(sample, history, read_tools, asked.stops, number)
+            return message if stream is None else stream.finish(message)
 
         turns = await self.policy.sample_turns(
-            history, self._sampling(asked), num_samples=asked.n, reason=found.reason, observations=new, read=read
+            history,
+            self._sampling(asked),
+            num_samples=asked.n,
+            reason=found.reason,
+            observations=new,
+            read=read,
+            on_tokens=None if stream is None else stream.add_tokens,
         )
         for turn in turns:
             self._histories.add(known, tools_key, turn, received_message(turn.message))
         return Answers(turns, len(history))
 
-    async def complete(self, asked: Asked, prompt: str | list[int]) -> Answers:
+    async def complete(self, asked: Asked, prompt: str | list[int], stream: TurnStream | None = None) -> Answers:
         """Continue a text, or tokens. A text that begins with an earlier one goes on from its tokens."""
         history = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         if not history:
             raise APIError("prompt: the prompt has no token.", param="prompt")
 
-        def read(sample: Sample) -> AssistantMessage:
-            return AssistantMessage(cut_at_stops(sample.text, asked.stops))
+        if stream is not None:
+            stream.expect([self._begin_text(history, asked.stops) for _ in range(asked.n)], len(history))
 
-        turns = await self.policy.sample_turns(history, self._sampling(asked), num_samples=asked.n, read=read)
+        def read(sample: Sample) -> AssistantMessage:
+            message = AssistantMessage(cut_at_stops(sample.text, asked.stops))
+            return message if stream is None else stream.finish(message)
+
+        turns = await self.policy.sample_turns(
+            history,
+            self._sampling(asked),
+            num_samples=asked.n,
+            read=read,
+            on_tokens=None if stream is None else stream.add_tokens,
+        )
         if isinstance(prompt, str):
             self._texts += [(prompt + turn.message.content, turn) for turn in turns]
         return Answers(turns, len(history))
+
+    def _begin_text(self, history: list[int], stops: Sequence[str]) -> PartialMessage:
+        text = TokenText(partial(decode_tokens, self.policy.chat_format.tokenizer), history[-CONTEXT_TOKENS:])
+        return PartialMessage(text, reads_thought=False, stops=stops)
 
     def decode(self, token_id: int) -> str:
         """Return the text of a token."""

@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -59,6 +60,37 @@ def describe_refusal(error: Exception) -> str:
     return cut_line(gist)
 
 
+class TokenStream:
+    """The samples of a request while they are being sampled, for one reader."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, Any] = {}
+        self._num_read: Counter[int] = Counter()
+        self._changed = asyncio.Event()
+
+    @property
+    def outputs(self) -> list[Any]:
+        """vLLM's newest one of each sample, with all of its tokens."""
+        return [self._outputs[number] for number in sorted(self._outputs)]
+
+    def add(self, outputs: Iterable[Any]) -> None:
+        """Take in what vLLM has of some samples."""
+        self._outputs |= {output.index: output for output in outputs}
+        self._changed.set()
+
+    async def read(self) -> list[tuple[int, list[int]]]:
+        """Return what is new since the last call, see :meth:`VLLMServer.read_tokens`."""
+        read: list[tuple[int, list[int]]] = []
+        while not read:
+            await self._changed.wait()
+            self._changed.clear()
+            for number, output in self._outputs.items():
+                token_ids = list(output.token_ids[self._num_read[number] :])
+                self._num_read[number] += len(token_ids)
+                read += [(number, token_ids)] if token_ids else []
+        return read
+
+
 class VLLMServer:
     """One AsyncLLM, and the methods that a trainer may call on it.
 
@@ -72,6 +104,7 @@ class VLLMServer:
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
         self.versions = TokenVersions()
+        self._streams: dict[str, TokenStream] = {}
         self._num_requests = self._num_updates = 0
         self._is_asleep = self._is_updating = False
         self._adapter = adapter_request() if engine.vllm_config.lora_config is not None else None
@@ -80,8 +113,15 @@ class VLLMServer:
         self._transition = asyncio.Lock()
         """Held while an update begins or ends."""
 
-    async def generate(self, token_ids: Sequence[int], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: dict[str, Any], stream: str | None = None
+    ) -> list[dict[str, Any]]:
         """Sample completions of one prompt.
+
+        Args:
+            token_ids: [P], of the prompt.
+            sampling: of vLLM's SamplingParams.
+            stream: a name for :meth:`read_tokens`, which is called meanwhile; None: it is not.
 
         Returns:
             For each its tokens, their log-probabilities and the versions of the weights that sampled them, what ended
@@ -91,10 +131,17 @@ class VLLMServer:
             **sampling,
             logprobs=0,
             flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY if stream is None else RequestOutputKind.CUMULATIVE,
             detokenize=bool(sampling.get("stop")),
         )
-        output, versions = await self._run(token_ids, params, has_versions=True)
+        if stream is None:
+            output, versions = await self._run(token_ids, params, has_versions=True)
+        else:
+            tokens = self._streams.setdefault(stream, TokenStream())
+            try:
+                output, versions = await self._run(token_ids, params, has_versions=True, stream=tokens)
+            finally:
+                self._streams.pop(stream, None)
         return [
             {
                 "token_ids": np.asarray(one.token_ids, np.int64),
@@ -106,6 +153,19 @@ class VLLMServer:
             }
             for one, one_versions in zip(output.outputs, versions, strict=True)
         ]
+
+    async def read_tokens(self, stream: str) -> list[tuple[int, list[int]]]:
+        """Return the numbers of samples and their tokens since the last call, as soon as there are any.
+
+        Args:
+            stream: given to :meth:`generate`, which may come later. The call is cancelled once that has ended.
+        """
+        tokens = self._streams.setdefault(stream, TokenStream())
+        try:
+            return await tokens.read()
+        except asyncio.CancelledError:
+            self._streams.pop(stream, None)
+            raise
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token given those before it; 0 for the first."""
@@ -191,7 +251,12 @@ class VLLMServer:
         await self.engine.collective_rpc("rl_ping")
 
     async def _run(
-        self, token_ids: Sequence[int], params: SamplingParams, *, has_versions: bool
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        has_versions: bool,
+        stream: TokenStream | None = None,
     ) -> tuple[Any, list[NDArray[np.int32]]]:
         """vLLM's output for one prompt and, if it ``has_versions``, those of each sample's tokens."""
         self._num_requests += 1
@@ -206,6 +271,12 @@ class VLLMServer:
                 prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._num_updates)}
                 collector = await self.engine.add_request(request_id, prompt, params, lora_request=self._adapter)
             output: Any = await collector.get()  # FINAL_ONLY: there is one
+            if stream is not None:
+                stream.add(output.outputs)
+                while not output.finished:
+                    output = await collector.get()
+                    stream.add(output.outputs)
+                output.outputs = stream.outputs
             lengths = [len(one.token_ids) for one in output.outputs]
         except asyncio.CancelledError:
             # vLLM's own name for the request makes it forget the samples that have finished, too.

@@ -1,0 +1,144 @@
+"""Answers in parts: the events of a stream, as the turns of a request are sampled."""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rlightning.environments.messages import AssistantMessage
+from rlightning.environments.partial_message import PartialMessage
+from rlightning.environments.recorder import RecordedTurn
+
+Event = tuple[str | None, Any]
+"""Of a stream: its name, where the API has one, and its data."""
+Emit = Callable[[Event], None]
+
+
+class Answers(NamedTuple):
+    """What a request is answered with.
+
+    Attributes:
+        turns: one a choice; their messages are as the client gets them.
+        num_prompt_tokens: that the policy read.
+    """
+
+    turns: list[RecordedTurn]
+    num_prompt_tokens: int
+
+
+class EventWriter(ABC):
+    """Writes the answer to one request in the form of an API's stream. Texts are those from the begin of a turn."""
+
+    def __init__(self) -> None:
+        self._num_written: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+
+    def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
+        """Return what comes before all else."""
+        return ()
+
+    @abstractmethod
+    def add(self, choice: int, reasoning: str, content: str) -> Iterable[Event]:
+        """Return what comes as soon as so much of a choice is certain."""
+
+    @abstractmethod
+    def end(self, answers: Answers) -> Iterable[Event]:
+        """Return what comes when all choices are whole."""
+
+    def _take_new(self, choice: int, reasoning: str, content: str) -> tuple[str, str]:
+        """Return the parts of a choice's texts that have not been written yet."""
+        num_reasoning, num_content = self._num_written[choice]
+        self._num_written[choice] = len(reasoning), len(content)
+        return reasoning[num_reasoning:], content[num_content:]
+
+
+class TurnStream:
+    """Emits the events of one request's stream. The first comes with the first token, so that errors may come before.
+
+    Args:
+        writer: of the events.
+        emit: called with each.
+    """
+
+    def __init__(self, writer: EventWriter, emit: Emit) -> None:
+        self._writer, self._emit = writer, emit
+        self._messages: Sequence[PartialMessage | None] = ()
+        self._num_prompt_tokens = self._num_finished = 0
+        self._has_begun = False
+
+    def expect(self, messages: Sequence[PartialMessage | None], num_prompt_tokens: int) -> None:
+        """Take in what is about to be sampled.
+
+        Args:
+            messages: one a choice; None for one that is read only when it is whole.
+            num_prompt_tokens: that the policy reads.
+        """
+        self._messages, self._num_prompt_tokens = messages, num_prompt_tokens
+
+    def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
+        """Take in the next tokens of a choice."""
+        self._begin()
+        message = self._messages[number]
+        if message is not None and message.add(token_ids):
+            self._emit_all(self._writer.add(number, message.reasoning, message.content))
+
+    def finish(self, message: AssistantMessage) -> AssistantMessage:
+        """Return the next choice's whole message as the client gets it, which has read a part of it."""
+        partial = self._messages[self._num_finished]
+        self._num_finished += 1
+        return message if partial is None else partial.finish(message)
+
+    def end(self, answers: Answers) -> None:
+        """Emit the rest."""
+        self._begin()
+        self._emit_all(self._writer.end(answers))
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._emit_all(self._writer.begin(self._num_prompt_tokens))
+
+    def _emit_all(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._emit(event)
+
+
+class BlockWriter(EventWriter):
+    """Writes a stream whose turn comes in blocks one after the other: reasoning, text, calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: str | None = None
+        self._texts = {"reasoning": "", "content": ""}
+        self._num_blocks = 0
+
+    @abstractmethod
+    def _begin_block(self, kind: str) -> Iterable[Event]:
+        """Return what opens a block of reasoning or content, number ``_num_blocks``."""
+
+    @abstractmethod
+    def _extend_block(self, kind: str, text: str) -> Iterable[Event]:
+        """Return what adds text to it."""
+
+    @abstractmethod
+    def _end_block(self, kind: str, text: str) -> Iterable[Event]:
+        """Return what closes it; the text is all of it."""
+
+    def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
+        """See :class:`EventWriter`."""
+        new = self._take_new(choice, reasoning, content)
+        for kind, text in zip(("reasoning", "content"), new, strict=True):
+            if text:
+                yield from self._switch(kind)
+                self._texts[kind] += text
+                yield from self._extend_block(kind, text)
+
+    def _switch(self, kind: str | None) -> Iterator[Event]:
+        """Close the block that is open, and open another; None: none."""
+        if kind == self._open:
+            return
+        if self._open is not None:
+            yield from self._end_block(self._open, self._texts[self._open])
+            self._num_blocks += 1
+        self._open = kind
+        if kind is not None:
+            yield from self._begin_block(kind)

@@ -1,0 +1,114 @@
+"""What a turn of the policy's says while it is still being sampled: as much as later tokens cannot change."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from rlightning.environments.messages import AssistantMessage
+from rlightning.environments.tool_formats import OPEN_THOUGHT, split_thought
+from rlightning.rollout.detokenize import UNFINISHED
+
+OPEN_MARK = re.compile(r"[<\[][^\s>\]]{0,40}\Z")
+"""At the end of a text, what may become the mark of a tool call or of the end of a thought."""
+
+
+class TokenText:
+    """The text of tokens that come one after the other, without halves of characters.
+
+    Args:
+        decode: returns the text of tokens.
+        context: tokens before them, which some tokenizers decode the first ones by.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._token_ids = list(context)
+        self._start, self._end = 0, len(self._token_ids)
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Return the text that tokens add; what ends within a character comes with the next ones."""
+        self._token_ids += token_ids
+        before = self._decode(self._token_ids[self._start : self._end])
+        text = self._decode(self._token_ids[self._start :])
+        if text.endswith(UNFINISHED) or not text.startswith(before):
+            return ""
+        self._start, self._end = self._end, len(self._token_ids)
+        return text[len(before) :]
+
+
+class PartialMessage:
+    """A turn of the policy's of which the first tokens are there.
+
+    Args:
+        text: of its tokens.
+        hidden_ids: tokens that are no part of the text.
+        reads_thought: whether reasoning is told apart.
+        in_thought: whether the turn begins inside of a thought.
+        is_stripped: whether the whole message has no white space at its ends.
+        call_start: what tool calls begin with; nothing from there on is certain. None: calls are text.
+        stops: strings that end the text; they are no part of it.
+
+    Attributes:
+        reasoning: as far as it is certain.
+        content: as far as it is certain.
+    """
+
+    def __init__(
+        self,
+        text: TokenText,
+        *,
+        hidden_ids: frozenset[int] = frozenset(),
+        reads_thought: bool = True,
+        in_thought: bool = False,
+        is_stripped: bool = False,
+        call_start: re.Pattern[str] | None = None,
+        stops: Sequence[str] = (),
+    ) -> None:
+        self.reasoning = self.content = ""
+        self._tokens, self._hidden_ids, self._stops = text, hidden_ids, stops
+        self._reads_thought, self._in_thought, self._is_stripped = reads_thought, in_thought, is_stripped
+        self._call_start = call_start
+        self._text = ""
+
+    def add(self, token_ids: Sequence[int]) -> bool:
+        """Take in the next tokens; return whether more is certain now."""
+        self._text += self._tokens.add([token for token in token_ids if token not in self._hidden_ids])
+        before = self.reasoning, self.content
+        if not self._reads_thought:
+            self.content = self._certain_content(self._text)
+        elif not OPEN_THOUGHT.startswith(self._text.strip()):
+            reasoning, content = split_thought(self._text, in_thought=self._in_thought)
+            if reasoning is not None:
+                self.reasoning = self._strip(reasoning if content is not None else _without_open_end(reasoning))
+            if content is not None:
+                self.content = self._certain_content(self._strip(content))
+        return before != (self.reasoning, self.content)
+
+    def finish(self, message: AssistantMessage) -> AssistantMessage:
+        """Return the whole message, as a client gets it that has read what was certain."""
+        return message._replace(
+            content=_continue(self.content, message.content),
+            reasoning=_continue(self.reasoning, message.reasoning or "") or message.reasoning,
+        )
+
+    def _certain_content(self, text: str) -> str:
+        begun = None if self._call_start is None else self._call_start.search(text)
+        certain = _without_open_end(text if begun is None else text[: begun.start()])
+        for stop in self._stops:
+            found = certain.find(stop)
+            is_open = (length for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length]))
+            end = found if found >= 0 else len(text) - next(is_open, 0)
+            certain = certain[:end]
+        return certain
+
+    def _strip(self, text: str) -> str:
+        return text.lstrip() if self._is_stripped else text
+
+
+def _without_open_end(text: str) -> str:
+    """Return a text without what may become a mark, and without the white space in front of it, which may go then."""
+    return OPEN_MARK.sub("", text).rstrip()
+
+
+def _continue(certain: str, whole: str) -> str:
+    """Return a whole text, but beginning with what was certain, should a parser read it otherwise."""
+    return whole if whole.startswith(certain) else certain

@@ -1,0 +1,241 @@
+"""Streams of the endpoint: text comes while it is sampled, and what is recorded is what was sampled."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from agent_cases import StreamingSampler, connect, finish, make_policy, run, serve, trained
+from chat_templates import make_tokenizer
+
+from rlightning.environments.policy import RecordedPolicy
+from rlightning.errors import EngineError
+
+END = "<|im_end|>"
+USER: dict[str, Any] = {"role": "user", "content": "1+2?"}
+TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
+SAID = f"<think>\nhm, 1\u00bd\n</think>\n\nLet me \U0001f914 see.\n{CALL}"
+REASONING, CONTENT = "hm, 1\u00bd", "Let me \U0001f914 see."
+
+
+def make(*said: str, num_held: int = 1, **arguments: Any) -> tuple[RecordedPolicy, StreamingSampler, Any]:
+    tokenizer = make_tokenizer("qwen3")
+    sampler = StreamingSampler(tokenizer, *said, end=END)
+    sampler.num_held = num_held
+    return make_policy(sampler, tokenizer, **arguments), sampler, tokenizer
+
+
+Parts = AsyncIterator[tuple[str, str]]
+
+
+async def read_chat(base_url: str, key: str) -> Parts:
+    """The kinds and texts of what a client gets, one after the other."""
+    tool: Any = {"type": "function", "function": TOOL}
+    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key) as client:
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
+        create: Any = client.chat.completions.create
+        async for chunk in await create(model="any", messages=[USER], tools=[tool], **options):
+            for choice in chunk.choices:
+                yield "reasoning", getattr(choice.delta, "reasoning_content", None) or ""
+                yield "content", choice.delta.content or ""
+                for call in choice.delta.tool_calls or []:
+                    yield "call", call.function.arguments
+                if choice.finish_reason:
+                    yield "end", choice.finish_reason
+                    yield "num_logprobs", str(len(choice.logprobs.content))
+            if chunk.usage:
+                yield "usage", str(chunk.usage.completion_tokens)
+
+
+async def read_responses(base_url: str, key: str) -> Parts:
+    kinds = {
+        "response.reasoning_text.delta": "reasoning",
+        "response.output_text.delta": "content",
+        "response.function_call_arguments.delta": "call",
+    }
+    tool: Any = {"type": "function", "strict": False, **TOOL}
+    async with (
+        openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key) as client,
+        client.responses.stream(model="any", input="1+2?", tools=[tool]) as events,
+    ):
+        async for event in events:
+            if event.type in kinds:
+                yield kinds[event.type], str(event.delta)  # type: ignore[union-attr]
+        final = await events.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.output_text == CONTENT and final.usage is not None
+    yield "usage", str(final.usage.output_tokens)
+
+
+async def read_messages(base_url: str, key: str) -> Parts:
+    tool = {"name": "add", "description": "Add.", "input_schema": TOOL["parameters"]}
+    kinds = {"thinking": "reasoning", "text": "content"}
+    async with anthropic.AsyncAnthropic(base_url=base_url, api_key=key) as client:
+        arguments: Any = {"model": "any", "max_tokens": 999, "messages": [USER], "tools": [tool]}
+        async with client.messages.stream(**arguments) as events:
+            async for event in events:
+                if event.type in kinds:
+                    yield kinds[event.type], getattr(event, event.type)
+            final = await events.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+    yield "call", json.dumps(final.content[2].input)  # type: ignore[union-attr]
+    yield "end", "tool_calls" if final.stop_reason == "tool_use" else str(final.stop_reason)
+    yield "usage", str(final.usage.output_tokens)
+
+
+async def read_texts(base_url: str, key: str) -> Parts:
+    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key) as client:
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        async for chunk in await client.completions.create(model="any", prompt="1+2?", **options):
+            for choice in chunk.choices:
+                yield "content", choice.text
+            if chunk.usage:
+                yield "usage", str(chunk.usage.completion_tokens)
+
+
+Read = Callable[[str, str], Parts]
+
+
+@pytest.mark.parametrize("read", [read_chat, read_responses, read_messages, read_texts])
+def test_text_comes_while_it_is_sampled(read: Read) -> None:
+    policy, sampler, tokenizer = make(SAID)
+    got: dict[str, list[str]] = {}
+
+    async def talk() -> None:
+        async with serve(policy) as (session, url):
+            async for kind, text in read(url, session.key):
+                got.setdefault(kind, []).append(text)
+                if CONTENT in "".join(got.get("content", ())):
+                    sampler.released.set()  # the text was there before the sampler was done
+
+    asyncio.run(asyncio.wait_for(talk(), 60))
+    joined = {kind: "".join(texts) for kind, texts in got.items()}
+    if read is read_texts:
+        assert joined["content"] == SAID
+    else:
+        assert (joined["reasoning"], joined["content"]) == (REASONING, CONTENT)
+        assert json.loads(joined["call"]) == {"a": 1, "b": 2} and len(got["call"]) == 1
+        assert joined.get("end", "tool_calls") == "tool_calls"
+    assert len([text for text in got["content"] if text]) > 3
+    assert not any("\ufffd" in text for texts in got.values() for text in texts)
+    num_tokens = len(tokenizer(SAID + END).input_ids)
+    assert joined["usage"] == str(num_tokens) == joined.get("num_logprobs", joined["usage"])
+    assert trained(finish(policy), tokenizer) == [SAID + END]
+
+
+def test_choices_of_a_stream_are_told_apart() -> None:
+    policy, sampler, tokenizer = make("One two three.", "Four five six.")
+    sampler.released.set()
+    texts = ["", ""]
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        messages: Any = [USER]
+        async for chunk in await client.chat.completions.create(model="any", messages=messages, n=2, stream=True):
+            (choice,) = chunk.choices
+            texts[choice.index] += choice.delta.content or ""
+
+    trajectory = run(policy, use)
+    assert texts == ["One two three.", "Four five six."]
+    assert trained(trajectory, tokenizer) == [f"One two three.{END}", f"Four five six.{END}"]
+
+
+def test_a_streamed_turn_is_continued() -> None:
+    policy, sampler, tokenizer = make("One. STOP", "Two.")
+    sampler.released.set()
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        said = ""
+        messages: list[Any] = [USER]
+        async for chunk in await client.chat.completions.create(
+            model="any", messages=messages, stop=["STOP"], stream=True
+        ):
+            said += chunk.choices[0].delta.content or ""
+        assert said == "One. "
+        messages += [{"role": "assistant", "content": said}, USER]
+        await client.chat.completions.create(model="any", messages=messages)
+
+    trajectory = run(policy, use)
+    assert [branch.reason for branch in trajectory.branches] == ["start"]
+    assert trained(trajectory, tokenizer) == [f"One. STOP{END}Two.{END}"]
+
+
+@pytest.mark.parametrize("read", [read_chat, read_messages])
+def test_a_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
+    policy, sampler, tokenizer = make("Never more.", "One.")
+
+    async def talk() -> None:
+        async with serve(policy) as (session, url):
+            parts = read(url, session.key)
+            await read_content(parts)
+            await parts.aclose()  # type: ignore[attr-defined]
+            await sampler.ended.wait()
+            assert (session.num_abandoned, sampler.cancelled) == (1, 1)
+            sampler.released.set()
+            async with connect(session, url) as client:
+                messages: Any = [USER]
+                await client.chat.completions.create(model="any", messages=messages)
+
+    asyncio.run(asyncio.wait_for(talk(), 60))
+    assert trained(finish(policy), tokenizer) == [f"One.{END}"]
+
+
+@pytest.mark.parametrize(
+    ("read", "kind"),
+    [(read_chat, openai.APIError), (read_responses, openai.APIError), (read_messages, anthropic.APIError)],
+)
+def test_a_failure_amid_a_stream_is_the_clients_error_and_the_sessions(read: Read, kind: type[Exception]) -> None:
+    policy, sampler, _ = make(SAID)
+    sampler.error = EngineError("The engine is gone.")
+    got: list[str] = []
+
+    async def talk() -> None:
+        async with serve(policy) as (session, url):
+            with pytest.raises(kind, match=r"The engine is gone"):
+                async for name, text in read(url, session.key):
+                    got.append(text if name == "content" else "")
+                    if "".join(got).startswith(CONTENT):
+                        sampler.released.set()
+
+    with pytest.raises(EngineError, match=r"^The engine is gone\.$"):
+        asyncio.run(asyncio.wait_for(talk(), 60))
+    assert not policy.recorder.turns
+
+
+def test_an_error_before_the_first_token_has_its_status() -> None:
+    policy, _, _ = make("One.", max_length=40)
+
+    async def talk() -> None:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+            client.headers["Authorization"] = f"Bearer {session.key}"
+            body = {"model": "any", "stream": True, "messages": [{**USER, "content": "x" * 60}]}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+    asyncio.run(talk())
+
+
+def test_a_session_that_ends_ends_its_streams() -> None:
+    policy, sampler, _ = make("One two three.")
+
+    async def talk() -> None:
+        async with serve(policy) as (session, url):
+            parts = read_chat(url, session.key)
+            await read_content(parts)
+        with pytest.raises(openai.OpenAIError):
+            async for _ in parts:
+                pass
+        assert sampler.cancelled == 1
+
+    asyncio.run(asyncio.wait_for(talk(), 60))
+
+
+async def read_content(parts: Parts) -> None:
+    """Read until there is text."""
+    async for kind, text in parts:
+        if kind == "content" and text:
+            return
