@@ -8,7 +8,7 @@ and the fork sets up what a fresh interpreter would have: arguments, environment
 parent where it asks for that), and has a fork server of its own, so that what it starts is forked, too.
 
 Programs given by ``-c``, and those with ``START_BY_EXEC`` in their environment, start as always; but for the workers of
-pytest-xdist, so that the heavy modules are imported once for all of them. Ray's raylet, which is
+pytest-xdist, so that the heavy modules are imported once for all of them, and what multiprocessing spawns. Ray's raylet, which is
 no Python program, starts its workers by :data:`STAND_IN`, a small script in place of the interpreter: it has the fork
 server of the raylet's parent start the worker, and ends with it.
 
@@ -25,6 +25,7 @@ import gc
 import hashlib
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -56,6 +57,8 @@ PRELOADED = (
 SCRIPTS = ("rlightning", "torchrun")
 XDIST_WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """How execnet starts a worker."""
+SPAWNED = "--multiprocessing-fork"
+"""The last argument of what multiprocessing spawns, by ``-c``."""
 MAX_BYTES = 1 << 17
 """Of a request, most of it the environment; a socket's buffer holds 208 KiB."""
 MAX_FILES = 64
@@ -88,7 +91,8 @@ class Program:
     """What a fork is to run, in the words of a command line.
 
     Attributes:
-        arguments: ``sys.argv`` to be, the module's or script's name first; or ``XDIST_WORKER``.
+        arguments: ``sys.argv`` to be, the module's or script's name first; or ``-c`` and the code of ``XDIST_WORKER``
+            or of a spawned process.
         is_module: whether that is a module's name.
         search_path: put before the installed packages in ``sys.path``.
         is_unbuffered: whether each line is written at once.
@@ -101,8 +105,9 @@ class Program:
 
     def run(self) -> None:
         """Run it as ``__main__``; it ends as the interpreter would end."""
-        if self.arguments == XDIST_WORKER:
-            sys.argv[:], text = self.arguments[:1], self.arguments[1]
+        if self.arguments[0] == "-c":
+            text = self.arguments.pop(1)
+            sys.argv[:] = self.arguments
             exec(text, vars(sys.modules["__main__"]))
             return
         sys.argv[:] = self.arguments
@@ -161,10 +166,10 @@ def parse_command(command: Sequence[str], environment: dict[str, str]) -> Progra
     if str(executable) != sys.executable:
         return None
     rest = list(command[1:])
-    while rest and rest[0] in ("-u", "-P"):
+    while rest and rest[0] in ("-u", "-P", "-B"):
         option = rest.pop(0)
         is_unbuffered, is_safe = is_unbuffered or option == "-u", is_safe or option == "-P"
-    if rest == XDIST_WORKER:
+    if rest == XDIST_WORKER or (rest[:1] == ["-c"] and rest[-1] == SPAWNED):
         return Program(rest, False, ["", *own_path], is_unbuffered)
     if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
         return None
@@ -217,6 +222,7 @@ class ForkServer:
 
 _start_by_multiprocessing = BaseProcess.start
 _exec_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_exec_spawned = multiprocessing.util.spawnv_passfds
 num_started = 0
 """Python processes that this one has started; not tools such as compilers, which libraries start once in a while."""
 _server: ForkServer | None = None
@@ -225,8 +231,9 @@ _set_by_imports: dict[str, str] = {}
 
 
 def install() -> None:
-    """Have ``subprocess.Popen`` use the fork server; it starts with the first program."""
+    """Have ``subprocess.Popen`` and multiprocessing use the fork server; it starts with the first program."""
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = _spawn
     BaseProcess.start = _start_process  # type: ignore[method-assign]
 
 
@@ -234,6 +241,24 @@ def _start_process(self: BaseProcess) -> None:
     global num_started
     num_started += 1
     _start_by_multiprocessing(self)
+
+
+def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """What multiprocessing spawns processes by; its id."""
+    environment = dict(os.environ)
+    program = None if START_BY_EXEC in environment else parse_command([os.fsdecode(word) for word in args], environment)
+    server = _find_server() if program is not None and SPAWNED in args else None
+    if program is None or server is None:
+        return _exec_spawned(path, args, passfds)
+    files = sorted({0, 1, 2, *map(int, passfds)})
+    request = Request(
+        program=program, parent=os.getpid(), cwd=str(Path.cwd()), environment=environment, targets=files,
+        ignores_interrupt=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+    )  # fmt: skip
+    try:
+        return server.start(request, files)
+    except OSError:
+        return _exec_spawned(path, args, passfds)
 
 
 def _execute_child(

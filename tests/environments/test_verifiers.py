@@ -21,6 +21,7 @@ from waiting import still_running
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import PromptDataModule
 from rlightning.environments.verifiers import Verifiers
+from rlightning.environments.verifiers.server import Announcement
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rpc.client import LoopThread
 from rlightning.types import Trajectory
@@ -37,18 +38,29 @@ def python() -> str:
 
 @pytest.fixture(scope="module")
 def make(python: str) -> Iterator[Any]:
-    """Makes environments that stay, and attempts tasks in them."""
+    """Makes environments that stay, and attempts tasks in them; ``change`` sets attributes of one for an attempt."""
     loop = LoopThread("test")
     made: dict[str, Verifiers] = {}
 
-    def make(*texts: str, folder: Path, given: dict[str, Any] | None = None, **arguments: Any) -> list[Trajectory]:
+    def make(
+        *texts: str,
+        folder: Path,
+        given: dict[str, Any] | None = None,
+        change: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> list[Trajectory]:
         arguments_ = {"taskset": "number_tasks", "python": python, "renderer": "qwen3", **(given or {})}
         environment = made.setdefault(str(given), Verifiers(**arguments_))
-        return attempt(loop, environment, folder, *texts, **arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (change or {}).items():
+                patch.setattr(environment, name, value)
+            return attempt(loop, environment, folder, *texts, **arguments)
+
+    async def close() -> None:
+        await asyncio.gather(*(environment.close() for environment in made.values()))
 
     yield make
-    for environment in made.values():
-        loop.run(environment.close())
+    loop.run(close())
     loop.close()
 
 
@@ -117,7 +129,7 @@ def test_a_simulated_user_is_sampled_and_not_trained(make: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "turns", "reward", "traces"),
+    ("change", "turns", "reward", "traces"),
     [
         ({}, ["7", "5"], 1.0, [("first", 2.0, [0]), ("second", 0.0, [1])]),
         ({"credit": "episode"}, ["7", "5"], 1.0, None),
@@ -126,9 +138,9 @@ def test_a_simulated_user_is_sampled_and_not_trained(make: Any, tmp_path: Path) 
     ],
 )
 def test_agents_that_are_trained(
-    make: Any, tmp_path: Path, given: dict[str, Any], turns: list[str], reward: float, traces: Any
+    make: Any, tmp_path: Path, change: dict[str, Any], turns: list[str], reward: float, traces: Any
 ) -> None:
-    (one,) = make("7", "5", folder=tmp_path, given={"environment": "two_seats", **given})
+    (one,) = make("7", "5", folder=tmp_path, given={"environment": "two_seats"}, change=change)
     assert (one.status, one.reward, said(one), one.traces) == ("finished", reward, turns, traces)
     assert [branch.reason for branch in one.branches] == ["start", "started_over"][: len(turns)]
     assert (one.metrics["first/said"], one.metrics["second/said"]) == (1.0, 0.0)
@@ -140,8 +152,8 @@ def test_an_episode_that_broke_or_timed_out_has_no_reward(make: Any, tmp_path: P
     assert (one.status, one.reward) == ("failed", None) and "the scorer's service is down" in str(one.error)
     (one,) = make(folder=tmp_path, task={"answer": "7", "prompt": 5})
     assert (one.status, one.reward) == ("failed", None) and "verifiers refused the task" in str(one.error)
-    for given, run_s in ((None, 9.0), ({"timeout": 9.0}, 90.0)):
-        (one,) = make("7", folder=tmp_path, task=4, given=given, timeout=run_s)
+    for own, run_s in ((None, 9.0), (9.0, 90.0)):
+        (one,) = make("7", folder=tmp_path, task=4, change={"timeout": own}, timeout=run_s)
         assert (one.status, one.reward, said(one)) == ("timeout", None, ["7"])
     verifiers_own = {"roles": {"agent": {"timeout": {"rollout": 6.0}}}}
     (one,) = make("7", folder=tmp_path, task=4, given=verifiers_own)
@@ -166,11 +178,11 @@ def test_a_dead_engine_ends_the_run(make: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "ended (SIGKILL)"), (signal.SIGSTOP, "did not respond")])
 def test_a_server_that_ends_or_hangs_is_replaced(make: Any, tmp_path: Path, number: int, how: str) -> None:
-    given = {"hang_timeout": 8.0}
     pids: list[int] = []
 
     async def strike(environment: Verifiers) -> None:
         server = environment._get_servers().servers[0]
+        server.launch = server.launch._replace(hang_timeout=8.0 if number is signal.SIGSTOP else 600.0)
         while not server.runs:
             await asyncio.sleep(0.05)
         await asyncio.sleep(2.0)
@@ -178,10 +190,10 @@ def test_a_server_that_ends_or_hangs_is_replaced(make: Any, tmp_path: Path, numb
         pids.append(server.pid)
         os.kill(server.pid, number)
 
-    (one,) = make("7", folder=tmp_path, given=given, task=4, during=strike)
+    (one,) = make("7", folder=tmp_path, task=4, during=strike)
     assert (one.status, one.reward) == ("failed", None) and how in str(one.error)
     assert still_running(pids) == []
-    (one,) = make("7", folder=tmp_path, given=given)
+    (one,) = make("7", folder=tmp_path)
     assert (one.status, one.reward) == ("finished", 2.0)
 
 
@@ -191,7 +203,6 @@ def test_a_server_that_ends_or_hangs_is_replaced(make: Any, tmp_path: Path, numb
     [
         ({"taskset": "no-such-set"}, r"^Verifiers: ModuleNotFoundError: taskset 'no-such-set' not found"),
         ({"roles": {"player": {}}}, r"player"),
-        ({"agents": ["player"]}, r"^Verifiers: the environment has no agent 'player'\. "),
     ],
 )
 def test_mistakes_are_one_line(python: str, arguments: dict[str, Any], reason: str) -> None:
@@ -229,8 +240,8 @@ def test_a_run_trains_what_it_sampled(python: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_server_ends_with_its_trainer(python: str, tmp_path: Path) -> None:
-    code = f"""
-import asyncio, sys
+    code = f"""\
+import asyncio
 from rlightning.environments.verifiers import Verifiers
 async def main():
     environment = Verifiers("number_tasks", python={python!r})
@@ -239,12 +250,19 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
+    (tmp_path / "trainer.py").write_text(code)
     folders = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=folders) as trainer:
+    with subprocess.Popen([sys.executable, tmp_path / "trainer.py"], stdout=subprocess.PIPE, text=True, env=folders) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
         trainer.kill()
     assert still_running([pid]) == []
+
+
+def test_a_trained_agent_that_is_none_of_the_environments_is_refused() -> None:
+    environment = Verifiers("number_tasks", python="python", agents=["player"])
+    with pytest.raises(ConfigError, match=r"^Verifiers: the environment has no agent 'player'\. "):
+        environment._check_announced(Announcement(roles=["agent"], tasks=[{}], has_uv=True))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ def test_a_checkpoint_of_another_base_is_refused(model_folder: str, tmp_path: Pa
         fit(tmp_path, make_grpo(other, adapter=ADAPTER), 2, ckpt_path=tmp_path / "a.ckpt")
 
 
-@pytest.mark.parametrize("how", [{"gradient_checkpointing": True}, {"compile": True}])
+@pytest.mark.parametrize(
+    "how", [{"gradient_checkpointing": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)]
+)
 @pytest.mark.long
 def test_checkpointed_and_compiled_layers_train_alike(
     how: dict[str, Any], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -268,7 +268,7 @@ def train_rank(folder: Path, model: str, kind: str) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_own_parameters_on_two_ranks(kind: str, model: str, tmp_path: Path) -> None:
     first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind))
     assert first["start"] != second["start"]

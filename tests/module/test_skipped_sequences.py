@@ -196,7 +196,7 @@ def train_rank(folder: Path, model: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_skipping_on_two_ranks_gives_the_same_bits(kind: str, model: str, tmp_path: Path) -> None:
     first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind))
     for rank in (first, second):
