@@ -9,8 +9,8 @@ parent where it asks for that), and has a fork server of its own, so that what i
 
 Programs given by ``-c``, and those with ``START_BY_EXEC`` in their environment, start as always; but for the workers of
 pytest-xdist, so that the heavy modules are imported once for all of them, and what multiprocessing spawns. Ray's
-raylet, which is no Python program, starts its workers by :data:`STAND_IN`, a small script in place of the interpreter: it has the fork
-server of the raylet's parent start the worker, and ends with it.
+raylet, which is no Python program, starts its workers by :data:`STAND_IN`, a small script in place of the interpreter:
+it has the fork server of the raylet's parent start the worker, and ends with it.
 
     caller -- request, file descriptors --> fork server -- fork --> fork -- fork --> program and its own fork server
        ^------------ the program's parent, once the fork between has ended -----------'
