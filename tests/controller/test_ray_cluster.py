@@ -322,7 +322,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["raylet", "raylet slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["raylet slow", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raylet", "slow"))]
+)
 def test_line_of_a_killed_raylet_outlives_the_controller(how: str, tmp_path: Path) -> None:
     script, errors = tmp_path / "run.py", tmp_path / "errors.txt"
     script.write_text(LOST_RUN)
@@ -331,7 +333,7 @@ def test_line_of_a_killed_raylet_outlives_the_controller(how: str, tmp_path: Pat
         environ = {
             **environment(),
             START_BY_EXEC: "1",
-        }  # a fork server would need the controller for the reaper's start
+        }  # no fork server, which needs the controller
         done = subprocess.run(command, cwd=tmp_path, env=environ, stdout=file, stderr=file, check=False)
     reaper, raylet = map(int, (tmp_path / "ids.txt").read_text().split())
     if "slow" in how:  # finds both ended
