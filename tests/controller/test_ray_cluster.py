@@ -329,7 +329,7 @@ def test_line_of_a_killed_raylet_outlives_the_controller(how: str, tmp_path: Pat
     script, errors = tmp_path / "run.py", tmp_path / "errors.txt"
     script.write_text(LOST_RUN)
     with errors.open("w") as file:
-        command = [sys.executable, script, *how.split()]
+        command = [sys.executable, str(script), *how.split()]
         environ = {
             **environment(),
             START_BY_EXEC: "1",
