@@ -17,3 +17,8 @@ def is_pickled_for_call() -> bool:
 def call_when_unreferenced(ref: "ray.ObjectRef[Any]", callback: Callable[[], object]) -> None:
     """Have ``callback()`` called when no process refers to a stored object any more; Ray Data counts blocks so."""
     _worker.core_worker.add_object_out_of_scope_callback(ref, lambda _: callback())
+
+
+def session_folder() -> str:
+    """Return the folder of the cluster's sockets and logs on this host."""
+    return str(_worker.node.get_session_dir_path())

@@ -99,6 +99,8 @@ def test_private_names_of_ray_are_where_they_were() -> None:
     raylet = import_module("ray._raylet")
     moved = [name for name in ("get_serialization_context",) if not hasattr(worker.Worker, name)]
     moved += [name for name in ("add_object_out_of_scope_callback",) if not hasattr(raylet.CoreWorker, name)]
+    node = import_module("ray._private.node")
+    moved += [name for name in ("get_session_dir_path",) if not hasattr(node.Node, name)]
     assert moved == [], f"Ray has moved or renamed {moved}: adapt rlightning/ray_internals.py"
 
 

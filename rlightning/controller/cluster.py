@@ -14,7 +14,7 @@ from typing import Any
 
 from rlightning import intervals
 from rlightning.controller.commands import ClusterLostError
-from rlightning.controller.reaper import OwnNode, watch_own_node
+from rlightning.controller.reaper import OwnNode, describe_loss, watch_own_node
 from rlightning.errors import ConfigError, check_rules
 from rlightning.scratch import ScratchFolder
 
@@ -90,7 +90,9 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
             check_admitted(where, tried[1])
         raise _refused(where, error) from error
     release_sigterm(handler)
-    if where == "local" and (node := watch_own_node()) is not None:
+    from rlightning.ray_internals import session_folder
+
+    if where == "local" and (node := watch_own_node(session_folder())) is not None:
         _own_nodes[ray.get_runtime_context().get_session_name()] = node
     return where == "local"
 
@@ -104,10 +106,7 @@ def check_own_node() -> None:
     ray = import_ray()
     node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
     if node is not None and node.has_ended:
-        raise ClusterLostError(
-            f"The run's Ray cluster has ended: its raylet (process {node.raylet} on this machine) was killed, or ran "
-            "out of memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
-        )
+        raise ClusterLostError(describe_loss(node.raylet))
 
 
 def _make_session_folder() -> str:

@@ -1,17 +1,28 @@
-"""Ends what is left of a run's own Ray cluster when its controller or its raylet was killed.
+"""Ends what is left of a run's own Ray cluster when its controller or its raylet was killed, and says the latter.
 
 The raylet ends with the controller; its agents stay, and wait for a cluster that is gone. They are killed by
-``python -m rlightning.controller.reaper RAYLET AGENT...``, once the raylet or the controller, which holds the
-standard input open, has ended. It imports nothing but the standard library.
+``python -m rlightning.controller.reaper LOGS CONTROLLER RAYLET AGENT...``, once the raylet or the controller, which
+holds the standard input open, has ended.
+
+Without its raylet a controller raises an error, or Ray's own threads end it then and there, by a call of ``_exit`` that
+no code of Python's sees. A controller that ends in any other way says so first, by a byte; if there is none, the line
+is written here. It imports nothing but the standard library.
 """
 
+import atexit
+import contextlib
 import os
+import re
 import select
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlightning.processes.process_table import find_children, identify_process, kill_process
+
+ENDED_BY_RAY = re.compile(r"Terminate the process|Raylet IPC connection failed|local [Rr]aylet|Check failed")
+"""In the log of a driver that Ray has ended, since it could not reach the raylet."""
 
 
 @dataclass(frozen=True)
@@ -34,28 +45,72 @@ class OwnNode:
         return identify_process(self.raylet) != self.identity
 
 
-def watch_own_node() -> OwnNode | None:
-    """Start a process that kills what the newest raylet of this process leaves; None where none can be found."""
+def watch_own_node(session: str) -> OwnNode | None:
+    """Start a process that kills what the newest raylet of this process leaves; None where none can be found.
+
+    Args:
+        session: Ray's folder.
+    """
     raylets = [pid for pid, name in find_children(os.getpid()).items() if name == "raylet" and identify_process(pid)]
     if not raylets:
         return None
     raylet = max(raylets, key=lambda pid: int(identify_process(pid).rpartition("/")[2]))
     agents = [identify_process(pid) for pid in find_children(raylet)]
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "rlightning.controller.reaper", str(raylet), *agents],
+        [
+            *(sys.executable, "-m", "rlightning.controller.reaper", f"{session}/logs"),
+            *(str(os.getpid()), str(raylet), *agents),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is the controller's
     )
+    atexit.register(_say_goodbye, reaper)
     return OwnNode(raylet, identify_process(raylet), reaper)
 
 
+def describe_loss(raylet: int) -> str:
+    """What a run ends with whose raylet was killed."""
+    return (
+        f"The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed, or ran out of "
+        "memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
+    )
+
+
+def _say_goodbye(reaper: "subprocess.Popen[bytes]") -> None:
+    """Tell the reaper that this process ends by itself, and has said why."""
+    assert reaper.stdin is not None
+    with contextlib.suppress(OSError):  # it was killed
+        reaper.stdin.write(b".")
+        reaper.stdin.flush()
+
+
 def main() -> None:
-    """Wait for the end of the raylet or the controller."""
-    select.select([sys.stdin, os.pidfd_open(int(sys.argv[1]))], [], [])
-    for identity in sys.argv[2:]:
-        kill_process(identity)
+    """Wait for the end of the raylet and the controller, whichever is first."""
+    logs, controller, raylet, *agents = sys.argv[1:]
+    has_said_goodbye, end = False, -1
+    with contextlib.suppress(ProcessLookupError):
+        end = os.pidfd_open(int(raylet))
+    awaited = [0] if end < 0 else [0, end]
+    while 0 in awaited:
+        ready, _, _ = select.select(awaited, [], [])
+        if 0 not in ready:  # the raylet's end alone
+            awaited.remove(end)
+        elif os.read(0, 1):
+            has_said_goodbye = True
+        else:
+            awaited.remove(0)
+        if len(awaited) < 2:
+            for identity in agents:
+                kill_process(identity)
+    if not has_said_goodbye and (end not in awaited or _was_ended_by_ray(Path(logs), controller)):
+        sys.stderr.write(f"error: {describe_loss(int(raylet))}\n")
+
+
+def _was_ended_by_ray(logs: Path, controller: str) -> bool:
+    """Whether Ray has ended the controller: else its raylet has ended with it, and was no cause."""
+    paths = logs.glob(f"python-core-driver-*_{controller}.log")
+    return any(ENDED_BY_RAY.search(path.read_text(errors="replace")) for path in paths)
 
 
 if __name__ == "__main__":

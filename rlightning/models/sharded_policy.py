@@ -18,10 +18,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -88,15 +86,10 @@ def load_sharded_policy(
 def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
     """Spread a policy's parameters over the data-parallel ranks, layer by layer; the rest is one group."""
     is_mixed = sharding.compute_dtype is not None
-    options: dict[str, Any] = {
-        "mesh": sharding.data_parallel_mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32 if is_mixed else None
-        ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=sharding.device.type == "cuda")
-        if sharding.cpu_offload == "parameters"
-        else OffloadPolicy(),
-    }
+    precision = MixedPrecisionPolicy(
+        param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32 if is_mixed else None
+    )
+    options: dict[str, Any] = {**sharding.placement, "mp_policy": precision}
     for layer in decoder_layers(policy):
         fully_shard(layer, reshard_after_forward=sharding.reshard_after_forward, **options)
     # Embedding and output layer are needed first in the backward pass: they stay gathered until then.

@@ -15,7 +15,7 @@ from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.lightning_internals import update_device_properties
 from rlightning.parallel.checkpoint import ShardedCheckpoints
 from rlightning.parallel.replicated import average_gradients, broadcast_replicated, move_replicated
-from rlightning.parallel.sharding import CPUOffload, Sharding
+from rlightning.parallel.sharding import CPUOffload, Sharding, shard_parts
 from rlightning.parallel.strategy import ConnectedRanks
 from rlightning.torch_internals import set_group_timeout
 
@@ -156,10 +156,11 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             loop.inference_mode = False
 
     def model_to_device(self) -> None:
-        """Move what is not sharded, the same on all ranks: a sharded model is where it belongs since it was loaded."""
+        """Shard what is whole yet, with rank 0's values; a model is sharded, and in its place, since it was loaded."""
         assert self.model is not None
         move_replicated(self.model, self.root_device)
         broadcast_replicated(self.model)
+        shard_parts(self.model, self.sharding)
         # what module.device is, which only the module's own .to() would set
         update_device_properties(self.model, device=self.root_device)
 

@@ -1,4 +1,4 @@
-"""Parameters that a sharding strategy leaves whole, such as those of a subclass's value head: a copy on each rank.
+"""Parameters that a sharding strategy leaves whole, those that a module has beside its parts: a copy on each rank.
 
 FSDP averages the gradients of what it shards; DDP would average all. Here the copies beside sharded parameters are kept
 equal: rank 0's values at the start, and averaged gradients before each optimizer step.

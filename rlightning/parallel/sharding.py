@@ -1,13 +1,15 @@
-"""How a policy's weights are spread over ranks, and a rank's shard of one."""
+"""How weights are spread over ranks, and a rank's shard of one."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlightning.torch_internals import non_persistent_buffers
@@ -42,6 +44,51 @@ class Sharding:
     def storage_device(self) -> torch.device:
         """Where the shards are between their uses."""
         return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """What ``fully_shard`` is told of where shards are."""
+        is_on_host = self.cpu_offload == "parameters"
+        policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if is_on_host else OffloadPolicy()
+        return {"mesh": self.data_parallel_mesh, "offload_policy": policy}
+
+
+def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
+    """Shard the modules that ``owner`` has beside its sharded models, such as a subclass's value head.
+
+    Each is gathered for its ``forward`` and again for the backward, in the dtype that it has. What has no forward, as a
+    list of modules, is looked into; parameters in none of these stay whole.
+
+    Args:
+        owner: its values are equal on all ranks.
+        sharding: of the models.
+    """
+    parts = list(_parts(owner))
+    holders = Counter(parameter for module in owner.modules() for parameter in module.parameters(recurse=False))
+    for part in parts:
+        within = Counter(parameter for module in part.modules() for parameter in module.parameters(recurse=False))
+        if all(holders[parameter] == count for parameter, count in within.items()):  # none is tied to another part's
+            fully_shard(part, reshard_after_forward=True, **sharding.placement)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules below ``module`` that can be sharded, each as one group."""
+    for child in module.children():
+        if isinstance(child, FSDPModule):
+            continue
+        parameters = list(child.parameters())
+        has_forward = type(child).forward is not nn.Module.forward
+        if parameters and has_forward and _is_group(parameters):
+            yield child
+        else:
+            yield from _parts(child)
+
+
+def _is_group(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether FSDP2 can gather parameters together."""
+    if any(isinstance(p, DTensor) or not p.ndim or not p.is_floating_point() for p in parameters):
+        return False
+    return len({parameter.dtype for parameter in parameters}) == 1
 
 
 def is_adapter_weight(name: str) -> bool:

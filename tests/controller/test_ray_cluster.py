@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 from cli_project import environment, make_project, rlightning
+from fork_server import START_BY_EXEC
 from ray_nodes import start_nodes
 from waiting import still_running, wait_for
 
@@ -300,3 +301,44 @@ def test_next_run_removes_what_ray_left_of_a_killed_one(tmp_path: Path, monkeypa
     killed = run("killed")
     assert killed.name.startswith("rlightning.ray.") and killed.is_dir()
     assert not run("to its end").exists() and not killed.exists()
+
+
+LOST_RUN = """
+import itertools, os, signal, sys
+from pathlib import Path
+from rlightning.controller import cluster
+import ray
+assert cluster.join_cluster(None, {"num_cpus": 1, "object_store_memory": 100 << 20})
+[node] = cluster._own_nodes.values()
+Path("ids.txt").write_text(f"{node.reaper.pid} {node.raylet}")
+if "slow" in sys.argv:
+    os.kill(node.reaper.pid, signal.SIGSTOP)
+if "raylet" in sys.argv:
+    os.kill(node.raylet, signal.SIGKILL)
+    for number in itertools.count():  # until Ray ends this process, in which nothing looks at the raylet
+        ray.put(number)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "how", ["raylet slow", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raylet", "slow"))]
+)
+def test_line_of_a_killed_raylet_outlives_the_controller(how: str, tmp_path: Path) -> None:
+    script, errors = tmp_path / "run.py", tmp_path / "errors.txt"
+    script.write_text(LOST_RUN)
+    with errors.open("w") as file:
+        command = [sys.executable, str(script), *how.split()]
+        environ = {
+            **environment(),
+            START_BY_EXEC: "1",
+        }  # no fork server, which needs the controller
+        done = subprocess.run(command, cwd=tmp_path, env=environ, stdout=file, stderr=file, check=False)
+    reaper, raylet = map(int, (tmp_path / "ids.txt").read_text().split())
+    if "slow" in how:  # finds both ended
+        os.kill(reaper, signal.SIGCONT)
+    assert still_running([reaper]) == []
+    line = f"error: The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed"
+    assert errors.read_text().count(line) == ("raylet" in how)
+    assert done.returncode == (1 if "raylet" in how else -signal.SIGKILL)

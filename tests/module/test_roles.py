@@ -22,6 +22,7 @@ from rlightning.module.roles import ModelRole
 from rlightning.objectives import ForwardPass, LossComponent
 from rlightning.optim.optimizer import AdamWSettings, global_norm
 from rlightning.parallel import DDP, FSDP
+from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.types import RolloutBatch, axis
 
 LR, CRITIC_LR = 0.01, 0.02
@@ -122,10 +123,21 @@ class GradNorms(Callback):
 
 
 def own(module: GRPO) -> dict[str, list[Any]]:
-    """The parameters beside the actor, all of which have to be whole."""
-    found = {name: p for name, p in module.named_parameters() if not name.startswith("actor.")}
-    assert not any(isinstance(p, DTensor) for p in found.values())
-    return {name: p.tolist() for name, p in found.items()}
+    """The full values of the parameters beside the actor; all ranks call it."""
+    found = {name: p.detach() for name, p in module.named_parameters() if not name.startswith("actor.")}
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).tolist() for name, p in found.items()}
+
+
+def check_shards(module: GRPO, trainer: Any) -> None:
+    """Of what FSDP shards, weights and moments, a rank holds its part alone; a number of the module's own is whole."""
+    held = {name: p for name, p in module.named_parameters() if not name.startswith("actor.")}
+    sharded = {name for name, p in held.items() if isinstance(p, DTensor)}
+    assert sharded == ({*held} - {"scale"} if isinstance(trainer.strategy, FSDP) else set())
+    states = {p: state for optimizer in trainer.optimizers for p, state in optimizer.state.items()}
+    for name in sharded:
+        for part in (held[name], *(states[held[name]][moment] for moment in ("exp_avg", "exp_avg_sq"))):
+            rows = part.shape[0]
+            assert part.to_local().shape[0] == (rows // 2 if trainer.global_rank else -(-rows // 2))
 
 
 def make(algorithm: str, model: str, **kwargs: Any) -> Any:
@@ -183,31 +195,43 @@ def test_late_parameter_is_named_once_and_left_out_of_norm(
 def ranks(kind: str | None) -> dict[str, Any]:
     """Arguments of a Trainer: of one process, or of two ranks."""
     strategies: dict[str, Any] = {"fsdp": FSDP, "ddp": DDP}
-    return {} if kind is None else {"devices": 2, "strategy": strategies[kind]()}
+    return {"plugins": [AtomicCheckpointIO()]} if kind is None else {"devices": 2, "strategy": strategies[kind]()}
 
 
-def resumed_and_whole(folder: Path, model: str, seed: int = 0, kind: str | None = None) -> list[Any]:
-    """A run that goes on after the second of three steps, and a whole one; of each what it and its optimizer hold."""
+def train_runs(folder: Path, model: str, seed: int = 0, kind: str | None = None, **kept: Path) -> dict[str, Any]:
+    """A whole run, and some that go on after the second of three steps; of each what it and its optimizer hold.
+
+    Args:
+        folder: gets ``first.ckpt``, from which the run ``second`` goes on.
+        model: a folder.
+        seed: what is beside the actor begins with.
+        kind: of two ranks, or None.
+        kept: checkpoints to go on from, by the name of the run.
+    """
     results = {}
-    for name, options in each_run({"whole": {}, "first": {"steps": STEPS - 1}, "second": {}}):
+    kept = {"second": folder / "first.ckpt"} | kept
+    for name, options in each_run({"whole": {}, "first": {"steps": STEPS - 1}, **{name: {} for name in kept}}):
         (folder / name).mkdir(exist_ok=True)
         torch.manual_seed(seed)
         module = make("CriticGRPO", model)
-        fit = {"ckpt_path": str(folder / "first.ckpt"), "weights_only": False} if name == "second" else {}
+        fit = {"ckpt_path": str(kept[name]), "weights_only": False} if name in kept else {}
         made = run(folder / name, module, fit=fit, **options, **ranks(kind))
+        if kind is not None:
+            check_shards(module, made)
         if name == "first":
             made.save_checkpoint(folder / "first.ckpt")
         states = [state for optimizer in made.optimizers for state in optimizer.state.values()]
         state = [state[moment] for state in states for moment in ("exp_avg", "exp_avg_sq")]
         whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in state]
         results[name] = [own(module), [part.tolist() for part in whole]]
-    return [results["second"], results["whole"]]
+    return results
 
 
 @pytest.mark.long
 def test_own_parameters_resume_to_the_same_bits(model: str, tmp_path: Path) -> None:
-    resumed, whole = resumed_and_whole(tmp_path, model)
-    assert resumed == whole
+    runs = train_runs(tmp_path, model)
+    whole = runs["whole"]
+    assert runs["second"] == whole
     torch.manual_seed(0)
     start = make("CriticGRPO", model)
     start.configure_model()
@@ -255,33 +279,37 @@ def test_third_trained_role_has_its_own_optimizer_norm_and_loss(model: str, tmp_
     assert not [name for name in names if "reference" in name]
 
 
-def train_rank(folder: Path, model: str, kind: str) -> Any:
-    """Of a rank, whose head has numbers of its own at first: what a run comes to, then a resumed and a whole one."""
+def train_rank(folder: Path, model: str, kind: str, checkpoint: Path) -> Any:
+    """Of a rank, whose head has numbers of its own at first: what a run comes to, then a whole and resumed ones."""
     rank = int(os.environ["RANK"])
     for _ in each_run({"trained": {}}):
         torch.manual_seed(rank)
         module, norms = make("ValueHead", model), GradNorms()
         start = own(module)
         run(folder, module, norms, **ranks(kind))
-    runs = resumed_and_whole(folder, model, rank, kind)
-    return {"start": start, "end": own(module), "norms": norms.norms, "runs": runs}
+        end = own(module)
+    runs = train_runs(folder, model, rank, kind, of_one=checkpoint)
+    return {"start": start, "end": end, "norms": norms.norms, "runs": runs}
+
+
+def check_close(found: list[Any], expected: list[Any]) -> None:
+    for name, value in expected[0].items():
+        torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(value), atol=1e-5, rtol=0)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_own_parameters_on_two_ranks(kind: str, model: str, tmp_path: Path) -> None:
-    first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind))
+    (tmp_path / "one").mkdir()
+    train_runs(tmp_path / "one", model)
+    first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind, tmp_path / "one" / "first.ckpt"))
     assert first["start"] != second["start"]
     for rank in (first, second):
         check_trained(first["start"], rank["end"], rank["norms"])
-        resumed, whole = rank["runs"]
-        assert resumed == whole == first["runs"][1]
-    loaded = CriticGRPO.load_from_checkpoint(tmp_path / "first.ckpt")  # a folder of both ranks' shards, or a file
-    torch.manual_seed(0)
-    (tmp_path / "one").mkdir()
-    one = resumed_and_whole(tmp_path / "one", model)[1]
-    saved = CriticGRPO.load_from_checkpoint(tmp_path / "one" / "first.ckpt")
-    for name, value in own(saved).items():
-        torch.testing.assert_close(torch.tensor(own(loaded)[name]), torch.tensor(value), atol=1e-5, rtol=0)
-    for name, value in one[0].items():
-        torch.testing.assert_close(torch.tensor(first["runs"][1][0][name]), torch.tensor(value), atol=1e-5, rtol=0)
+        assert rank["runs"]["second"] == rank["runs"]["whole"] == first["runs"]["whole"]
+    # a folder of both ranks' shards, or a file, in one process
+    one = train_runs(tmp_path / "one", model, of_two=tmp_path / "first.ckpt")
+    for found in (first["runs"]["whole"], first["runs"]["of_one"], one["of_two"]):
+        check_close(found, one["whole"])
+    loaded, saved = (CriticGRPO.load_from_checkpoint(path / "first.ckpt") for path in (tmp_path, tmp_path / "one"))
+    check_close([own(loaded)], [own(saved)])
