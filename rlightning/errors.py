@@ -70,6 +70,10 @@ class RequestRefusedError(EngineError):
         super().__init__(f"The engine refused a request: {cut_line(last)}", reason)
 
 
+class StreamLostError(RequestRefusedError):
+    """An engine has died whose tokens were being streamed: another one need not sample the same."""
+
+
 class RewardError(RunError, RuntimeError):
     """Too large a share of rewards failed; the details are the first failure's traceback."""
 

@@ -31,6 +31,7 @@ from rlightning.types.trajectory import Prompt
 
 _MARK = "ANSWER OF THE POLICY"
 """Stands for what the policy has sampled where a chat template is asked what follows that."""
+_PLAIN: tuple[Message, ...] = ({"role": "user", "content": ""}, {"role": "assistant", "content": _MARK})
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of it in messages."""
 _KEEPS_REASONING = {"clear_thinking": False, "preserve_thinking": True}
@@ -362,9 +363,13 @@ class ChatFormat:
             for kept in (answers, answers[-1:]):  # some templates take one call a message
                 with suppress(ConfigError):
                     return self._find_rest_of_calls(kept, messages)
-        history: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}]
-        close, text = self._follow(history, messages)
-        return close if self._special_text.search(close) else None, text
+        text = self._apply([*_PLAIN, *messages], None, True).partition(_MARK)[2]
+        return self._plain_close if self._special_text.search(self._plain_close) else None, text
+
+    @cached_property
+    def _plain_close(self) -> str:
+        """The text after the words of a turn without calls, if nothing follows."""
+        return self._apply(list(_PLAIN), None, False).partition(_MARK)[2]
 
     def _find_rest_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
         assert self._call_style is not None

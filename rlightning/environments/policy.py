@@ -22,12 +22,14 @@ from rlightning.environments.recorder import RecordedTurn, Recorder
 from rlightning.environments.timing import TimedSampler
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
-from rlightning.rollout import OnTokens, Sampling, TokenSampler, stream_tokens
+from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, Trajectory, read_traces
 
 log = logging.getLogger(__name__)
 
+CONSTRAINED = "constrained_turns"
+"""Metric of a trajectory, only of one that has such turns."""
 PART_BITS = 32
 """Of the number of a turn in its part of a trajectory."""
 
@@ -62,6 +64,7 @@ class RecordedPolicy:
         temperature: that all of its turns are sampled at in place of the prompt's or the run's; None: that one.
         has_reached_limit: whether the last request was longer than a sequence may be.
         num_requested: turns that have been asked for.
+        num_constrained: turns whose distribution a request has changed otherwise than by the temperature.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class RecordedPolicy:
         self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder()
         self.temperature: float | None = None
         self.has_reached_limit = False
+        self.num_constrained = 0
         self._sampler, self._request, self._number, self._attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
         self._num_parts = 0
@@ -91,6 +95,11 @@ class RecordedPolicy:
     def stream(self) -> int:
         """Number of the trajectory's random stream."""
         return mix_seed(self.sampling.seed or 0, self._request.prompt.index, self._number)
+
+    @property
+    def follows_schemas(self) -> bool:
+        """Whether turns may be sampled by a schema."""
+        return follows_schemas(self._sampler)
 
     def split(self) -> "RecordedPolicy":
         """Return a policy for a part of the trajectory, such as one of several agents.
@@ -180,6 +189,7 @@ class RecordedPolicy:
             self.recorder.release(reservation)
             raise
         self.has_reached_limit = False
+        self.num_constrained += num_samples if sampling.json_schema is not None else 0
         return self.recorder.record(reservation, samples, observations, messages)
 
     async def _sample(
@@ -217,7 +227,7 @@ class RecordedPolicy:
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,
             reward=reward,
             turn_rewards=turn_rewards,
-            metrics=outcome.metrics,
+            metrics=outcome.metrics | ({CONSTRAINED: float(self.num_constrained)} if self.num_constrained else {}),
             timings={"trajectory": seconds},
             error=outcome.error,
             traces=traces,

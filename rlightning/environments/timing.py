@@ -7,7 +7,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from rlightning.rollout import OnTokens, Sampling, TokenSampler, stream_tokens
+from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
 from rlightning.types.trajectory import Sample
 
 
@@ -23,6 +23,11 @@ class TimedSampler(TokenSampler):
         self._seconds: float | None = None
         self._engine_seconds = 0.0
         self._num_requests, self._requested_at = 0, 0.0
+
+    @property
+    def follows_schemas(self) -> bool:
+        """See :class:`~rlightning.rollout.sampler.StructuredSampler`."""
+        return follows_schemas(self._sampler)
 
     @property
     def timings(self) -> dict[str, float]:

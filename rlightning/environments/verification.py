@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rlightning.environments.policy import CONSTRAINED
 from rlightning.errors import ConfigError, VerificationError
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.seeds import mix_seed
@@ -208,7 +209,8 @@ def _changed_settings(sampling: Sampling) -> list[str]:
 def _is_comparable(trajectory: Trajectory, sampling: Sampling, version: int) -> bool:
     """Whether the sampler would give the same log-probabilities now."""
     versions = {one for sample in trajectory.samples for one in sample.weight_versions}
-    return versions == {version} and not _changed_settings(sampling.of(trajectory.prompt))
+    is_usual = not _changed_settings(sampling.of(trajectory.prompt)) and CONSTRAINED not in trajectory.metrics
+    return versions == {version} and is_usual
 
 
 def _beginning(trajectory: Trajectory) -> list[int]:

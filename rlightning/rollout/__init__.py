@@ -14,9 +14,11 @@ from rlightning.rollout.sampler import (
     OnTokens,
     Sampler,
     Sampling,
+    StructuredSampler,
     TakePrompts,
     TokenSampler,
     TokenStreamer,
+    follows_schemas,
     stream_tokens,
 )
 
@@ -26,8 +28,10 @@ __all__ = [
     "OnTokens",
     "Sampler",
     "Sampling",
+    "StructuredSampler",
     "TakePrompts",
     "TokenSampler",
     "TokenStreamer",
+    "follows_schemas",
     "stream_tokens",
 ]

@@ -45,6 +45,8 @@ class Engine:
         has_base: whether it holds the weights that an adapter is added to.
     """
 
+    follows_schemas = True
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.process: EngineConnection | None = None
@@ -235,6 +237,7 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
+        "json_schema": sampling.json_schema,  # which the engine's process makes vLLM's own of
         # The trainer decides what ends a completion, whatever the engine has read.
         "ignore_eos": True,
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),

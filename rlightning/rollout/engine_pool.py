@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlightning.errors import EngineDiedError, RequestRefusedError
+from rlightning.errors import EngineDiedError, StreamLostError
 from rlightning.protocols import has
 from rlightning.rollout.prefix_cache import CountsPrefixCache, PrefixCacheUse
-from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler, stream_tokens
+from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
 from rlightning.types import Sample
 
 T = TypeVar("T")
@@ -84,6 +84,11 @@ class EnginePool:
         """Number of engines that are asked."""
         return sum(member.is_serving for member in self.members.values())
 
+    @property
+    def follows_schemas(self) -> bool:
+        """See :class:`~rlightning.rollout.sampler.StructuredSampler`."""
+        return all(follows_schemas(member.engine) for member in self.members.values())
+
     def set_serving(self, serving: Collection[EngineId]) -> None:
         """Ask these engines from now on, and no others; requests that waited for one go on."""
         for engine_id, member in self.members.items():
@@ -133,7 +138,7 @@ class EnginePool:
         """See :class:`~rlightning.rollout.sampler.TokenStreamer`.
 
         Raises:
-            RequestRefusedError: the engine has died after the first tokens, which another one may not sample again.
+            StreamLostError: the engine has died after the first tokens, which another one may not sample again.
         """
         has_begun = False
 
@@ -144,7 +149,7 @@ class EnginePool:
 
         async def request(engine: TokenSampler) -> list[Sample]:
             if has_begun:
-                raise RequestRefusedError("The engine died while its tokens were streamed.")
+                raise StreamLostError("The engine died while its tokens were streamed.")
             return await stream_tokens(engine, pass_on, token_ids, sampling, num_samples=num_samples, session=session)
 
         return await self._request(request, num_samples, session)

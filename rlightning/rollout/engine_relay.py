@@ -91,6 +91,8 @@ class RemoteEngine:
         files: of the model.
     """
 
+    follows_schemas = True
+
     def __init__(self, relay: "RelayConnection", engine_id: EngineId, files: ModelFiles) -> None:
         self._relay, self._id, self._files = relay, engine_id, files
         self.prefix_cache = PrefixCacheUse()

@@ -30,6 +30,8 @@ class Sampling:
         stop: strings that end a completion, and are part of its text.
         stop_token_ids: tokens that end a completion, besides the end of sequence, and are part of its text unless the
             tokenizer calls them special.
+        json_schema: of what completions are, as JSON; other tokens have no probability then. Only samplers that are
+            :class:`StructuredSampler` follow it.
         seed: makes sampling repeatable; each sample of each prompt draws from a stream of its own, a hash of this seed,
             the step and the prompt.
     """
@@ -41,6 +43,7 @@ class Sampling:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    json_schema: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,10 +72,11 @@ def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, Any]:
 
     Args:
         num_samples: completions of each prompt.
-        sampling: of them. Its seed is left out: completions of another seed are as good.
+        sampling: of them. Its seed is left out: completions of another seed are as good. So is a schema, which only
+            single requests have.
     """
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
-    del values["seed"]
+    del values["seed"], values["json_schema"]
     return {"model.samples_per_prompt": num_samples, **{f"rollout.{name}": value for name, value in values.items()}}
 
 
@@ -199,6 +203,19 @@ async def stream_tokens(
     if has(sampler, TokenStreamer):
         return await sampler.stream(on_tokens, token_ids, sampling, num_samples=num_samples, session=session)
     return await sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
+
+
+class StructuredSampler(Protocol):
+    """A :class:`TokenSampler` that may follow ``Sampling.json_schema``."""
+
+    @property
+    def follows_schemas(self) -> bool:
+        """Whether it does."""
+
+
+def follows_schemas(sampler: TokenSampler) -> bool:
+    """Return whether a sampler follows schemas; one that does not say so does not."""
+    return sampler.follows_schemas if has(sampler, StructuredSampler) else False
 
 
 class Sampler(TokenSampler, Protocol):

@@ -20,7 +20,10 @@ class ScriptedSampler:
     Attributes:
         histories: that it was asked to continue.
         cancelled: requests that were cancelled.
+        follows_schemas: whether it takes schemas, which change nothing.
     """
+
+    follows_schemas = False
 
     def __init__(self, tokenizer: Any, *texts: str, end: str = "", delay: float = 0.0) -> None:
         self.tokenizer, self.texts, self.end, self.delay = tokenizer, list(texts), end, delay

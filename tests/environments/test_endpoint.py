@@ -12,8 +12,9 @@ import pytest
 from agent_cases import ScriptedSampler, connect, finish, make_policy, run, serve, texts, trained
 from chat_templates import make_tokenizer
 
+from rlightning.environments.endpoint import Endpoint
 from rlightning.environments.policy import RecordedPolicy
-from rlightning.errors import ConfigError, EngineError
+from rlightning.errors import ConfigError, EngineError, RequestRefusedError
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -223,6 +224,97 @@ def test_what_cannot_be_honoured_is_refused_by_name(arguments: dict[str, Any], n
 
     asyncio.run(talk())
     assert not sampler.histories and not policy.recorder.turns
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def test_schemas_reach_the_engine_where_that_is_allowed() -> None:
+    policy, sampler, _ = make("One.", "Two.", "Three.", "Four.")
+    sampler.follows_schemas = True
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        await ask(client, [USER], response_format={"type": "json_object"})
+        await ask(client, [USER], response_format=SCHEMA)
+        form: Any = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
+        await client.responses.create(model="any", input="1+2?", text=form)
+        await ask(client, [USER], response_format={"type": "text"})
+
+    trajectory = run(policy, use, allowed=["response_format"])
+    schemas = [None if one.json_schema is None else json.loads(one.json_schema) for one in sampler.samplings]
+    assert schemas == [{"type": "object"}, PERSON, PERSON, None]
+    assert trajectory.metrics == {"constrained_turns": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("follows", "form", "reason"),
+    [
+        (False, SCHEMA, "has no structured output"),
+        (True, {"type": "json_schema"}, "has to be of type text, json_object, or json_schema with a schema"),
+        (True, SCHEMA, r"the engine does not take the schema \(.*no such type"),
+    ],
+)
+def test_a_schema_that_is_not_followed_is_the_clients_error(follows: bool, form: Any, reason: str) -> None:
+    policy, sampler, _ = make("One.")
+    sampler.follows_schemas = follows
+    sampler.error = RequestRefusedError("ValueError: no such type")
+
+    async def talk() -> None:
+        async with (
+            serve(policy, allowed=["response_format"]) as (session, url),
+            connect(session, url) as client,
+        ):
+            with pytest.raises(openai.BadRequestError, match=reason) as caught:
+                await ask(client, [USER], response_format=form)
+            assert caught.value.param == "response_format" and not session.failure.done()
+
+    asyncio.run(talk())
+    assert not policy.recorder.turns
+
+
+def test_only_response_format_may_be_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"^endpoint\.allowed=\['top_p'\] may have 'response_format' alone\.$"):
+        Endpoint(allowed=["top_p"])
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+ANTHROPIC_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "image_url"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
+        ("/v1/responses", {"input": [{"type": "input_image", "image_url": "x"}]}, "input_image"),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [ANTHROPIC_IMAGE]}]}, "image"),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "content": [ANTHROPIC_IMAGE]}]},
+                ],
+            },
+            "image",
+        ),
+        ("/v1/completions", {"prompt": [IMAGE]}, "image_url"),
+        ("/inference/v1/generate", {"token_ids": [1], "features": {"image": "AA=="}}, "features"),
+    ],
+)
+def test_images_are_refused_in_a_line_by_all_routes(path: str, body: dict[str, Any], kind: str) -> None:
+    policy, sampler, _ = make("One.")
+
+    async def talk() -> None:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+            client.headers["Authorization"] = f"Bearer {session.key}"
+            answer = await client.post(path, json={"model": "any", **body})
+            message = answer.json()["error"]["message"]
+            assert answer.status_code == 400 and kind in message and "\n" not in message and len(message) < 300
+
+    asyncio.run(talk())
+    assert not sampler.histories
 
 
 def test_ignored_parameters_are_passed_over() -> None:

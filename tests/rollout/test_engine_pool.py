@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_models import Actor, engine_config, make_prompt, save_model, send
 
-from rlightning.errors import EngineDiedError, RequestRefusedError
+from rlightning.errors import EngineDiedError, StreamLostError
 from rlightning.rollout import OnTokens, Sampling
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
@@ -117,7 +117,7 @@ def test_a_stream_whose_engine_dies_is_refused_once_it_has_begun() -> None:
         both = [asyncio.ensure_future(pool.stream(lambda *one: got.append(one), [1], SHORT)) for _ in range(2)]
         assert await loads(pool) == [1, 1] and got == [(0, [1])]
         engines[0].die()
-        with pytest.raises(RequestRefusedError, match=r"The engine died while its tokens were streamed\.$"):
+        with pytest.raises(StreamLostError, match=r"The engine died while its tokens were streamed\.$"):
             await both[0]
         engines[1].release()
         assert await both[1] == []  # of one without partial output

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from tiny import VOCABULARY
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rlightning.errors import EngineDiedError, EngineError
+from rlightning.errors import EngineDiedError, EngineError, RequestRefusedError
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
@@ -264,6 +265,17 @@ def test_a_stream_gives_the_beginnings_of_its_samples(engine: Engine, actor: Act
     for one, part in zip(streamed, parts, strict=True):
         assert one.token_ids.tolist()[: len(part)] == part
         assert_sampled_from(actor, prompt, one, 1.0)
+
+
+def test_a_schema_is_followed_and_part_of_the_log_probability(engine: Engine, actor: Actor) -> None:
+    sampling = Sampling(max_new_tokens=16, seed=3, json_schema='{"enum": [12, 345]}')
+    samples = asyncio.run(engine.sample(PROMPTS[0].token_ids, sampling, num_samples=32))
+    assert {one.text for one in samples} == {"12", "345"}
+    whole = {text: sum(next(one.logprobs for one in samples if one.text == text)) for text in ("12", "345")}
+    assert sum(map(math.exp, whole.values())) == pytest.approx(1.0, abs=1e-3)
+    with pytest.raises(RequestRefusedError):
+        asyncio.run(engine.sample(PROMPTS[0].token_ids, Sampling(json_schema='{"type": "nothing"}')))
+    assert engine.generate(PROMPTS[:1], 1, GREEDY)
 
 
 def test_greedy_completions_are_the_actors(engine: Engine, actor: Actor) -> None:

@@ -1,5 +1,6 @@
 """How a request wants to be sampled. What cannot be honoured is refused with an error that names it."""
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
@@ -25,7 +26,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "parallel_tool_calls": (True,),
     "top_logprobs": (0,),
     "modalities": (["text"],),
@@ -64,6 +64,7 @@ class Asked(BaseModel):
     stop: Stop | list[Stop] = []
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     seed: int | None = None
+    response_format: dict[str, Any] | None = None
     logprobs: bool | Annotated[int, Field(ge=0, le=1)] = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -72,6 +73,21 @@ class Asked(BaseModel):
     def stops(self) -> list[str]:
         """Strings that end a turn, and are no part of what the client gets."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def json_schema(self) -> str | None:
+        """JSON of the schema that the answer follows; None for a text."""
+        given = self.response_format or {"type": "text"}
+        if given == {"type": "text"}:
+            return None
+        named = given.get("json_schema")
+        schema = {"type": "object"} if given.get("type") == "json_object" else None
+        if given.get("type") == "json_schema" and isinstance(named, Mapping):
+            schema = named.get("schema")
+        if not isinstance(schema, Mapping):
+            rule = "has to be of type text, json_object, or json_schema with a schema"
+            raise APIError(f"response_format={cut_value(given)} {rule}.", param="response_format")
+        return json.dumps(schema)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -155,6 +171,7 @@ def to_sampling(asked: Asked, own: Sampling, stream: int, temperature: float | N
         max_new_tokens=min(limit for limit in limits if limit is not None),
         stop=(*own.stop, *asked.stops),
         stop_token_ids=(*own.stop_token_ids, *asked.stop_token_ids),
+        json_schema=asked.json_schema,
         seed=own.seed if asked.seed is None else mix_seed(stream, "client", asked.seed),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import Reply, count_usage, read_tools
 from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
-from rlightning.environments.endpoint.session import Session, ToolUse
+from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, TurnStream
 from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
@@ -29,6 +29,8 @@ async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Repl
     """Answer ``/v1/responses``."""
     renamed = {NAMES.get(name, name): value for name, value in body.items() if value not in NEUTRAL.get(name, ())}
     refuse_choices(body)
+    if "text" in renamed and "text" not in session.ignored:
+        renamed[RESPONSE_FORMAT] = _read_format(renamed.pop("text"))
     asked = read_asked(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("input"):
         messages = [*_read_earlier(session, body), *_read_input(body.get("input"))]
@@ -44,6 +46,14 @@ async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Repl
         return writer.write(answers)
     stream.end(answers)
     return None
+
+
+def _read_format(text: Any) -> dict[str, Any]:
+    """Return the parameter ``text`` as chat completions have it."""
+    given = text.get("format") if isinstance(text, Mapping) else None
+    if not isinstance(given, Mapping) or set(text) != {"format"}:
+        raise APIError(f"text={cut_value(text)} is not supported, other than text.format.", param="text")
+    return {"type": given.get("type")} | ({"json_schema": dict(given)} if given.get("type") == "json_schema" else {})
 
 
 def _read_earlier(session: Session, body: Mapping[str, Any]) -> list[Message]:

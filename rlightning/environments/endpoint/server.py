@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.openai_api import Reply
-from rlightning.environments.endpoint.session import Session
+from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event
 from rlightning.environments.environment import LimitReachedError, Policy
@@ -53,6 +53,8 @@ class Endpoint:
         keeps_reasoning: whether the policy goes on reading its earlier reasoning in turns that follow, so that a
             trajectory stays one branch. Otherwise the chat template decides, as it does in other servers.
         ignored: parameters of requests that are passed over where they cannot be honoured, such as ``top_p``.
+        allowed: parameters that are honoured, though the trainer's own log-probabilities are without them:
+            ``response_format`` is the only one.
         max_request_bytes: of a request's body.
         max_connections: at once.
         max_requests: of a session at once.
@@ -65,6 +67,7 @@ class Endpoint:
         port: int = 0,
         keeps_reasoning: bool = True,
         ignored: Iterable[str] = (),
+        allowed: Iterable[str] = (),
         max_request_bytes: int = 16 << 20,
         max_connections: int = 4096,
         max_requests: int = 64,
@@ -78,7 +81,9 @@ class Endpoint:
             }
         )
         self.host, self.port, self.keeps_reasoning = host, port, keeps_reasoning
-        self.ignored = frozenset(ignored)
+        self.ignored, self.allowed = frozenset(ignored), frozenset(allowed)
+        if self.allowed - {RESPONSE_FORMAT}:
+            raise ConfigError(f"endpoint.allowed={sorted(self.allowed)} may have '{RESPONSE_FORMAT}' alone.")
         self.max_request_bytes, self.max_connections, self.max_requests = (
             max_request_bytes,
             max_connections,
@@ -169,7 +174,7 @@ class Endpoint:
         if not isinstance(policy, RecordedPolicy):
             raise TypeError("The endpoint serves policies of the trainer's process alone.")
         await self.start()
-        session = Session(policy, keeps_reasoning=self.keeps_reasoning, ignored=self.ignored)
+        session = Session(policy, keeps_reasoning=self.keeps_reasoning, ignored=self.ignored, allowed=self.allowed)
         self._sessions[session.id] = session
         try:
             yield session

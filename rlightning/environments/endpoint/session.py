@@ -15,10 +15,12 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.recorder import RecordedTurn
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, RequestRefusedError, StreamLostError
 from rlightning.rollout import Sampling
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_tokens
 from rlightning.types.trajectory import Sample
+
+RESPONSE_FORMAT = "response_format"
 
 
 class ToolUse(NamedTuple):
@@ -40,6 +42,7 @@ class Session:
         policy: of the trajectory.
         keeps_reasoning: whether the policy goes on reading its earlier reasoning, whatever the chat template does.
         ignored: parameters of requests that are passed over.
+        allowed: parameters of requests that are honoured, though training assumes another distribution.
 
     Attributes:
         id: public part of the key.
@@ -50,7 +53,14 @@ class Session:
         num_abandoned: requests whose client has gone before they were answered.
     """
 
-    def __init__(self, policy: RecordedPolicy, *, keeps_reasoning: bool, ignored: frozenset[str]) -> None:
+    def __init__(
+        self,
+        policy: RecordedPolicy,
+        *,
+        keeps_reasoning: bool,
+        ignored: frozenset[str],
+        allowed: frozenset[str] = frozenset(),
+    ) -> None:
         self.id = secrets.token_hex(8)
         self.key = f"sk-{self.id}-{secrets.token_urlsafe(24)}"
         self.policy, self.ignored = policy, ignored
@@ -59,7 +69,7 @@ class Session:
         self.requests: set[asyncio.Task[Any]] = set()
         self.num_abandoned = 0
         self.responses: dict[str, list[Message]] = {}
-        self._keeps_reasoning = keeps_reasoning
+        self._keeps_reasoning, self._allowed = keeps_reasoning, allowed
         self._histories = Histories()
         self._texts: list[tuple[str, RecordedTurn]] = []
 
@@ -100,7 +110,7 @@ class Session:
             message = self._read(sample, history, read_tools, asked.stops, number)
             return message if stream is None else stream.finish(message)
 
-        turns = await self.policy.sample_turns(
+        turns = await self._sample_turns(
             history,
             self._sampling(asked),
             num_samples=asked.n,
@@ -126,7 +136,7 @@ class Session:
             message = AssistantMessage(cut_at_stops(sample.text, asked.stops))
             return message if stream is None else stream.finish(message)
 
-        turns = await self.policy.sample_turns(
+        turns = await self._sample_turns(
             history,
             self._sampling(asked),
             num_samples=asked.n,
@@ -155,9 +165,21 @@ class Session:
         rest = tokenizer(text[len(known) :], add_special_tokens=False).input_ids
         return [*turn.branch.token_ids[: turn.end], *rest]
 
+    async def _sample_turns(self, history: list[int], sampling: Sampling, **settings: Any) -> list[RecordedTurn]:
+        try:
+            return await self.policy.sample_turns(history, sampling, **settings)
+        except RequestRefusedError as error:
+            if sampling.json_schema is None or isinstance(error, StreamLostError):
+                raise
+            raise APIError(
+                f"response_format: the engine does not take the schema ({error.line}).", param="response_format"
+            ) from error
+
     def _sampling(self, asked: Asked) -> Sampling:
         policy = self.policy
         sampling = to_sampling(asked, policy.sampling, policy.stream, policy.temperature)
+        if sampling.json_schema is not None:
+            check_schema_is_followed(policy, self._allowed)
         policy.temperature = sampling.temperature
         return sampling
 
@@ -203,6 +225,25 @@ class Session:
         if message.errors:
             message = parse(sample.token_ids, None, prompt_ids=history, turn=number)
         return message._replace(content=cut_at_stops(message.content, stops))
+
+
+def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:
+    """Raise an APIError if turns cannot be sampled by a schema, or must not be."""
+    if RESPONSE_FORMAT not in allowed:
+        raise APIError(
+            "response_format other than text is not supported by default: it leaves out tokens that training counts "
+            "on. Leave it out, add 'response_format' to the endpoint's ignored parameters "
+            "(environment.endpoint.ignored), or to those that it honours all the same (environment.endpoint.allowed).",
+            param=RESPONSE_FORMAT,
+            code="unsupported_parameter",
+        )
+    if not policy.follows_schemas:
+        raise APIError(
+            "response_format other than text is not supported: what samples from the policy has no structured output. "
+            "vLLM's engine has.",
+            param=RESPONSE_FORMAT,
+            code="unsupported_parameter",
+        )
 
 
 def name_model(policy: RecordedPolicy) -> str:

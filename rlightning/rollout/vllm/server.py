@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -120,15 +120,17 @@ class VLLMServer:
 
         Args:
             token_ids: [P], of the prompt.
-            sampling: of vLLM's SamplingParams.
+            sampling: of vLLM's SamplingParams; ``json_schema`` becomes ``structured_outputs``.
             stream: a name for :meth:`read_tokens`, which is called meanwhile; None: it is not.
 
         Returns:
             For each its tokens, their log-probabilities and the versions of the weights that sampled them, what ended
             it (a stop token, a stop string, or None for its length), and how much of the prompt was cached.
         """
+        schema = sampling.pop("json_schema", None)
         params = SamplingParams(
             **sampling,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY if stream is None else RequestOutputKind.CUMULATIVE,
