@@ -261,7 +261,7 @@ class ChatFormat:
         if self._family is None or not self._family.renderers:
             return None
         try:
-            return RenderersParser(self._tokenizer, self._family)
+            return RenderersParser(self._tokenizer, self._family, self._arguments)
         except ImportError:
             return f"which is not installed: {INSTALL}."
         except ConfigError as error:

@@ -244,18 +244,22 @@ class RenderersParser:
     Args:
         tokenizer: the policy's.
         family: that the package knows.
+        arguments: of the chat template; the package is told those that it knows.
 
     Raises:
         ImportError: it is not installed.
         ConfigError: it refuses the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, family: Family) -> None:
+    def __init__(self, tokenizer: Any, family: Family, arguments: Mapping[str, Any]) -> None:
         from renderers import config_from_name, create_renderer
 
+        self._tokenizer, self._call_start = tokenizer, family.call_start
         for name in family.renderers:
             try:
-                self._renderer = create_renderer(tokenizer, config_from_name(name))
+                config = config_from_name(name)
+                known = {key: value for key, value in arguments.items() if key in type(config).model_fields}
+                self._renderer = create_renderer(tokenizer, config.model_copy(update=known))
             except Exception as error:  # it asserts what it expects of tokenizers
                 reason = cut_line(error)
             else:
@@ -275,6 +279,8 @@ class RenderersParser:
             tools=[tool.get("function", tool) for tool in tools] if tools else None,
             prompt_ids=None if prompt_ids is None else list(prompt_ids),
         )
+        if not tools and parsed.tool_calls:
+            return AssistantMessage(self._with_calls(parsed, token_ids), parsed.reasoning_content or None)
         calls: list[ToolCall] = []
         errors: list[str] = []
         for call in parsed.tool_calls[:MAX_CALLS]:
@@ -285,3 +291,12 @@ class RenderersParser:
                 errors.append(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
         errors += describe_surplus(len(parsed.tool_calls))
         return AssistantMessage(parsed.content, parsed.reasoning_content or None, tuple(calls), tuple(errors))
+
+    def _with_calls(self, parsed: Any, token_ids: Sequence[int]) -> str:
+        """Return what a turn says with its calls as text: there are no tools, or they cannot be read."""
+        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        text = text.removesuffix(self._tokenizer.eos_token or "")
+        calls = None if self._call_start is None else self._call_start.search(text)
+        return str(parsed.content or "") + (
+            "".join(call.raw for call in parsed.tool_calls) if calls is None else text[calls.start() :]
+        )

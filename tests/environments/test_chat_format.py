@@ -335,6 +335,8 @@ def test_package_renderers_reads_the_same(family: str) -> None:
             (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in said["tool_calls"]
         ]
     assert named(chat_format.parse(sampled, [ADD], prompt_ids=start)) == expected != []
+    without_tools = chat_format.parse(sampled, prompt_ids=start)
+    assert without_tools.tool_calls == () and all(name in without_tools.content for name, _ in expected)
 
 
 # What is said and refused

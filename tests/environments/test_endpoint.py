@@ -51,7 +51,7 @@ def test_openai_sdk_with_tools_is_one_branch_as_sampled() -> None:
         assert [json.loads(call.function.arguments) for call in calls] == [{"a": 1, "b": 2}] * 2
         # As frameworks send it back: nulls, other ids, arguments written anew, and without the reasoning.
         again = [
-            {"id": f"x{i}", "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a":1}'}}
+            {"id": f"x{i}", "type": "function", "function": {"name": "add", "arguments": '{"b":2.0, "a":1}'}}
             for i in range(2)
         ]
         said = {"role": "assistant", "content": " Let me. ", "refusal": None, "tool_calls": again, "audio": None}
@@ -470,6 +470,56 @@ def test_texts_go_on_from_their_tokens() -> None:
 
     trajectory = run(policy, use)
     assert texts(trajectory, tokenizer) == ["A:One.\nB:Two."] and trained(trajectory, tokenizer) == ["One.Two."]
+
+
+def test_a_stop_string_that_the_client_writes_itself_is_read_once() -> None:
+    policy, sampler, tokenizer = make("Thought\nObservation:", "Two.")
+    sampler.end = ""
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        first = await client.completions.create(model="any", prompt="A:", stop="\nObservation:")
+        assert first.choices[0].text == "Thought"
+        await client.completions.create(model="any", prompt="A:Thought\nObservation: 42")
+
+    trajectory = run(policy, use)
+    assert texts(trajectory, tokenizer) == ["A:Thought\nObservation: 42Two."]
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "assistant", "content": "1", "tool_calls": 5}, {"role": "user", "content": "\ud800"}]
+)
+def test_a_malformed_message_is_the_clients_error_and_the_session_goes_on(message: dict[str, Any]) -> None:
+    policy, _, _ = make("One.")
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        async with httpx.AsyncClient(base_url=str(client.base_url), headers=headers) as http:
+            answer = await http.post("chat/completions", content=json.dumps({"messages": [message, USER]}))
+        assert answer.status_code == 400 and "messages" in answer.json()["error"]["message"]
+        await ask(client, [USER])
+
+    assert run(policy, use).status == "finished"
+
+
+def test_requests_beyond_the_limit_are_asked_again_by_the_sdk() -> None:
+    policy, _, _ = make(*["One."] * 6, delay=0.05)
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        await asyncio.gather(*(ask(client, [USER]) for _ in range(6)))
+
+    assert run(policy, use, max_requests=4).status == "finished"
+
+
+def test_a_refused_request_leaves_the_temperature_open() -> None:
+    policy, sampler, _ = make("One.", max_length=40)
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await ask(client, [{**USER, "content": "x" * 60}], temperature=0.5)
+        await ask(client, [USER], temperature=0.9)
+
+    run(policy, use)
+    assert sampler.samplings[-1].temperature == 0.9
 
 
 @pytest.mark.parametrize("stream", [False, True])

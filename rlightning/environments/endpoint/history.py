@@ -171,8 +171,16 @@ def clean(messages: Any) -> list[Message]:
 
 
 def to_json(value: Any) -> str:
-    """Return a value in the one form in which it is compared."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    """Return a value in the one form in which it is compared; whole numbers as JavaScript writes them, 1 for 1.0."""
+    return json.dumps(_with_whole_numbers(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _with_whole_numbers(one) for name, one in value.items()}
+    return [_with_whole_numbers(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def received_message(message: AssistantMessage) -> Known:

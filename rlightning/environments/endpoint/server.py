@@ -40,6 +40,8 @@ LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 120
 """For which a client's idle connection stays open: tools may take long between two requests."""
 CLOSE_SECONDS = 5.0
+GONE = 499
+"""The status of what a client that has gone away would be answered."""
 
 
 class Endpoint:
@@ -204,7 +206,8 @@ class Endpoint:
         return Starlette(routes=[*posts, models], exception_handlers={404: _answer_unknown, 405: _answer_unknown})
 
     async def _answer(self, route: Route | None, request: "Request") -> "Response | EventResponse":
-        from starlette.responses import JSONResponse
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import JSONResponse, Response
 
         is_anthropic = request.url.path == ANTHROPIC
         try:
@@ -216,7 +219,10 @@ class Endpoint:
         except APIError as error:
             shape = error.to_anthropic() if is_anthropic else error.to_openai()
             # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
-            return JSONResponse(shape, error.status, headers={"x-should-retry": "false"})
+            is_over = error.status >= 500
+            return JSONResponse(shape, error.status, headers={"x-should-retry": "false"} if is_over else None)
+        except ClientDisconnect:  # in the middle of its request
+            return Response(status_code=GONE)
 
     async def _authenticate(self, headers: Mapping[str, str], *, is_reading: bool) -> Session:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
@@ -265,7 +271,7 @@ class Endpoint:
                 is_streamed = True
                 return EventResponse(work, event, _anthropic_error if route is ROUTES[ANTHROPIC] else _openai_error)
             reply = work.result()
-            return Response(status_code=499) if work.is_abandoned else JSONResponse(reply)
+            return Response(status_code=GONE) if work.is_abandoned else JSONResponse(reply)
         finally:
             if not is_streamed:
                 work.end()

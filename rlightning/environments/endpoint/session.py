@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlightning.environments.endpoint.errors import APIError
+from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, received_message, to_json
 from rlightning.environments.endpoint.parameters import Asked, to_sampling
 from rlightning.environments.endpoint.streaming import Answers, TurnStream
+from rlightning.environments.environment import LimitReachedError
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
 from rlightning.environments.policy import RecordedPolicy
@@ -71,7 +72,7 @@ class Session:
         self.responses: dict[str, list[Message]] = {}
         self._keeps_reasoning, self._allowed = keeps_reasoning, allowed
         self._histories = Histories()
-        self._texts: list[tuple[str, RecordedTurn]] = []
+        self._texts: list[tuple[str, RecordedTurn, Sequence[str]]] = []
 
     def fail(self, error: Exception) -> None:
         """End the session: nothing of it can become a reward."""
@@ -95,11 +96,13 @@ class Session:
         Raises:
             APIError: the messages cannot be rendered.
         """
-        cleaned, tools = clean(messages), tool_use.schemas
-        known, tools_key = [read_known(message) for message in cleaned], to_json(tools or [])
-        found = self._without_dropped_reasoning(self._histories.find(known, tools_key), cleaned, tools)
-        new = cleaned[len(cleaned) - found.num_new :]
-        history = self._render(found, cleaned, new, tools)
+        tools = tool_use.schemas
+        with reading("messages"):
+            cleaned = clean(messages)
+            known, tools_key = [read_known(message) for message in cleaned], to_json(tools or [])
+            found = self._without_dropped_reasoning(self._histories.find(known, tools_key), cleaned, tools)
+            new = cleaned[len(cleaned) - found.num_new :]
+            history = self._render(found, cleaned, new, tools)
         number, read_tools = self.policy.num_requested, tools if tool_use.are_called else None
         if stream is not None:
             begin = self.policy.chat_format.begin_message
@@ -125,7 +128,8 @@ class Session:
 
     async def complete(self, asked: Asked, prompt: str | list[int], stream: TurnStream | None = None) -> Answers:
         """Continue a text, or tokens. A text that begins with an earlier one goes on from its tokens."""
-        history = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+        with reading("prompt"):
+            history = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         if not history:
             raise APIError("prompt: the prompt has no token.", param="prompt")
 
@@ -144,7 +148,7 @@ class Session:
             on_tokens=None if stream is None else stream.add_tokens,
         )
         if isinstance(prompt, str):
-            self._texts += [(prompt + turn.message.content, turn) for turn in turns]
+            self._texts += [(prompt + turn.message.content, turn, asked.stops) for turn in turns]
         return Answers(turns, len(history))
 
     def _begin_text(self, history: list[int], stops: Sequence[str]) -> PartialMessage:
@@ -157,17 +161,25 @@ class Session:
 
     def _tokenize(self, text: str) -> list[int]:
         tokenizer = self.policy.chat_format.tokenizer
-        seen = [(known, turn) for known, turn in self._texts if text.startswith(known)]
+        seen = [one for one in self._texts if text.startswith(one[0])]
         if not seen:
             token_ids: list[int] = tokenizer(text).input_ids
             return token_ids
-        known, turn = max(seen, key=lambda one: len(one[0]))
-        rest = tokenizer(text[len(known) :], add_special_tokens=False).input_ids
-        return [*turn.branch.token_ids[: turn.end], *rest]
+        known, turn, stops = max(seen, key=lambda one: len(one[0]))
+        # The string that ended the turn was sampled, and a client writes it itself where its text goes on.
+        sampled, rest = turn.sample.text[len(turn.message.content) :], text[len(known) :]
+        ended = next((stop for stop in stops if sampled.startswith(stop) and rest.startswith(stop)), "")
+        added = tokenizer(rest.removeprefix(ended), add_special_tokens=False).input_ids
+        return [*turn.branch.token_ids[: turn.end], *added]
 
     async def _sample_turns(self, history: list[int], sampling: Sampling, **settings: Any) -> list[RecordedTurn]:
+        before, self.policy.temperature = self.policy.temperature, sampling.temperature
         try:
             return await self.policy.sample_turns(history, sampling, **settings)
+        except LimitReachedError:
+            if not self.policy.recorder.branches and len(self.requests) <= 1:
+                self.policy.temperature = before  # nothing has been sampled
+            raise
         except RequestRefusedError as error:
             if sampling.json_schema is None or isinstance(error, StreamLostError):
                 raise
@@ -180,7 +192,6 @@ class Session:
         sampling = to_sampling(asked, policy.sampling, policy.stream, policy.temperature)
         if sampling.json_schema is not None:
             check_schema_is_followed(policy, self._allowed)
-        policy.temperature = sampling.temperature
         return sampling
 
     def _without_dropped_reasoning(
