@@ -13,8 +13,12 @@ from rlightning.rollout import Sampling
 from rlightning.types import AgentTrace, Outcome, Prompt
 
 
+MAKE: Any = Outcome
+"""With arguments of any type."""
+
+
 def test_numbers_become_floats() -> None:
-    given = Outcome(np.float32(0.5), [1, True], metrics={"calls": 3}, traces=[AgentTrace("one", 1.0, [0])])  # type: ignore[list-item, arg-type]
+    given = MAKE(np.float32(0.5), [1, True], metrics={"calls": 3}, traces=[AgentTrace("one", 1.0, [0])])
     outcome = check_outcome(given)
     assert outcome == Outcome(0.5, [1.0, 1.0], metrics={"calls": 3.0}, traces=given.traces)
     assert [type(one) for one in (outcome.reward, *(outcome.turn_rewards or ()))] == [float] * 3
@@ -24,13 +28,13 @@ def test_numbers_become_floats() -> None:
     ("returned", "error", "message"),
     [
         (0.5, TypeError, r"^run\(\) returned float, and has to return an Outcome: Outcome\(reward=1\.0\)\.$"),
-        (Outcome(reward="high"), TypeError, r"^run\(\) returned the reward 'high', and has to return a number\.$"),
-        (Outcome(reward=float("nan")), ValueError, r"the reward nan, and has to return a finite number\.$"),
-        (Outcome(turn_rewards=["x"]), TypeError, r"the turn reward 'x'"),
-        (Outcome(turn_rewards=1.0), TypeError, r"the turn_rewards 1\.0, and has to return a list\.$"),
-        (Outcome(metrics=[1]), TypeError, r"the metrics \[1\], and has to return a dict\.$"),
-        (Outcome(metrics={"calls": None}), TypeError, r"the metric 'calls' None"),
-        (Outcome(status="done"), ValueError, r"the status 'done', and there are: finished, truncated, "),
+        (MAKE(reward="high"), TypeError, r"^run\(\) returned the reward 'high', and has to return a number\.$"),
+        (MAKE(reward=float("nan")), ValueError, r"the reward nan, and has to return a finite number\.$"),
+        (MAKE(turn_rewards=["x"]), TypeError, r"the turn reward 'x'"),
+        (MAKE(turn_rewards=1.0), TypeError, r"the turn_rewards 1\.0, and has to return a list\.$"),
+        (MAKE(metrics=[1]), TypeError, r"the metrics \[1\], and has to return a dict\.$"),
+        (MAKE(metrics={"calls": None}), TypeError, r"the metric 'calls' None"),
+        (MAKE(status="done"), ValueError, r"the status 'done', and there are: finished, truncated, "),
     ],
 )
 def test_what_cannot_be_read_is_refused(returned: Any, error: type[Exception], message: str) -> None:
