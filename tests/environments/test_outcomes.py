@@ -12,7 +12,6 @@ from rlightning.environments.runner import EnvironmentRunner, read_outcomes
 from rlightning.rollout import Sampling
 from rlightning.types import AgentTrace, Outcome, Prompt
 
-
 MAKE: Any = Outcome
 """With arguments of any type."""
 
