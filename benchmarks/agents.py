@@ -4,12 +4,14 @@
     python benchmarks/agents.py --device cpu --model tiny --prompts 8 --part waiting endpoint
     python benchmarks/agents.py --device cpu --model tiny --part idle --sessions 2000
 
-"waiting": trajectories of --turns turns whose environment takes 0.05 to 2 s a turn (drawn from a seed), and the same
-without waiting. "bound" is the larger of the longest that a trajectory waits for its environment and what all take
-without waiting: a step cannot take less. "endpoint": the same completions of one turn, sampled by the trainer and by an
-agent with OpenAI's client, in as many sessions at once. "idle": agents that ask once and then do nothing for --idle
-seconds; the memory that the trainer's process has more than at the rollout's begin, and its CPU time, of the seconds in
-which all were idle.
+"waiting": trajectories of --turns turns whose environment takes 0.05 to 2 s a turn (drawn from a seed), the same
+without waiting, and two alone. "bound" is the larger of the slowest trajectory (the longest that one waits for its
+environment, and what it takes to sample its turns alone) and what all take without waiting: a step cannot take less.
+"of wait" leaves the slowest trajectory's own sampling out. Of the trajectory that ended last there is what it waited
+for: the environment, the engine, and anything else, such as the trainer's event loop. "endpoint": the same completions
+of one turn, sampled by the trainer and by an agent with OpenAI's client, in as many sessions at once. "idle": agents
+that ask once and then do nothing for --idle seconds; the memory that the trainer's process has more than at the
+rollout's begin, and its CPU time, of the seconds in which all were idle.
 
 Prints a table a part; medians of the steps after the first, of "idle" the only step.
 """
@@ -67,23 +69,43 @@ def generating(run: Run) -> float:
 def measure_waiting(arguments: argparse.Namespace) -> Rows:
     """A row: seconds with and without waiting, and their bound."""
     runs = {}
-    for name, longest in (("waits", 2.0), ("does not wait", 0.0)):
-        runs[name] = fit(make_job(arguments, name, waiting_game(arguments, longest)), arguments, [0]).require_success()
-    rows = [row for row in trajectories(runs["waits"].folder) if row["step"] > 1] or trajectories(runs["waits"].folder)
-    steps = {row["step"] for row in rows}
-    longest_wait = median(max(dict(row["metrics"])["waited"] for row in rows if row["step"] == step) for step in steps)
-    alone, seconds = generating(runs["does not wait"]), generating(runs["waits"])
-    bound = max(longest_wait, alone)
+    few = {"prompts": 1, "samples": 2}
+    for name, longest, changes in (("waits", 2.0, {}), ("does not wait", 0.0, {}), ("alone", 0.0, few)):
+        job = make_job(arguments, name, waiting_game(arguments, longest), **changes)
+        runs[name] = fit(job, arguments, [0]).require_success()
+    rows = trajectories(runs["waits"].folder)
+    rows = [row for row in rows if row["step"] > 1] or rows
+    steps = [[row for row in rows if row["step"] == step] for step in {row["step"] for row in rows}]
+    longest_wait = median(max(map(waited, step)) for step in steps)
+    seconds, together, alone = (generating(runs[name]) for name in ("waits", "does not wait", "alone"))
+    last = [max(step, key=lambda row: sum(shares(row))) for step in steps]
+    environment, engine, rest = (median(column) for column in zip(*map(shares, last), strict=True))
     return [
         {
             "trajectories": arguments.prompts * arguments.samples,
             "turns": arguments.turns,
             "generate, s": seconds,
-            "without waiting, s": alone,
-            "longest wait of a trajectory, s": longest_wait,
-            "of bound": seconds / bound,
+            "without waiting, s": together,
+            "longest wait, s": longest_wait,
+            "a trajectory alone, s": alone,
+            "of bound": seconds / max(longest_wait + alone, together),
+            "of wait": seconds / max(longest_wait, together),
+            "the last: environment, s": environment,
+            "engine, s": engine,
+            "else, s": rest,
         }
     ]
+
+
+def waited(row: dict[str, Any]) -> float:
+    """Seconds that a trajectory's environment took."""
+    return float(dict(row["metrics"])["waited"])
+
+
+def shares(row: dict[str, Any]) -> tuple[float, float, float]:
+    """Seconds that a trajectory waited for its environment, for the engine, and for anything else."""
+    timings = dict(row["timings"])
+    return waited(row), timings["engine"], timings["environment"] - waited(row)
 
 
 def measure_endpoint(arguments: argparse.Namespace) -> Rows:

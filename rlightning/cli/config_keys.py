@@ -289,7 +289,7 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def find_class(path: str, bases: list[type], key: str) -> Any:
-    """Import the class that a dotted path names, or find an imported subclass by its bare name.
+    """Import the class that a dotted path names, or find a subclass by its bare name: imported, or beside its base.
 
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
@@ -298,6 +298,10 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
+        for package in {base.__module__.rpartition(".")[0] for base in bases} - {""}:
+            exports: Any = import_module(package)
+            if name in getattr(exports, "__all__", ()):
+                getattr(exports, name)  # imports what the package imports when it is asked for
         named = {c.__name__: c for base in bases for c in subclasses(base) if not c.__name__.startswith("_")}
         if name not in named:
             raise ConfigError(f"{key}: there is no class '{name}'. {suggest(name, named)}")

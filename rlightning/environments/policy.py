@@ -18,6 +18,7 @@ from typing import Any
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import LimitReachedError, Policy, Reply, TrajectoryLostError
 from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.outcomes import check_outcome
 from rlightning.environments.recorder import RecordedTurn, Recorder
 from rlightning.environments.timing import TimedSampler
 from rlightning.errors import RequestRefusedError, RunError
@@ -311,7 +312,7 @@ class RecordedGroup:
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: Policy) -> Outcome:
         try:
             async with asyncio.timeout(self._timeout) as deadline:
-                return await run(policy)
+                return check_outcome(await run(policy))
         except LimitReachedError:
             return Outcome(status="truncated")
         except TrajectoryLostError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
@@ -12,13 +12,14 @@ from rlightning import intervals
 from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import Environment
+from rlightning.environments.outcomes import check_outcome
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError, RunError
 from rlightning.rollout import TokenSampler
 from rlightning.rpc.client import LoopThread
 from rlightning.rpc.peer import DeadlineExceededError
-from rlightning.types.trajectory import Prompt, Trajectory
+from rlightning.types.trajectory import Outcome, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class EnvironmentRunner:
             self._sampler, self._chat_format, request, self._max_length, self._timeout, self._max_requeues
         )
         try:
-            outcomes = await environment.run_group(request.prompt, group)
+            outcomes = read_outcomes(await environment.run_group(request.prompt, group), request.num_trajectories)
         except RunError:
             raise  # no trajectory can go on
         except Exception as error:  # user code
@@ -143,6 +144,19 @@ class EnvironmentRunner:
         self.num_requeues += group.num_requeues
         self.first_failure = self.first_failure or group.first_failure
         return trajectories
+
+
+def read_outcomes(returned: Any, num_trajectories: int) -> list[Outcome]:
+    """Return what ``run_group`` returned, an outcome for each trajectory.
+
+    Raises:
+        TypeError: it is something else, or they are of another number.
+        ValueError: a reward is not finite.
+    """
+    if not isinstance(returned, Sequence) or len(returned) != num_trajectories:
+        found = f"{len(returned)} outcomes" if isinstance(returned, Sequence) else type(returned).__name__
+        raise TypeError(f"run_group() returned {found}, and has to return an Outcome for each of {num_trajectories}.")
+    return [check_outcome(one, "run_group()") for one in returned]
 
 
 def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:

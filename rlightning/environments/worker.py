@@ -18,6 +18,7 @@ from rlightning import intervals
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import Environment, LimitReachedError, Reply
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
+from rlightning.environments.outcomes import check_outcome
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
 from rlightning.rpc.peer import Peer, RemoteError
@@ -132,10 +133,7 @@ class EnvironmentWorker:
             raise LimitReachedError(str(error)) from None  # it may be of a subclass
         except (SystemExit, KeyboardInterrupt) as error:  # these would end the process, with all its trajectories
             raise RuntimeError(f"the environment raised {describe_error(error)}") from error
-        if not isinstance(outcome, Outcome):
-            name, returned = type(self._environment).__name__, type(outcome).__name__
-            raise TypeError(f"{name}.run() returned {returned}, and has to return an Outcome: Outcome(reward=1.0).")
-        return outcome
+        return check_outcome(outcome, f"{type(self._environment).__name__}.run()")
 
     async def _finish(self) -> None:
         """Wait for trajectories that have been cancelled to clean up, and close the environment."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from cli_project import fit_here, resolve_config
 from programs import logged_steps
 
 from rlightning.callbacks import VLLMRollout
+from rlightning.cli.config_keys import find_class
 from rlightning.config_types import takes_text
 from rlightning.rewards import RewardFunction
 
@@ -358,3 +360,16 @@ def test_the_engine_may_be_listed_as_a_callback_instead(
     monkeypatch.setattr(VLLMRollout, "setup", note)
     assert fit_here(capsys, "--config", "run.yaml", "--trainer.max_steps", "1")[0] == 0
     assert [rollout.sampling.temperature for rollout in found] == [0.7]
+
+
+def test_bare_name_finds_what_its_package_imports_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``AgentProgram`` and ``WorkerEnvironment`` of ``rlightning.environments`` in a new process."""
+    package = tmp_path / "own_package"
+    package.mkdir()
+    exports = "def __getattr__(name):\n    from own_package.later import Later\n\n    return Later\n"
+    (package / "__init__.py").write_text(f"__all__ = ['Later']\n\n\n{exports}")
+    (package / "base.py").write_text("class Base: ...\n")
+    (package / "later.py").write_text("from own_package.base import Base\n\n\nclass Later(Base): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    base = import_module("own_package.base").Base
+    assert find_class("Later", [base], "environment") is import_module("own_package.later").Later

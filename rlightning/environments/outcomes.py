@@ -1,0 +1,59 @@
+"""What environments return, checked before anything is made of it.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, SupportsFloat, get_args
+
+from rlightning.foreign_text import cut_value
+from rlightning.types.trajectory import Outcome, Status
+
+
+def check_outcome(outcome: Any, place: str = "run()") -> Outcome:
+    """Return an outcome with floats for its numbers.
+
+    Args:
+        outcome: that an environment has returned.
+        place: which method has, for errors.
+
+    Raises:
+        TypeError: it is none, or a part of it has another type.
+        ValueError: a reward is not finite, or the status is none of those that there are.
+    """
+    if not isinstance(outcome, Outcome):
+        kind = type(outcome).__name__
+        raise TypeError(f"{place} returned {kind}, and has to return an Outcome: Outcome(reward=1.0).")
+    if outcome.status not in get_args(Status):
+        statuses = ", ".join(get_args(Status))
+        raise ValueError(f"{place} returned the status {cut_value(outcome.status)}, and there are: {statuses}.")
+    if not isinstance(outcome.metrics, Mapping):
+        raise TypeError(f"{place} returned the metrics {cut_value(outcome.metrics)}, and has to return a dict.")
+    reward, turn_rewards = outcome.reward, outcome.turn_rewards
+    if turn_rewards is not None and not isinstance(turn_rewards, list | tuple):
+        raise TypeError(f"{place} returned the turn_rewards {cut_value(turn_rewards)}, and has to return a list.")
+    return replace(
+        outcome,
+        reward=None if reward is None else _read_reward(reward, "reward", place),
+        turn_rewards=None
+        if turn_rewards is None
+        else [_read_reward(one, "turn reward", place) for one in turn_rewards],
+        metrics={str(name): _read_number(value, f"metric '{name}'", place) for name, value in outcome.metrics.items()},
+    )
+
+
+def _read_reward(value: Any, what: str, place: str) -> float:
+    number = _read_number(value, what, place)
+    if not math.isfinite(number):
+        raise ValueError(f"{place} returned the {what} {number}, and has to return a finite number.")
+    return number
+
+
+def _read_number(value: Any, what: str, place: str) -> float:
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"{place} returned the {what} {cut_value(value)}, and has to return a number.")
+    return float(value)
