@@ -397,6 +397,8 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = "; ".join(dict.fromkeys(lines))
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)
+    no_keys = r"Expected a path but (.*) either not accessible or invalid; Expected a dot import path string: .*"
+    text = re.sub(no_keys, r"expected keys with values, got '\1'", text)
     text = re.sub(r"the following arguments are required: (.*)", r"it needs a value for '\1'", text)
     text = f"{text}{_way_out(text)}"
     return f"{keys.full_key(key) if keys else key}: {text}" if key else text
