@@ -29,6 +29,9 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     names = [name for line in lines for name in _expected(line)]
     if names and value and all(map(_expected, lines)):  # alternatives, none of which fits
         lines = [f"Expected a {' or '.join(dict.fromkeys(names))}. Got value: {value[1]}"]
+    paths = [re.fullmatch("Expected a path but (.*) either not accessible or invalid", line) for line in lines]
+    if any(paths) and any(line.startswith("Expected a dot import path string") for line in lines):
+        lines = [f"expected keys with values, got '{path[1]}'" for path in paths if path]
     # what is wrong with an item or an argument, rather than with the whole
     lines = [line for line in lines if not _expected(line) and not line.startswith("Expected a path but")] or lines
     text = "; ".join(dict.fromkeys(lines))

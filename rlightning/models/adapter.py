@@ -62,6 +62,9 @@ class Adapter:
                     rank is None or rank >= 1
                 ),
                 f"adapter.alpha={alpha} must be above 0 and finite. Try twice the rank": is_scale,
+                f"adapter.target_modules={self.target_modules!r} names no layer. Leave it out for all linear ones": (
+                    self.target_modules is None or bool(self.target_modules)
+                ),
             }
         )
 
@@ -147,6 +150,8 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
         ConfigError: for layers that the model does not have or that cannot be adapted, and for a folder of another
             base or of a kind that is not trained here.
     """
+    if adapter.quantize_base is not None:
+        import_torchao(adapter.quantize_base)
     import_peft()
     if experts := num_experts(config):
         raise ConfigError(
@@ -154,10 +159,9 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
         )
     layers = linear_layers(config)
     lora = _read_keys(adapter, layers, config) if adapter.path is None else _read_folder(adapter, model, layers)
-    if adapter.quantize_base is None:
-        return lora
-    import_torchao(adapter.quantize_base)
-    return replace(lora, quantize_base=adapter.quantize_base, quantized=layers)
+    return (
+        lora if adapter.quantize_base is None else replace(lora, quantize_base=adapter.quantize_base, quantized=layers)
+    )
 
 
 def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig) -> LoRA:
@@ -212,7 +216,7 @@ def match_targets(
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for target in wanted:
         if not any(is_match(name, target) for name in layers):
-            known = sorted({name.rpartition(".")[2] for name in layers})
+            known = [*sorted({name.rpartition(".")[2] for name in layers}), ALL_LINEAR]
             others = build_empty(config).named_modules()
             kind = next((type(module).__name__ for name, module in others if name and is_match(name, target)), None)
             found = (

@@ -8,7 +8,6 @@ The matrix is not kept, nor is it for the backward: both compute it. What it is 
 given, so that an engine that holds it in bfloat16 computes with the same numbers.
 """
 
-import logging
 from types import ModuleType
 from typing import Any, Literal
 
@@ -150,7 +149,6 @@ def coded_bytes(kind: QuantizedBase, outputs: int, inputs: int, itemsize: int) -
 
 def import_torchao(kind: QuantizedBase) -> ModuleType:
     """Return the package's part that quantises, or raise a ConfigError if it is missing."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels for other devices
     try:
         import torchao.quantization
         from torchao.quantization import Int8Tensor, PerRow, to_nf4  # noqa: F401  # older versions lack some

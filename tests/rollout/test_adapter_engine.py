@@ -219,8 +219,11 @@ def test_a_restarted_engine_is_sent_base_and_adapter_and_proves_it(run: Run, mod
     np.testing.assert_allclose(scores(run, tokens)[1:], expected(policy, tokens)[1:], atol=1e-4)
 
 
-def test_a_module_that_the_engine_has_no_place_for_is_named(run: Run, model: str) -> None:
+@pytest.mark.parametrize("has_base", [True, False])
+def test_a_module_that_the_engine_has_no_place_for_is_named(has_base: bool, run: Run, model: str) -> None:
+    """Also where the base follows the adapter, of whose last chunk the engine reports too."""
     policy = Policy(model)
+    run.engine.has_base = has_base
     policy.adapter_weights = lambda: (  # type: ignore[method-assign]
         (name.replace("q_proj", "z_proj"), weight) for name, weight in adapter_parameters(policy.loaded_actor)
     )

@@ -321,6 +321,7 @@ def describe_faults(reports: Sequence[tuple[Sequence[str], Sequence[str]]]) -> l
     if unread:
         faults.append(
             f"{len(unread)} of the weights that the actor sent were not taken, such as {', '.join(unread[:3])}: vLLM's "
-            "model of this architecture has no place for them, and would compute without. Choose another model."
+            "model of this architecture has no place for them, and would compute without. Choose another model, or for "
+            "an adapter rollout.send_adapter: false."
         )
     return faults

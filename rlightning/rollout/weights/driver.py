@@ -185,7 +185,7 @@ class WeightUpdater:
                 if chunk == 0:
                     self._started_at = time.monotonic()
                 answers = {engine: engine.receive_weights(chunk) for engine in self._engines}
-                faults = self._transfer(functools.partial(self.sender.send, chunk), answers)
+                faults += self._transfer(functools.partial(self.sender.send, chunk), answers)
         if not self.deaths and any(faults):
             raise EngineError(" ".join(sorted(set(chain(*faults)))))
 
