@@ -70,6 +70,9 @@ def unwrap_output_layer(model: Any, manager: Any) -> None:
             _replace(model, name, module.base_layer)
             for key in [key for key, value in adapters.modules.items() if value is module]:
                 del adapters.modules[key]
+                head = model.get_submodule(key)
+                if isinstance(head, BaseLayerWithLoRA):  # the embedding is the output layer, too, and wrapped as one
+                    _replace(model, key, head.base_layer)
 
 
 @contextmanager

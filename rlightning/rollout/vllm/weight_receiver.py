@@ -12,11 +12,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 from vllm import _custom_ops
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
@@ -150,6 +152,8 @@ class StoredForm:
 
     def __init__(self, model: ModelConfig) -> None:
         config = read_config(model.model, trust_remote_code=model.trust_remote_code)
+        if type(config).__module__.startswith("vllm."):  # registered by vLLM in the place of transformers' own
+            config = getattr(transformers, CONFIG_MAPPING_NAMES[config.model_type]).from_pretrained(model.model)
         with torch.device("meta"):
             policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         self._policy = policy if get_model_conversion_mapping(policy, add_legacy=False) else None
