@@ -8,9 +8,9 @@ and the fork sets up what a fresh interpreter would have: arguments, environment
 parent where it asks for that), and has a fork server of its own, so that what it starts is forked, too.
 
 Programs given by ``-c``, and those with ``START_BY_EXEC`` in their environment, start as always; but for the workers of
-pytest-xdist, so that the heavy modules are imported once for all of them, and what multiprocessing spawns. Ray's raylet, which is
-no Python program, starts its workers by :data:`STAND_IN`, a small script in place of the interpreter: it has the fork
-server of the raylet's parent start the worker, and ends with it.
+pytest-xdist, so that the heavy modules are imported once for all of them, and what multiprocessing spawns. Ray's
+raylet, which is no Python program, starts its workers by :data:`STAND_IN`, a small script in place of the interpreter:
+it has the fork server of the raylet's parent start the worker, and ends with it.
 
     caller -- request, file descriptors --> fork server -- fork --> fork -- fork --> program and its own fork server
        ^------------ the program's parent, once the fork between has ended -----------'
@@ -81,6 +81,7 @@ signal.signal(signal.SIGTERM, lambda *_: signal.pidfd_send_signal(program, signa
 while not select.select([program], [], [], None)[0]:
     pass
 """
+SPIN_SECONDS = 0.002
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 """Signals whose handlers of the preloaded libraries a fork does not keep, as a new interpreter would not have them."""
@@ -376,6 +377,10 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     del sys.modules["ray"]
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    # The processes of an engine wait for each other on a socket, not by spinning for a second on cores that they share.
+    SpinCondition.__init__.__defaults__ = (SPIN_SECONDS,)
     _set_by_imports.update({k: v for k, v in os.environ.items() if k not in before})
     sys.path.remove(str(Path(__file__).parent))
     install()
