@@ -246,7 +246,7 @@ asyncio.run(main())
 """
     (tmp_path / "trainer.py").write_text(code)
     folders = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, tmp_path / "trainer.py"]
+    command = [sys.executable, str(tmp_path / "trainer.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=folders) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
