@@ -81,7 +81,6 @@ signal.signal(signal.SIGTERM, lambda *_: signal.pidfd_send_signal(program, signa
 while not select.select([program], [], [], None)[0]:
     pass
 """
-SPIN_SECONDS = 0.002
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 """Signals whose handlers of the preloaded libraries a fork does not keep, as a new interpreter would not have them."""
@@ -377,10 +376,6 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     del sys.modules["ray"]
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    # The processes of an engine wait for each other on a socket, not by spinning for a second on cores that they share.
-    SpinCondition.__init__.__defaults__ = (SPIN_SECONDS,)
     _set_by_imports.update({k: v for k, v in os.environ.items() if k not in before})
     sys.path.remove(str(Path(__file__).parent))
     install()
