@@ -1,9 +1,13 @@
 """What all tests share: the fork server, the order of files, and a last line that says what was left out and why."""
 
+import contextlib
 import json
 import os
+import signal
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,9 @@ HERE = Path(__file__).parent
 DURATIONS = HERE / "durations.json"
 """By file, the seconds of its tests that are not slow and of those that are, of the last run with
 ``--record-durations`` that had them: the longest start first, so that no worker idles."""
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+OF_A_RUN = ("RLIGHTNING_", "PL_", "RANK", "LOCAL_", "NODE_RANK", "WORLD_SIZE", "MASTER_")
+"""Beginnings of the names of variables that a run sets."""
 LEFT_OUT = {
     "slow": "slow variants of kinds that are shown (make test-all runs them)",
     "processes": "tests that start processes (make test runs them)",
@@ -195,6 +202,36 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_store, "_policy", None)
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def process_state() -> dict[Callable[..., Any], tuple[Any, ...]]:
+    """What tests of one worker share: the functions that set it, each with its arguments as they are now."""
+    state: dict[Callable[..., Any], tuple[Any, ...]] = {
+        partial(signal.signal, one): (handler,) for one in HANDLED if (handler := signal.getsignal(one)) is not None
+    }
+    with contextlib.suppress(FileNotFoundError):
+        state[os.chdir] = (os.getcwd(),)
+    if (torch := sys.modules.get("torch")) is not None:
+        state[torch.set_default_dtype] = (torch.get_default_dtype(),)
+        state[torch.set_grad_enabled] = (torch.is_grad_enabled(),)
+        state[torch.set_num_threads] = (torch.get_num_threads(),)
+        state[torch.set_float32_matmul_precision] = (torch.get_float32_matmul_precision(),)
+        state[torch.use_deterministic_algorithms] = (torch.are_deterministic_algorithms_enabled(),)
+    return state
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    """Leave the process as it was found, since pytest-xdist gives a worker other files each time, in other orders."""
+    state, variables, paths = process_state(), dict(os.environ), list(sys.path)
+    yield
+    for restore, arguments in state.items():
+        restore(*arguments)
+    os.environ.update(variables)
+    for name in os.environ.keys() - variables.keys():
+        if name.startswith(OF_A_RUN):  # others are set by what is imported, once
+            del os.environ[name]
+    sys.path[:] = paths
 
 
 @pytest.fixture(autouse=True)

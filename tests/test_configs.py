@@ -18,6 +18,11 @@ needs_gsm8k = pytest.mark.skipif(
     not GSM8K.is_dir(), reason="GSM8K is not beside the checkout; GSM8K_FOLDER names another place"
 )
 
+TWO_STEPS = (
+    *("--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--rollout.seed", "5"),
+    *("--data.validation.heldout.limit", "32"),
+)
+
 
 def fit(config: str, folder: Path, *options: str) -> list[dict[str, str]]:
     """Run `rlightning fit` in ``folder``; the rows of its metrics."""
@@ -73,8 +78,7 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     assert losses[-1] < losses[0] - 0.5
     assert steps_with(sft, "step") == list(range(1, 31))
 
-    options = ("--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--rollout.seed", "5")
-    grpo = fit("arithmetic_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/arithmetic/grpo")
+    grpo = fit("arithmetic_grpo.yaml", tmp_path, *TWO_STEPS, "--trainer.default_root_dir", "runs/arithmetic/grpo")
     assert steps_with(grpo, "val/heldout/pass@1") == [0, 2] and steps_with(grpo, "reward/mean") == [1, 2]
     trained = [row for row in grpo if row["reward/mean"]]
     # the engine sampled from the weights that were trained: its log-probabilities are the actor's, after an update too
@@ -83,8 +87,14 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     assert len(read_completions(tmp_path / "runs/arithmetic/grpo")) == 128 * 8
 
     # and without vLLM, from the same weights
-    run = "runs/arithmetic/transformers"
-    grpo = fit("arithmetic_transformers.yaml", tmp_path, *options, "--trainer.default_root_dir", run)
+    options = (
+        *TWO_STEPS,
+        "--model.prompts_per_step",
+        "32",
+        "--trainer.default_root_dir",
+        "runs/arithmetic/transformers",
+    )
+    grpo = fit("arithmetic_transformers.yaml", tmp_path, *options)
     assert steps_with(grpo, "val/heldout/pass@1") == [0, 2] and steps_with(grpo, "reward/mean") == [1, 2]
     assert all(float(row["policy/rollout_gap_max"]) < 1e-5 for row in grpo if row["reward/mean"])
 
@@ -97,17 +107,11 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
 def test_the_agents_demo_learns_to_call(tmp_path: Path) -> None:
     example = ROOT / "examples" / "calculator"
     run_python(example / "make_calculations.py", "runs/calculator", folder=tmp_path)
-    fit(
-        "calculator_sft.yaml",
-        tmp_path,
-        "--trainer.max_steps",
-        "120",
-        "--trainer.default_root_dir",
-        "runs/calculator/sft",
-    )
+    # half the batch at three times the rate: a quarter of what it then samples calls, as in its examples
+    options = ("--trainer.max_steps", "40", "--model.prompts_per_step", "64", "--model.lr", "3e-3")
+    fit("calculator_sft.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/calculator/sft")
     (tmp_path / "calculator.py").symlink_to(example / "calculator.py")
-    options = ("--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--rollout.seed", "5")
-    grpo = fit("calculator_grpo.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/calculator/grpo")
+    grpo = fit("calculator_grpo.yaml", tmp_path, *TWO_STEPS, "--trainer.default_root_dir", "runs/calculator/grpo")
     assert steps_with(grpo, "val/heldout/pass@1") == [0, 2] and steps_with(grpo, "reward/mean") == [1, 2]
     # of sequences with an advantage, if there are any so early: others are not computed
     gaps = [float(row["policy/rollout_gap_max"]) for row in grpo if row["reward/mean"]]

@@ -74,6 +74,20 @@ def test_workers_of_xdist_are_forks_too() -> None:
     assert done.stdout == "True ['-c']\n"
 
 
+def test_spawned_processes_are_forks_too(script: Path) -> None:
+    source = (
+        "import multiprocessing, os, sys\n"
+        "def tell(answers):\n    answers.send((os.getppid(), 'vllm' in sys.modules, __name__))\n    sys.exit(3)\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    answer, answers = context.Pipe()\n"
+        "    process = context.Process(target=tell, args=(answers,))\n"
+        "    process.start()\n"
+        "    print(answer.recv() == (os.getpid(), True, '__mp_main__'), process.join(), process.exitcode)\n"
+    )
+    assert run(script, source).stdout == "True None 3\n"
+
+
 @pytest.mark.parametrize(
     ("source", "code", "error"),
     [

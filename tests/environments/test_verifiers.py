@@ -252,9 +252,8 @@ asyncio.run(main())
 """
     (tmp_path / "trainer.py").write_text(code)
     folders = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    with subprocess.Popen(
-        [sys.executable, tmp_path / "trainer.py"], stdout=subprocess.PIPE, text=True, env=folders
-    ) as trainer:
+    command = [sys.executable, str(tmp_path / "trainer.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=folders) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
         trainer.kill()
