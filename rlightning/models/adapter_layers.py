@@ -84,9 +84,10 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
     for name, layer in adapted_layers(policy):
         for factor, holder in (("A", layer.lora_A), ("B", layer.lora_B)):
             weight = holder[NAME].weight
-            whole = (
-                torch.zeros(weight.shape, dtype=torch.float32) if stored is None else stored[stored_name(name, factor)]
-            )
+            if stored is not None:
+                whole = stored[stored_name(name, factor)]
+            else:  # Lightning configures a model with the GPU as the default device
+                whole = torch.zeros(weight.shape, dtype=torch.float32, device="cpu")
             if stored is None and factor == "A":
                 bound = weight.shape[1] ** -0.5  # PEFT's, the usual one of a linear layer
                 whole.uniform_(-bound, bound, generator=random)
@@ -181,7 +182,7 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
             b = layer.lora_B[NAME].weight
             values = local_tensor(b.detach())
             saved.append((values, values.clone()))
-            noise = torch.randn(b.shape, generator=random) * size
+            noise = torch.randn(b.shape, generator=random, device="cpu") * size
             values += (local_box(b).of(noise) if isinstance(b, DTensor) else noise).to(values.device)
         yield
     finally:

@@ -119,6 +119,18 @@ def test_a_new_adapter_changes_nothing_and_trains_alone(model: str) -> None:
     assert [name for name, _ in named_weights(policy)] == [name for name, _ in named_weights(base)]
 
 
+def test_first_values_do_not_depend_on_the_default_device(model: str) -> None:
+    lora = resolve(model, rank=4)
+    torch.manual_seed(0)
+    expected = dict(adapter_parameters(load_adapted(model, lora)))
+    policy = load_policy(model)
+    add_adapter(policy, lora, torch.device("cpu"))
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        initialize_adapter(policy, lora)
+    assert all(torch.equal(weight, expected[name]) for name, weight in adapter_parameters(policy))
+
+
 @pytest.mark.parametrize("kwargs", [{"lora_alpha": 6}, {"lora_alpha": 6, "use_rslora": True}])
 def test_a_folder_of_pefts_computes_as_in_peft(model: str, tmp_path: Path, kwargs: dict[str, Any]) -> None:
     theirs = save_peft(model, tmp_path, target_modules=["q_proj", "down_proj"], **kwargs)
