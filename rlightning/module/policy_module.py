@@ -180,6 +180,11 @@ class PolicyModule(Ranks, SavedModule):
         device = torch.device("cpu") if strategy is None else strategy.root_device
         is_compiled, _ = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
         dtype = computes_in = torch.get_default_dtype()
+        if adapter is not None and dtype.itemsize < 4:
+            raise ConfigError(
+                "trainer.precision=bf16-true would keep an adapter in bfloat16, which rounds its steps off. Use "
+                "bf16-mixed, which holds the base's matrices in bfloat16 and the adapter in float32."
+            )
         if strategy is not None and self.trainer.precision.startswith("bf16"):
             computes_in = torch.bfloat16
         if isinstance(strategy, FSDP):
@@ -189,7 +194,9 @@ class PolicyModule(Ranks, SavedModule):
                 model, strategy.sharding, dtype=dtype if is_trained else computes_in, adapter=adapter
             )
         else:
-            policy = load_policy(model, dtype)
+            # What is cast is read on the host: on the device, Lightning's default here, float32 would need room first.
+            with nullcontext() if is_trained else torch.device("cpu"):
+                policy = load_policy(model, dtype)
             if not is_trained:
                 hold_as_computed(policy, computes_in)
             policy = nn.Module.to(policy, device)
@@ -325,7 +332,9 @@ class PolicyModule(Ranks, SavedModule):
         """
         is_half = dtype.itemsize == 2
         plugin = self.trainer.precision_plugin
-        precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
+        # Autocast may be on already; what it keeps of weights would miss the values that they have here.
+        own = torch.autocast(self.device.type, dtype, cache_enabled=False)
+        precision = own if is_half else plugin.forward_context()
         # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
         is_merged = self.adapter is not None and not self.sends_adapter
         merged = merged_forward(self.loaded_actor) if is_merged else nullcontext()
