@@ -20,6 +20,7 @@ from rlightning.models.adapter import LoRA, import_peft
 from rlightning.models.adapter_files import read_weights, stored_name
 from rlightning.models.finite import find_not_finite
 from rlightning.parallel.collectives import gather_objects
+from rlightning.parallel.device import exact_float32
 from rlightning.parallel.gathering import gather_into, local_box
 from rlightning.parallel.sharding import local_tensor, named_weights, with_local_tensor
 
@@ -134,9 +135,8 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
             result: Tensor = layer.base_layer(x)
             return result
         weight, bias = layer.base_layer.weight, layer.base_layer.bias
-        product = layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
-        merged = (weight.float() + layer.scaling[NAME] * product).to(weight.dtype)
-        return F.linear(x, merged, bias)
+        merged = add_product(weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
+        return F.linear(x, merged.to(weight.dtype), bias)
 
     layers = [layer for _, layer in adapted_layers(policy)]
     for layer in layers:
@@ -166,9 +166,14 @@ def merge(layer: AdaptedLinear) -> nn.Parameter:
     local = local_tensor(base.detach())
     whole = torch.empty(a.shape, dtype=torch.float32, device=local.device)
     gather_into([whole], [a.detach()])  # base and B are cut alike, by their rows
-    product = local_tensor(b.detach()).float() @ whole
-    merged = torch.add(local.float(), product, alpha=layer.scaling[NAME])
+    merged = add_product(local, whole, local_tensor(b.detach()), layer.scaling[NAME])
     return nn.Parameter(with_local_tensor(base.detach(), merged), requires_grad=False)
+
+
+def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return ``W + s B A`` in float32, also within autocast and where products are rounded to TF32."""
+    with torch.autocast(weight.device.type, enabled=False), exact_float32():
+        return torch.add(weight.float(), b.float() @ a.float(), alpha=scaling)
 
 
 @contextmanager

@@ -333,8 +333,9 @@ class PolicyModule(Ranks, SavedModule):
         is_half = dtype.itemsize == 2
         plugin = self.trainer.precision_plugin
         # Autocast may be on already; what it keeps of weights would miss the values that they have here.
-        own = torch.autocast(self.device.type, dtype, cache_enabled=False)
-        precision = own if is_half else plugin.forward_context()
+        precision = (
+            torch.autocast(self.device.type, dtype, cache_enabled=False) if is_half else plugin.forward_context()
+        )
         # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
         is_merged = self.adapter is not None and not self.sends_adapter
         merged = merged_forward(self.loaded_actor) if is_merged else nullcontext()

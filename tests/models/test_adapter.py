@@ -21,6 +21,7 @@ from rlightning.models.adapter_layers import (
     adapter_parameters,
     add_adapter,
     initialize_adapter,
+    merge,
     merged_forward,
     merged_weights,
     perturbed_adapter,
@@ -156,6 +157,18 @@ def test_merged_weights_and_forward_are_those_of_the_adapted_model(model: str, t
     with torch.no_grad(), adapter_off(policy):
         assert torch.equal(logprobs(policy), base)
     assert all(weight.requires_grad for _, weight in adapter_parameters(policy))
+
+
+def test_merged_weights_are_rounded_once_under_autocast(model: str, tmp_path: Path) -> None:
+    save_peft(model, tmp_path / "adapter", target_modules=["q_proj"])
+    policy = load_adapted(model, resolve(model, path=tmp_path / "adapter"))
+    _, layer = next(adapted_layers(policy))
+    expected = merge(layer)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(merge(layer), expected)
+        with merged_forward(policy):
+            got = layer(torch.eye(expected.shape[1]))
+    assert torch.equal(got, expected.bfloat16().T)
 
 
 def test_a_perturbed_adapter_has_a_fifth_of_the_bases_norm(model: str) -> None:
