@@ -1,5 +1,6 @@
 """Adapters (LoRA): what a user says of one, and what follows from it for a model, before any weight is loaded."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from rlightning.foreign_text import cut_line
 from rlightning.models.adapter_files import CONFIG_FILE, check_files, stored_name
 from rlightning.models.counts import build_empty, num_experts
 from rlightning.models.layers import decoder_layers
+
+log = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
 """The target of every linear layer of the model's blocks."""
@@ -49,8 +52,9 @@ class Adapter:
     path: str | Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers with which nothing could be learned."""
+        """Refuse what nothing could be learned with."""
         rank, alpha = self.rank, self.alpha
+        names_some = self.target_modules is None or bool(self.target_modules)
         is_scale = alpha is None or 0 < alpha < math.inf
         check_rules(
             {
@@ -58,6 +62,7 @@ class Adapter:
                     rank is None or rank >= 1
                 ),
                 f"adapter.alpha={alpha} must be above 0 and finite. Try twice the rank": is_scale,
+                f"adapter.target_modules names no layers. Leave it out for {ALL_LINEAR}": names_some,
             }
         )
 
@@ -144,11 +149,19 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
             f"model='{model}' has {experts} experts, for which there are no adapters. Leave model.adapter out."
         )
     layers = linear_layers(config)
+    if not layers:
+        raise ConfigError(
+            f"model='{model}' has no linear layers (nn.Linear) in its blocks that an adapter could be added to. Leave "
+            "model.adapter out."
+        )
     if adapter.path is not None:
         return _read_folder(adapter, model, layers)
     targets = adapter.target_modules or ALL_LINEAR
-    modules = layers if targets == ALL_LINEAR else match_targets(targets, layers, config)
+    is_all = ALL_LINEAR in ([targets] if isinstance(targets, str) else targets)
+    modules = layers if is_all else match_targets(targets, layers, config)
     rank = adapter.rank or DEFAULT_RANK
+    if rank > (most := max(map(min, modules.values()))):
+        raise ConfigError(f"adapter.rank={rank} is more than the matrices themselves have, at most {most}. Try 32.")
     return LoRA(
         rank=rank,
         alpha=adapter.alpha or 2.0 * rank,
@@ -224,6 +237,10 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
             raise ConfigError(f"adapter.{name}={value}, but {where} has {own[name]}. Leave adapter.{name} out.")
     if adapter.target_modules is not None:
         raise ConfigError(f"adapter.target_modules cannot be set: {where} says which layers it is for. Leave it out.")
+    if found.lora_dropout:
+        log.warning(
+            "%s has lora_dropout=%g. It is trained without: policies have no dropout.", where, found.lora_dropout
+        )
     lora = LoRA(
         rank=found.r,
         alpha=float(found.lora_alpha),

@@ -10,11 +10,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import make_batch, save_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rlightning.errors import ConfigError
 from rlightning.models import Adapter, load_config, load_policy, packed_logprobs
 from rlightning.models.adapter import LoRA, resolve_adapter
+from rlightning.models.adapter_files import base_digest
 from rlightning.models.adapter_layers import (
     adapted_layers,
     adapter_off,
@@ -88,6 +89,8 @@ def test_targets_are_ends_of_names(model: str) -> None:
     [
         ({"rank": 0}, r"adapter\.rank=0 must be at least 1"),
         ({"alpha": 0.0}, r"adapter\.alpha=0\.0 must be above 0"),
+        ({"rank": 100_000}, r"adapter\.rank=100000 is more than the matrices themselves have, at most 32"),
+        ({"target_modules": []}, r"adapter\.target_modules names no layers"),
         ({"target_modules": ["q_prj"]}, r"'q_prj' is no module of the model\. Did you mean 'q_proj'\?"),
         ({"target_modules": ["lm_head"]}, r"'lm_head' is a Linear, no linear layer of the model's blocks"),
         ({"target_modules": ["input_layernorm"]}, r"'input_layernorm' is a Qwen3RMSNorm"),
@@ -98,6 +101,32 @@ def test_what_cannot_be_is_refused_in_a_line(model: str, kwargs: dict[str, Any],
     with pytest.raises(ConfigError, match=message) as error:
         resolve(model, **kwargs)
     assert "\n" not in str(error.value)
+
+
+def test_all_linear_may_stand_in_a_list(model: str) -> None:
+    assert resolve(model, target_modules=["all-linear"]) == resolve(model)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    """GPT-2 has layers of its own kind, which compute the same."""
+    with pytest.raises(ConfigError, match=r"model='gpt2' has no linear layers \(nn\.Linear\) in its blocks"):
+        resolve_adapter(Adapter(), "gpt2", GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16))
+
+
+def test_a_base_is_the_same_in_other_files(model: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "one")
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "many", max_shard_size="8KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert base_digest(str(tmp_path / "one")) == base_digest(str(tmp_path / "many"))
+
+
+def test_dropout_of_a_folder_is_left_out_with_a_line(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_peft(model, tmp_path, lora_dropout=0.1)
+    resolve(model, path=tmp_path)
+    [line] = [record.getMessage() for record in caplog.records if "lora_dropout" in record.getMessage()]
+    assert "has lora_dropout=0.1. It is trained without" in line
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:
