@@ -160,7 +160,7 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
     is_all = ALL_LINEAR in ([targets] if isinstance(targets, str) else targets)
     modules = layers if is_all else match_targets(targets, layers, config)
     rank = adapter.rank or DEFAULT_RANK
-    if rank > (most := max(map(min, modules.values()))):
+    if adapter.rank is not None and rank > (most := max(map(min, modules.values()))):
         raise ConfigError(f"adapter.rank={rank} is more than the matrices themselves have, at most {most}. Try 32.")
     return LoRA(
         rank=rank,
