@@ -13,7 +13,7 @@ from rlightning.memory_plan.devices import peak_flops
 from rlightning.models.counts import sequence_flops
 from rlightning.parallel import device as platform
 from rlightning.phases import PhaseTimer
-from rlightning.protocols import HasConfig, HasPlan, HasTensorParallelSize, LogsMetrics, Loop, has
+from rlightning.protocols import HasConfig, HasPlan, HasTensorParallelSize, LogsMetrics, Loop, adapter_of, has
 from rlightning.types import RolloutBatch
 
 _GIB = 2**30
@@ -99,7 +99,9 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
         return 0.0
     epochs = module.plan.epochs_per_rollout if has(module, HasPlan) else 1
     num_ranks = module.tensor_parallel_size if has(module, HasTensorParallelSize) else 1
-    flops = sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths)
+    adapter = adapter_of(module)
+    trained = 0 if adapter is None else adapter.num_parameters
+    flops = sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths, adapter_weights=trained)
     if batch.is_skipped is not None:
         flops = flops.masked_fill(batch.is_skipped, 0.0)
     return float(flops.sum()) * epochs / num_ranks

@@ -392,7 +392,8 @@ class PolicyModule(Ranks, SavedModule):
 
     def costs(self, batch: RolloutBatch) -> Tensor:
         """What forward and backward over each sequence take, attention included: [N] floating point operations."""
-        return sequence_flops(self.model_config, batch.lengths, batch.sampled_lengths)
+        trained = 0 if self.adapter is None else self.adapter.num_parameters
+        return sequence_flops(self.model_config, batch.lengths, batch.sampled_lengths, adapter_weights=trained)
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

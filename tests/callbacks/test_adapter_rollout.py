@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def test_whether_vllm_takes_adapters_of_a_model_is_read_in_its_source() -> None:
 
 
 def test_an_engine_without_room_gets_merged_weights_or_the_run_is_refused(model: str) -> None:
-    module = make_module(model, adapter=Adapter(rank=1000))
+    module = make_module(model, adapter=ADAPTER)
+    module.adapter = replace(module.adapter, rank=1000)  # more than such a model could use
     assert make_rollout().options.adapter_obstacle(module) == "vLLM takes ranks of up to 512, not 1000"
     with pytest.raises(ConfigError, match=r"rollout\.send_adapter=true cannot be: vLLM takes ranks of up to 512"):
         make_rollout(send_adapter=True).options.adapter_obstacle(module)
