@@ -95,3 +95,14 @@ def test_8b_fits_into_80_gb_where_full_training_does_not() -> None:
     full, adapted = MemoryPlan(work, device), MemoryPlan(replace(work, adapter=adapter_of(config)), device)
     assert full.update().total > device > adapted.update().total
     assert adapted.update().frozen_models == 2 * count_weights(config).total
+
+
+def test_norms_of_a_frozen_base_are_float32_under_autocast() -> None:
+    """What they give is kept for the backward pass; FSDP computes them in bfloat16."""
+    work = Work(config=SMALL, adapter=adapter_of(SMALL), batch=TWO_PROMPTS, longest=1280)
+    alone, sharded = (
+        TrainerMemory(replace(work, parallelism=parallelism)).activations(1280).kept
+        for parallelism in (work.parallelism, FSDP_ALONE.parallelism)
+    )
+    # Before attention and feed-forward, [1280, 1024] each in 28 layers, of 4 bytes and not 2.
+    assert alone - sharded > 28 * 2 * 1280 * 1024 * 2
