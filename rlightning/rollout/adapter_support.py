@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from rlightning.models.adapter import linear_layers
 from rlightning.protocols import AdapterSettings
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -21,10 +22,20 @@ def room_for(rank: int) -> int:
     return next((size for size in RANKS if size >= rank), rank)
 
 
-def adapter_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes that an engine takes for an adapter: what was sent, and the place that it is used in."""
-    sizes = sum(outputs + inputs for outputs, inputs in adapter.modules.values())
-    return itemsize * sizes * (adapter.rank + room_for(adapter.rank))
+def sent_bytes(adapter: AdapterSettings, itemsize: int) -> int:
+    """Return the bytes of an adapter as an engine is sent it, which it keeps also while it sleeps."""
+    return itemsize * adapter.num_parameters
+
+
+def place_bytes(adapter: AdapterSettings, config: PreTrainedConfig, itemsize: int) -> int:
+    """Return the bytes of the places that adapters are used in.
+
+    vLLM makes them, of the largest rank, in every linear layer of the blocks, adapted or not, and in most models in the
+    embedding and the output layer.
+    """
+    text_config = config.get_text_config()
+    layers = [*linear_layers(config).values(), *2 * [(text_config.vocab_size, text_config.hidden_size)]]
+    return itemsize * room_for(adapter.rank) * sum(outputs + inputs for outputs, inputs in layers)
 
 
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:

@@ -68,10 +68,20 @@ def test_the_adapter_is_its_own_reference() -> None:
 def test_an_engine_has_room_for_the_adapter() -> None:
     rollout = VLLMRollout()
     bare = Work(config=SMALL, batch=TWO_PROMPTS, longest=1280)
-    lora = adapter_of(SMALL, rank=16)
-    engines = [rollout.plan_memory(work, 256).engine for work in (bare, replace(bare, adapter=lora))]
-    assert engines[0] is not None and engines[1] is not None
-    assert engines[1].weights - engines[0].weights == 2 * 2 * lora.num_parameters
+    every = adapter_of(SMALL, rank=16)
+    one = resolve_adapter(Adapter(rank=16, target_modules=["q_proj"]), "model", SMALL)
+    engines = [rollout.plan_memory(replace(bare, adapter=lora), 256).engine for lora in (None, every, one)]
+    assert engines[0] is not None and engines[1] is not None and engines[2] is not None
+    # vLLM makes room in all linear layers, the embedding and the output layer, whichever of them are adapted
+    room = 2 * every.num_parameters + 2 * 2 * 16 * (SMALL.vocab_size + SMALL.hidden_size)
+    assert [engine.weights - engines[0].weights for engine in engines[1:] if engine is not None] == [room, room]
+    assert [engine.asleep for engine in engines if engine is not None] == [
+        0,
+        2 * every.num_parameters,
+        2 * one.num_parameters,
+    ]
+    plans = [MemoryPlan(replace(COLOCATED, engine=engine), read_device_memory("H200")) for engine in engines]
+    assert plans[1].update().contexts - plans[0].update().contexts == engines[1].asleep
 
 
 def test_plan_reads_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
