@@ -16,6 +16,7 @@ from rlightning.callbacks import VLLMRollout
 from rlightning.errors import ConfigError
 from rlightning.models import Adapter
 from rlightning.parallel.fsdp import FSDP
+from rlightning.rollout import adapter_support
 from rlightning.rollout.adapter_support import find_class, room_for, supports_adapters
 
 ADAPTER = Adapter(rank=4)
@@ -84,6 +85,13 @@ def test_whether_vllm_takes_adapters_of_a_model_is_read_in_its_source() -> None:
         assert place is not None and supports_adapters(*place)
     assert not supports_adapters("vllm.model_executor.models.interfaces", "SupportsPP")
     assert [room_for(rank) for rank in (1, 3, 8, 33, 512)] == [1, 8, 8, 64, 512]
+
+
+def test_a_version_of_vllm_without_what_adapters_need_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_module(model, adapter=ADAPTER)
+    monkeypatch.setitem(adapter_support.NEEDED, "vllm.lora.request", ("NoRequest",))
+    obstacle = make_rollout().options.adapter_obstacle(module)
+    assert obstacle is not None and "has no vllm.lora.request.NoRequest" in obstacle
 
 
 def test_an_engine_without_room_gets_merged_weights_or_the_run_is_refused(model: str) -> None:

@@ -80,8 +80,8 @@ def test_an_engine_has_room_for_the_adapter() -> None:
         2 * every.num_parameters,
         2 * one.num_parameters,
     ]
-    plans = [MemoryPlan(replace(COLOCATED, engine=engine), read_device_memory("H200")) for engine in engines]
-    assert plans[1].update().contexts - plans[0].update().contexts == engines[1].asleep
+    memory = MemoryPlan(COLOCATED, read_device_memory("H200"))
+    assert memory.with_engine(asleep=1000).update().contexts - memory.update().contexts == 1000
 
 
 def test_plan_reads_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
