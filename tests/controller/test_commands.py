@@ -1,6 +1,5 @@
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from tiny import bare_trainer, make_grpo
 
 from rlightning.callbacks import SaveHF
+from rlightning.controller import RayController
 from rlightning.controller.command_feed import CommandFeed, WorkerData
 from rlightning.controller.commands import (
     Call,
@@ -240,10 +240,13 @@ def test_a_hook_of_one_rank_does_not_wait_for_the_others() -> None:
     ]
 
 
-def test_workers_write_the_model_and_its_adapter(model_folder: str, tmp_path: Path) -> None:
+def test_workers_write_the_model_and_its_adapter(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The controller has the weights of neither."""
     calls: list[tuple[Any, ...]] = []
-    strategy: Any = SimpleNamespace(call=lambda *arguments: calls.append(arguments))
+    strategy = RayController(num_workers=1, worker_strategy="ddp", accelerator="cpu")
+    monkeypatch.setattr(strategy, "call", lambda *arguments: calls.append(arguments))
     module = ControllerModule(make_grpo(model_folder, adapter=Adapter(rank=2)), strategy)
     SaveHF(str(tmp_path / "hf")).on_train_end(bare_trainer(tmp_path, 1), module)
     assert calls == [("save_hf", tmp_path / "hf"), ("save_adapter", tmp_path / "hf_adapter")]
