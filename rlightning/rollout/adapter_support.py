@@ -41,8 +41,9 @@ def place_bytes(adapter: AdapterSettings, config: PreTrainedConfig, itemsize: in
     embedding and the output layer.
     """
     text_config = config.get_text_config()
-    layers = [*linear_layers(config).values(), *2 * [(text_config.vocab_size, text_config.hidden_size)]]
-    return itemsize * room_for(adapter.rank) * sum(outputs + inputs for outputs, inputs in layers)
+    vocabulary: int = text_config.vocab_size + text_config.hidden_size
+    layers = sum(outputs + inputs for outputs, inputs in linear_layers(config).values())
+    return itemsize * room_for(adapter.rank) * (layers + 2 * vocabulary)
 
 
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:

@@ -96,6 +96,7 @@ def test_a_version_of_vllm_without_what_adapters_need_is_told(model: str, monkey
 
 def test_an_engine_without_room_gets_merged_weights_or_the_run_is_refused(model: str) -> None:
     module = make_module(model, adapter=ADAPTER)
+    assert module.adapter is not None
     module.adapter = replace(module.adapter, rank=1000)  # more than such a model could use
     assert make_rollout().options.adapter_obstacle(module) == "vLLM takes ranks of up to 512, not 1000"
     with pytest.raises(ConfigError, match=r"rollout\.send_adapter=true cannot be: vLLM takes ranks of up to 512"):
