@@ -13,7 +13,16 @@ from rlightning.memory_plan.devices import peak_flops
 from rlightning.models.counts import sequence_flops
 from rlightning.parallel import device as platform
 from rlightning.phases import PhaseTimer
-from rlightning.protocols import HasConfig, HasCosts, HasPlan, HasTensorParallelSize, LogsMetrics, Loop, has
+from rlightning.protocols import (
+    HasConfig,
+    HasCosts,
+    HasPlan,
+    HasTensorParallelSize,
+    LogsMetrics,
+    Loop,
+    adapter_of,
+    has,
+)
 from rlightning.types import RolloutBatch
 
 _GIB = 2**30
@@ -104,7 +113,9 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
     if has(module, HasCosts):  # it knows what its sequences share
         flops = module.costs(batch)
     else:
-        flops = sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths)
+        adapter = adapter_of(module)
+        trained = 0 if adapter is None else adapter.num_parameters
+        flops = sequence_flops(module.model_config, batch.lengths, batch.sampled_lengths, adapter_weights=trained)
     return float(flops.sum()) * epochs / num_ranks
 
 

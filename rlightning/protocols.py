@@ -236,6 +236,9 @@ class AdapterSettings(Protocol):
     @property
     def modules(self) -> "Mapping[str, tuple[int, int]]": ...
 
+    @property
+    def num_parameters(self) -> int: ...
+
     def peft_settings(self) -> dict[str, object]: ...
 
 

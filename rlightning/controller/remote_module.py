@@ -51,6 +51,10 @@ class ControllerModule(PromptBatchModule):
         """Have the workers write the actor as a Hugging Face folder."""
         self.strategy.call("save_hf", path)
 
+    def save_adapter(self, path: str | Path) -> None:
+        """Have the workers write the adapter as a folder of PEFT's."""
+        self.strategy.call("save_adapter", path)
+
     # Hooks: Lightning asks whether they are there.
 
     def configure_optimizers(self) -> None:

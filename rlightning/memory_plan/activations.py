@@ -43,7 +43,7 @@ from rlightning.foreign_text import cut_line
 from rlightning.models.attention import kernel_obstacle, packed_inputs, padded_attention, varlen_attention
 from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads
 from rlightning.models.layers import checkpoint_layers, decoder_layers
-from rlightning.models.policy import narrow_residuals
+from rlightning.models.policy import hold_as_computed, narrow_residuals
 
 CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
@@ -210,6 +210,8 @@ def _fake_model(
             )
             narrow_residuals(model)
             if decoder.adapter_rank:
+                if decoder.is_autocast:
+                    hold_as_computed(model, torch.bfloat16)
                 adapt(model, decoder.adapter_rank, decoder.adapter_targets)
             ids = torch.zeros(tokens, dtype=torch.long)
             bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # of sequences of equal length

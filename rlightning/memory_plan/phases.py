@@ -203,7 +203,8 @@ class MemoryPlan:
             frozen_models=trainer.frozen_models(),
             optimizer_state=trainer.optimizer_state(),
             weight_bucket=trainer.weight_bucket(),
-            contexts=CONTEXT_BYTES + (0 if engine is None else engine.num_engines * ENGINE_CONTEXT_BYTES),
+            contexts=CONTEXT_BYTES
+            + (0 if engine is None else engine.num_engines * ENGINE_CONTEXT_BYTES + engine.asleep),
         )
         return parts if engine is None or engine.can_sleep else self._with_awake_engine(parts)
 

@@ -240,9 +240,8 @@ class TrainerMemory:
         self, config: PreTrainedConfig, tokens: int, *, is_checkpointed: bool, adapter: LoRA | None = None
     ) -> Bytes:
         work = self.work
-        is_master = work.is_autocast and adapter is None
         decoder = Decoder(
-            dtype=torch.float32 if work.precision == "32-true" or is_master else torch.bfloat16,
+            dtype=torch.float32 if work.precision == "32-true" or work.is_autocast else torch.bfloat16,
             is_autocast=work.is_autocast,
             gradient_checkpointing=is_checkpointed,
             is_compiled=work.is_compiled,

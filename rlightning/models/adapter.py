@@ -1,5 +1,6 @@
 """Adapters (LoRA): what a user says of one, and what follows from it for a model, before any weight is loaded."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from rlightning.models.adapter_files import CONFIG_FILE, check_files, stored_nam
 from rlightning.models.counts import build_empty, num_experts
 from rlightning.models.layers import decoder_layers
 from rlightning.models.quantized import QuantizedBase, import_torchao
+
+log = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
 """The target of every linear layer of the model's blocks."""
@@ -53,8 +56,9 @@ class Adapter:
     quantize_base: QuantizedBase | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers with which nothing could be learned."""
+        """Refuse what nothing could be learned with."""
         rank, alpha = self.rank, self.alpha
+        names_some = self.target_modules is None or bool(self.target_modules)
         is_scale = alpha is None or 0 < alpha < math.inf
         check_rules(
             {
@@ -62,9 +66,7 @@ class Adapter:
                     rank is None or rank >= 1
                 ),
                 f"adapter.alpha={alpha} must be above 0 and finite. Try twice the rank": is_scale,
-                f"adapter.target_modules={self.target_modules!r} names no layer. Leave it out for all linear ones": (
-                    self.target_modules is None or bool(self.target_modules)
-                ),
+                f"adapter.target_modules names no layers. Leave it out for {ALL_LINEAR}": names_some,
             }
         )
 
@@ -158,6 +160,11 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
             f"model='{model}' has {experts} experts, for which there are no adapters. Leave model.adapter out."
         )
     layers = linear_layers(config)
+    if not layers:
+        raise ConfigError(
+            f"model='{model}' has no linear layers (nn.Linear) in its blocks that an adapter could be added to. Leave "
+            "model.adapter out."
+        )
     lora = _read_keys(adapter, layers, config) if adapter.path is None else _read_folder(adapter, model, layers)
     return (
         lora if adapter.quantize_base is None else replace(lora, quantize_base=adapter.quantize_base, quantized=layers)
@@ -167,8 +174,11 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
 def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig) -> LoRA:
     """The adapter that the user's keys say."""
     targets = adapter.target_modules or ALL_LINEAR
-    modules = layers if targets == ALL_LINEAR else match_targets(targets, layers, config)
+    is_all = ALL_LINEAR in ([targets] if isinstance(targets, str) else targets)
+    modules = layers if is_all else match_targets(targets, layers, config)
     rank = adapter.rank or DEFAULT_RANK
+    if adapter.rank is not None and rank > (most := max(map(min, modules.values()))):
+        raise ConfigError(f"adapter.rank={rank} is more than the matrices themselves have, at most {most}. Try 32.")
     return LoRA(
         rank=rank,
         alpha=adapter.alpha or 2.0 * rank,
@@ -264,6 +274,10 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
             raise ConfigError(f"adapter.{name}={value}, but {where} has {own[name]}. Leave adapter.{name} out.")
     if adapter.target_modules is not None:
         raise ConfigError(f"adapter.target_modules cannot be set: {where} says which layers it is for. Leave it out.")
+    if found.lora_dropout:
+        log.warning(
+            "%s has lora_dropout=%g. It is trained without: policies have no dropout.", where, found.lora_dropout
+        )
     lora = LoRA(
         rank=found.r,
         alpha=float(found.lora_alpha),

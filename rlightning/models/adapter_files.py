@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -34,17 +35,18 @@ def stored_name(module: str, factor: str) -> str:
 def base_digest(model: str) -> str:
     """Return a digest of a model's weights that tells bases apart: of the first rows of each, by name.
 
-    "" of a model whose weights are in other files than safetensors.
+    However they are spread over files. "" of a model whose weights are in other files than safetensors.
     """
     digest, files = hashlib.sha256(), find_weights(model)
-    for path in sorted(set(files.values())):
-        with safe_open(path, "pt") as file:
-            for name in sorted(name for name in files if files[name] == path):
-                stored = file.get_slice(name)
-                shape = stored.get_shape()
-                rows = stored[:1] if shape else file.get_tensor(name)
-                digest.update(f"{name} {shape} {stored.get_dtype()}".encode())
-                digest.update(rows.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    with ExitStack() as opened:
+        by_path = {path: opened.enter_context(safe_open(path, "pt")) for path in set(files.values())}
+        for name in sorted(files):
+            file = by_path[files[name]]
+            stored = file.get_slice(name)
+            shape = stored.get_shape()
+            rows = stored[:1] if shape else file.get_tensor(name)
+            digest.update(f"{name} {shape} {stored.get_dtype()}".encode())
+            digest.update(rows.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32] if files else ""
 
 

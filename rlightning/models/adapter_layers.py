@@ -21,6 +21,7 @@ from rlightning.models.adapter import LoRA, import_peft
 from rlightning.models.adapter_files import read_weights, stored_name
 from rlightning.models.finite import find_not_finite
 from rlightning.parallel.collectives import gather_objects
+from rlightning.parallel.device import exact_float32
 from rlightning.parallel.gathering import gather_into, local_box
 from rlightning.parallel.sharding import CodedLinear, base_name, local_tensor, named_weights, with_local_tensor
 
@@ -85,9 +86,10 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
     for name, layer in adapted_layers(policy):
         for factor, holder in (("A", layer.lora_A), ("B", layer.lora_B)):
             weight = holder[NAME].weight
-            whole = (
-                torch.zeros(weight.shape, dtype=torch.float32) if stored is None else stored[stored_name(name, factor)]
-            )
+            if stored is not None:
+                whole = stored[stored_name(name, factor)]
+            else:  # Lightning configures a model with the GPU as the default device
+                whole = torch.zeros(weight.shape, dtype=torch.float32, device="cpu")
             if stored is None and factor == "A":
                 bound = weight.shape[1] ** -0.5  # PEFT's, the usual one of a linear layer
                 whole.uniform_(-bound, bound, generator=random)
@@ -134,9 +136,8 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
             result: Tensor = layer.base_layer(x)
             return result
         weight, bias = layer.base_layer.weight, layer.base_layer.bias
-        product = layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float()
-        merged = (weight.float() + layer.scaling[NAME] * product).to(weight.dtype)
-        return F.linear(x, merged, bias)
+        merged = add_product(weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
+        return F.linear(x, merged.to(weight.dtype), bias)
 
     layers = [layer for _, layer in adapted_layers(policy)]
     for layer in layers:
@@ -178,9 +179,14 @@ def merge(layer: AdaptedLinear) -> nn.Parameter:
     local = local_tensor(base.detach())
     whole = torch.empty(a.shape, dtype=torch.float32, device=local.device)
     gather_into([whole], [a.detach()])  # base and B are cut alike, by their rows
-    product = local_tensor(b.detach()).float() @ whole
-    merged = torch.add(local.float(), product, alpha=layer.scaling[NAME])
+    merged = add_product(local, whole, local_tensor(b.detach()), layer.scaling[NAME])
     return nn.Parameter(with_local_tensor(base.detach(), merged), requires_grad=False)
+
+
+def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return ``W + s B A`` in float32, also within autocast and where products are rounded to TF32."""
+    with torch.autocast(weight.device.type, enabled=False), exact_float32():
+        return torch.add(weight.float(), b.float() @ a.float(), alpha=scaling)
 
 
 @contextmanager
@@ -194,7 +200,7 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
             b = layer.lora_B[NAME].weight
             values = local_tensor(b.detach())
             saved.append((values, values.clone()))
-            noise = torch.randn(b.shape, generator=random) * size
+            noise = torch.randn(b.shape, generator=random, device="cpu") * size
             values += (local_box(b).of(noise) if isinstance(b, DTensor) else noise).to(values.device)
         yield
     finally:

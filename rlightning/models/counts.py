@@ -16,7 +16,12 @@ looked up and takes none. ``E V``: hidden size and vocabulary, that is the outpu
 query heads, and the sizes of a key and a value. ``S(L)``: pairs of a token and one that it sees, itself included; that
 is ``L (L + 1) / 2``, and with a window of ``w < L`` tokens ``w (w + 1) / 2 + (L - w) w``.
 
-A backward pass makes two products for each of the forward's: one for what went in, one for the weights. The usual "6N"
+A backward pass makes two products for each of the forward's: one for what went in, one for the weights. With an adapter
+there is none for the frozen base's weights, and of ``P`` weights of the adapter:
+
+    training = 2 (2 W L + 2 E V M) + 3 (2 P L + sum over layers of 2 H (Dk + Dv) S(L))
+
+The usual "6N"
 is ``6 N L``, with ``N`` all weights, the embedding's too (tied ones once, of experts the active ones), without
 attention.
 """
@@ -252,28 +257,32 @@ class ModelFlops:
     windows: tuple[tuple[int | None, int], ...]
     active: int
 
-    def sequences(self, lengths: Tensor, predicted: Tensor | None = None) -> Tensor:
+    def sequences(self, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0) -> Tensor:
         """Return operations of forward and backward: [N] float64, on the device of ``lengths``.
 
         Args:
             lengths: [N], tokens of each sequence.
             predicted: [N], how many of them the output layer is computed for; None is all.
+            adapter_weights: ``P``, all that is trained then; 0 without an adapter.
         """
         lengths = lengths.double()
         predicted = lengths if predicted is None else predicted.double()
-        forward = 2.0 * self.matrices * lengths + 2.0 * self.head * predicted
+        model = 2.0 * self.matrices * lengths + 2.0 * self.head * predicted
+        others = 2.0 * adapter_weights * lengths
         for window, num_layers in self.windows:
-            forward += float(self.pair * num_layers) * visible_pairs(lengths, window)
-        return 3 * forward
+            others += float(self.pair * num_layers) * visible_pairs(lengths, window)
+        return (2 if adapter_weights else 3) * model + 3 * others
 
     def six_n(self, num_tokens: int) -> float:
         """The usual estimate, ``6 N T``."""
         return 6.0 * self.active * num_tokens
 
 
-def sequence_flops(config: PreTrainedConfig, lengths: Tensor, predicted: Tensor | None = None) -> Tensor:
+def sequence_flops(
+    config: PreTrainedConfig, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0
+) -> Tensor:
     """Return :meth:`ModelFlops.sequences` of a model."""
-    return model_flops(config).sequences(lengths, predicted)
+    return model_flops(config).sequences(lengths, predicted, adapter_weights=adapter_weights)
 
 
 def visible_pairs(lengths: Tensor, window: int | None) -> Tensor:

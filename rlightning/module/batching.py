@@ -92,12 +92,24 @@ def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, t
         for number, cost in table.items():
             all_costs[number], before[number] = cost, rank
     minibatches = assign_minibatches(num_groups, num_minibatches, seed)[0]
-    owner = assign_groups(all_costs, minibatches, len(tables))
-    work = [_slowest(all_costs, minibatches, placement) for placement in (before, owner)]
-    if work[1] > MIN_GAIN * work[0]:
+    owner = reassign_groups(all_costs, minibatches, before, len(tables))
+    if owner == before:
         return batch
     here = global_rank() % tensor_parallel_size == 0
     return _move(batch if here else batch.select([]), torch.tensor(owner)[batch.group_ids], tensor_parallel_size)
+
+
+def reassign_groups(
+    costs: Sequence[float], minibatches: Sequence[Sequence[int]], before: Sequence[int], num_ranks: int
+) -> list[int]:
+    """Return the rank of each group as :func:`assign_groups` does, or where they are unless that gains enough.
+
+    Groups that cost nothing stay where they are.
+    """
+    assigned = assign_groups(costs, minibatches, num_ranks)
+    owner = [new if cost else old for cost, new, old in zip(costs, assigned, before, strict=True)]
+    work = [_slowest(costs, minibatches, placement) for placement in (before, owner)]
+    return list(before) if work[1] >= MIN_GAIN * work[0] else owner
 
 
 def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner: Sequence[int]) -> float:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,6 +191,11 @@ class PolicyModule(Ranks, SavedModule):
         device = torch.device("cpu") if strategy is None else strategy.root_device
         is_compiled, _ = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
         dtype = computes_in = torch.get_default_dtype()
+        if adapter is not None and dtype.itemsize < 4:
+            raise ConfigError(
+                "trainer.precision=bf16-true would keep an adapter in bfloat16, which rounds its steps off. Use "
+                "bf16-mixed, which holds the base's matrices in bfloat16 and the adapter in float32."
+            )
         if strategy is not None and self.trainer.precision.startswith("bf16"):
             computes_in = torch.bfloat16
         if isinstance(strategy, FSDP):
@@ -201,7 +207,9 @@ class PolicyModule(Ranks, SavedModule):
                 model, strategy.sharding, dtype=dtype if is_trained else computes_in, adapter=adapter
             )
         else:
-            policy = load_policy(model, dtype)
+            # What is cast is read on the host: on the device, Lightning's default here, float32 would need room first.
+            with nullcontext() if is_trained else torch.device("cpu"):
+                policy = load_policy(model, dtype)
             if not is_trained:
                 hold_as_computed(policy, computes_in)
             if adapter is not None:
@@ -340,7 +348,10 @@ class PolicyModule(Ranks, SavedModule):
         """
         is_half = dtype.itemsize == 2
         plugin = self.trainer.precision_plugin
-        precision = torch.autocast(self.device.type, dtype) if is_half else plugin.forward_context()
+        # Autocast may be on already; what it keeps of weights would miss the values that they have here.
+        precision = (
+            torch.autocast(self.device.type, dtype, cache_enabled=False) if is_half else plugin.forward_context()
+        )
         # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
         is_merged = self.adapter is not None and not self.sends_adapter
         merged = merged_forward(self.loaded_actor) if is_merged else nullcontext()
@@ -419,9 +430,10 @@ class PolicyModule(Ranks, SavedModule):
         return self._flops(batch, self.long_prefixes(batch).lengths)
 
     def _flops(self, batch: RolloutBatch, shared: NDArray[np.int64]) -> Tensor:
-        whole = sequence_flops(self.model_config, batch.lengths, batch.sampled_lengths)
+        trained = 0 if self.adapter is None else self.adapter.num_parameters
+        count = partial(sequence_flops, self.model_config, adapter_weights=trained)
         prefix = torch.from_numpy(shared)
-        return whole - sequence_flops(self.model_config, prefix, torch.zeros_like(prefix))
+        return count(batch.lengths, batch.sampled_lengths) - count(prefix, torch.zeros_like(prefix))
 
     def long_prefixes(self, batch: RolloutBatch) -> Prefixes:
         """Return what sequences share of a batch on the CPU, 0 where it is too little to be computed once."""

@@ -27,7 +27,7 @@ from rlightning.module.roles import REFERENCE
 from rlightning.module.run_folder import UnlockRun, lock_run_of
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
-from rlightning.parallel.collectives import all_reduce, world_size
+from rlightning.parallel.collectives import all_reduce, gather_objects, world_size
 from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.prompt_batches import EpochStep
@@ -37,6 +37,7 @@ from rlightning.parallel.trainer_stages import LeaveEvaluation, validate_in_fit
 from rlightning.protocols import HasEnvironment, callbacks_of, has
 from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
+from rlightning.rewards.repeats import find_range, join_ranges
 from rlightning.rewards.tally import fail_too_large
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -328,9 +329,12 @@ class RLModule(EvaluationSteps):
         rewards = returned_tensor(rewards, batch.num_trajectories, "compute_rewards", "trajectories")
         batch.rewards = fail_too_large(rewards)
         batch.check()
-        if self._checks_rewards and self.weight_version == 0 and self.trainer.is_global_zero:
+        if self._checks_rewards and self.weight_version == 0:
             self._checks_rewards = False  # a refill's are not asked about, too
-            self.rewarder.check_repeats(batch.trajectories, batch.scores, barrier_timeout())
+            own = {name: find_range(scores.tolist()) for name, scores in batch.scores.items()}
+            everywhere = join_ranges(gather_objects(own, name="rewards are there"))
+            if self.trainer.is_global_zero:
+                self.rewarder.check_repeats(batch.trajectories, batch.scores, barrier_timeout(), everywhere)
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
 

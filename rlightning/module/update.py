@@ -336,6 +336,8 @@ class UpdateModule(PolicyModule):
             logprobs: [T], of the current policy, with gradient.
             batch: a micro-batch, with ``advantages`` [T] and ``old_logprobs`` [T].
 
+        It must have no effects besides what it returns: :meth:`skippable_sequences` calls it with invented values.
+
         Returns:
             [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
             which are averaged over sampled tokens and logged as ``policy/<name>``.

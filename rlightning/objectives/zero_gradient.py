@@ -11,6 +11,8 @@ from rlightning.types import RolloutBatch
 
 LOG_RATIO_SCALES = (0.0, 0.01, 0.3, 3.0)
 """Log-probabilities are tried at random factors of the old ones, of this standard deviation in the logarithm."""
+ROLLOUT_SCALES = (None, 0.0, 0.01)
+"""Old ones are tried at random factors of the sampler's, likewise; None is independently of those."""
 MIN_LOGPROB = -60.0
 
 
@@ -18,7 +20,8 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
     """Return whether no weighted term has a gradient on these sequences, whatever the model's forward pass gives.
 
     Each term is differentiated at random log-probabilities and entropies, with importance ratios of exactly
-    1, near it, and far beyond every clip. A term that trains something besides the actor, such as a critic, counts as
+    1, near it, and far beyond every clip; and with old log-probabilities that are the sampler's, near them, and far
+    beyond every bound of a correction. A term that trains something besides the actor, such as a critic, counts as
     one with a gradient.
 
     Args:
@@ -27,22 +30,26 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
     """
     with torch.random.fork_rng(devices=[batch.token_ids.device] if batch.token_ids.is_cuda else []):
         torch.manual_seed(0)
-        return all(
-            _is_zero(component, batch, scale)
+        # Every term at every draw, though one may do: ranks find others, and a term may run a sharded model.
+        is_zero = [
+            _is_zero(component, batch, scale, rollout_scale)
             for scale in LOG_RATIO_SCALES
-            for component in reversed(components)  # the policy's, which comes first, is the likeliest to be zero
+            for rollout_scale in ROLLOUT_SCALES
+            for component in components
             if component.weight
-        )
+        ]
+    return all(is_zero)
 
 
-def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float) -> bool:
+def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float, rollout_scale: float | None) -> bool:
     """Whether a term has no gradient at one draw of random log-probabilities and entropies."""
     mask = batch.is_sampled
     likely, entropy, weights = torch.rand(3, batch.num_tokens, device=mask.device)
-    # From -30 to -0.001 nats, evenly in the logarithm.
-    old = -0.001 * 30000**likely
-    moved = (old * torch.exp(scale * torch.randn(batch.num_tokens, device=mask.device))).clamp(min=MIN_LOGPROB)
-    logprobs, entropy = (torch.where(mask, values, 0).requires_grad_() for values in (moved, 5 * entropy))
+    evenly = -0.001 * 30000**likely  # from -30 to -0.001 nats, evenly in the logarithm
+    old = evenly if rollout_scale is None else _scatter(batch.rollout_logprobs, rollout_scale)
+    logprobs, entropy = (
+        torch.where(mask, values, 0).requires_grad_() for values in (_scatter(old, scale), 5 * entropy)
+    )
     given = replace(batch, old_logprobs=torch.where(mask, old, 0))
     losses, _ = component.term(ForwardPass(logprobs, entropy), given)
     # Each token with a weight of its own, so that gradients of different tokens' losses do not cancel out.
@@ -53,6 +60,11 @@ def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float) -> boo
         return False
     gradients = torch.autograd.grad(total, [logprobs, entropy], allow_unused=True)
     return all(gradient is None or not bool((gradient != 0).any()) for gradient in gradients)  # NaN is not 0
+
+
+def _scatter(logprobs: Tensor, scale: float) -> Tensor:
+    """Log-probabilities times random factors, of this standard deviation in the logarithm."""
+    return (logprobs * torch.exp(scale * torch.randn_like(logprobs))).clamp(min=MIN_LOGPROB)
 
 
 def _leaves(value: Tensor) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Whether reward functions give the same when they are asked again, say anything, and are fast enough for a step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlightning.rewards.worker import Outcome
@@ -9,7 +9,7 @@ from rlightning.rewards.worker import Outcome
 REPEATED_CALLS = 8
 """Completions that each function is asked about again."""
 REPEAT_SECONDS = 0.8
-"""In which it has to answer; what is late counts as taking longer."""
+"""In which all have to answer; what is late counts as taking longer."""
 SAME = 1e-9
 """Results that differ by less, relative to the larger, are equal up to rounding."""
 
@@ -28,19 +28,49 @@ class Repeat(NamedTuple):
     seconds: float
 
 
+class ValueRange(NamedTuple):
+    """How many results a function gave, of those that are none left out, and the smallest and largest of them."""
+
+    number: int
+    low: float
+    high: float
+
+
+def find_range(values: Iterable[float]) -> ValueRange:
+    """Return the range of some results, NaN where there is none."""
+    known = [value for value in values if not math.isnan(value)]
+    return ValueRange(len(known), min(known, default=math.inf), max(known, default=-math.inf))
+
+
+def join_ranges(ranges: Sequence[Mapping[str, ValueRange]]) -> dict[str, ValueRange]:
+    """Return the ranges of functions over all ranks, from each rank's."""
+    joined: dict[str, ValueRange] = {}
+    for name in {name for own in ranges for name in own}:
+        numbers, lows, highs = zip(*(own[name] for own in ranges if name in own), strict=True)
+        joined[name] = ValueRange(sum(numbers), min(lows), max(highs))
+    return joined
+
+
 def describe_repeat(
-    name: str, repeat: Repeat, all_values: Sequence[float], *, num_parallel: int, deadline: float
+    name: str,
+    repeat: Repeat,
+    all_values: Sequence[float],
+    *,
+    num_parallel: int,
+    deadline: float,
+    everywhere: ValueRange | None = None,
 ) -> str | None:
     """Return what is wrong with a reward function in one line, or None.
 
     Args:
         name: the function's.
         repeat: of some completions.
-        all_values: its results on all completions of the step, NaN where there is none.
+        all_values: its results on all completions of the step, NaN where there is none; of this rank.
         num_parallel: calls that run at once.
         deadline: seconds that the other ranks wait for a step's rewards.
+        everywhere: the results of all ranks; None if there is this one alone.
     """
-    faults = [_describe_noise(repeat), _describe_values(all_values)]
+    faults = [_describe_noise(repeat), _describe_values(everywhere or find_range(all_values))]
     if _step_seconds(repeat, len(all_values), num_parallel) > deadline:
         speed = _describe_speed(repeat, len(all_values), num_parallel)
         faults.append(f"{speed}, and other ranks wait for {deadline:g} s")
@@ -74,12 +104,13 @@ def _is_same(first: float, again: float) -> bool:
     return abs(again - first) <= SAME * max(abs(first), abs(again))
 
 
-def _describe_values(values: Sequence[float]) -> str | None:
+def _describe_values(values: ValueRange) -> str | None:
     """Whether all completions of the step got the same."""
-    known = [value for value in values if not math.isnan(value)]
-    if len(known) < 2 or any(not _is_same(known[0], value) for value in known):
+    if values.number < 2 or not _is_same(values.low, values.high):
         return None
-    return f"it gave all {len(known)} completions of the first step {known[0]:g}, from which nothing can be learned"
+    return (
+        f"it gave all {values.number} completions of the first step {values.low:g}, from which nothing can be learned"
+    )
 
 
 def _step_seconds(repeat: Repeat, num_samples: int, num_parallel: int) -> float:

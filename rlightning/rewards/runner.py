@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from contextlib import contextmanager
-from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +13,7 @@ from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.event_loop import MAX_CONCURRENT
 from rlightning.rewards.pool import RewardPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
-from rlightning.rewards.repeats import REPEAT_SECONDS, REPEATED_CALLS, Repeat, describe_repeat
+from rlightning.rewards.repeats import REPEAT_SECONDS, REPEATED_CALLS, Repeat, ValueRange, describe_repeat
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 from rlightning.rewards.worker import Outcome
@@ -208,34 +207,54 @@ class RewardRunner:
             raise
 
     def check_repeats(
-        self, trajectories: "Sequence[Trajectory]", scores: "Mapping[str, Tensor]", deadline: float
+        self,
+        trajectories: "Sequence[Trajectory]",
+        scores: "Mapping[str, Tensor]",
+        deadline: float,
+        everywhere: Mapping[str, ValueRange] | None = None,
     ) -> None:
         """Ask each function once more about a few trajectories, and warn of what is wrong with its results.
 
-        That takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`. Functions of weight 0 are only logged,
-        and not asked.
+        That takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`: functions are asked one after another,
+        each for its share of that, and what is late is cancelled. Sync functions behind one that was late, whose calls
+        are still in their processes, are not asked. Nor are those of weight 0, which are only logged.
 
         Args:
             trajectories: M of them.
             scores: [M] by the function's name, what :meth:`score` gave for them.
             deadline: seconds that the other ranks wait for a step's rewards.
+            everywhere: the results of all ranks by the function's name; None if there is this one alone.
         """
-        chosen = trajectories[:REPEATED_CALLS]
         asked = [f for f, function in enumerate(self.functions) if function.weight and function.name in scores]
-        begun, ends = perf_counter(), dict[Future[Outcome], float]()
-        calls = {f: [self._submit(f, trajectory) for trajectory in chosen] for f in asked}
-        for call in chain(*calls.values()):
-            call.add_done_callback(lambda done: ends.setdefault(done, perf_counter()))
-        wait(list(chain(*calls.values())), timeout=REPEAT_SECONDS)
-        for f, own in calls.items():
+        is_busy = False
+        for f in asked:
             function, values = self.functions[f], scores[self.functions[f].name].tolist()
-            again = [call.result() if call.done() and call.exception() is None else None for call in own]
-            seconds = max((ends.get(call, perf_counter()) for call in own), default=begun) - begun
+            chosen = [] if is_busy and not function.is_async else trajectories[:REPEATED_CALLS]
+            again, seconds = self._ask_again(f, chosen, REPEAT_SECONDS / len(asked))
+            is_busy |= None in again and not function.is_async
             num_parallel = MAX_CONCURRENT if function.is_async else self.num_workers
-            repeat = Repeat(values[: len(chosen)], again, seconds)
-            line = describe_repeat(function.name, repeat, values, num_parallel=num_parallel, deadline=deadline)
+            line = describe_repeat(
+                function.name,
+                Repeat(values[: len(chosen)], again, seconds),
+                values,
+                num_parallel=num_parallel,
+                deadline=deadline,
+                everywhere=(everywhere or {}).get(function.name),
+            )
             if line is not None:
                 logger.warning("%s", line)
+
+    def _ask_again(
+        self, function: int, trajectories: "Sequence[Trajectory]", timeout: float
+    ) -> tuple[list[Outcome | None], float]:
+        """Return the outcomes of further calls, None of those that were late and are cancelled; and the seconds."""
+        begun = perf_counter()
+        calls = [self._submit(function, trajectory) for trajectory in trajectories]
+        done, late = wait(calls, timeout=timeout)
+        seconds = perf_counter() - begun
+        for call in late:
+            call.cancel()
+        return [call.result() if call in done and call.exception() is None else None for call in calls], seconds
 
     def close(self) -> None:
         """End the worker processes, and drop what was begun; later calls start them again."""

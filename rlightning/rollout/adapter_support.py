@@ -8,12 +8,20 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from rlightning.models.adapter import linear_layers
 from rlightning.protocols import AdapterSettings
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The sizes that vLLM makes room for."""
 SUPPORTS = "SupportsLoRA"
 MODELS = "vllm.model_executor.models"
+NEEDED = {
+    "vllm.lora.layers": ("BaseLayerWithLoRA", "LogitsProcessorWithLoRA"),
+    "vllm.lora.lora_model": ("LoRAModel",),
+    "vllm.lora.peft_helper": ("PEFTHelper",),
+    "vllm.lora.request": ("LoRARequest",),
+}
+"""What rollout/vllm/adapters.py imports of vLLM."""
 
 
 def room_for(rank: int) -> int:
@@ -21,10 +29,21 @@ def room_for(rank: int) -> int:
     return next((size for size in RANKS if size >= rank), rank)
 
 
-def adapter_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes that an engine takes for an adapter: what was sent, and the place that it is used in."""
-    sizes = sum(outputs + inputs for outputs, inputs in adapter.modules.values())
-    return itemsize * sizes * (adapter.rank + room_for(adapter.rank))
+def sent_bytes(adapter: AdapterSettings, itemsize: int) -> int:
+    """Return the bytes of an adapter as an engine is sent it, which it keeps also while it sleeps."""
+    return itemsize * adapter.num_parameters
+
+
+def place_bytes(adapter: AdapterSettings, config: PreTrainedConfig, itemsize: int) -> int:
+    """Return the bytes of the places that adapters are used in.
+
+    vLLM makes them, of the largest rank, in every linear layer of the blocks, adapted or not, and in most models in the
+    embedding and the output layer.
+    """
+    text_config = config.get_text_config()
+    vocabulary: int = text_config.vocab_size + text_config.hidden_size
+    layers = sum(outputs + inputs for outputs, inputs in linear_layers(config).values())
+    return itemsize * room_for(adapter.rank) * (layers + 2 * vocabulary)
 
 
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
@@ -39,6 +58,9 @@ def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | N
     """
     if adapter.rank > RANKS[-1]:
         return f"vLLM takes ranks of up to {RANKS[-1]}, not {adapter.rank}"
+    lacking = [f"{module}.{name}" for module, names in NEEDED.items() for name in names if not has_name(module, name)]
+    if lacking:
+        return f"this version of vLLM, too old or too new, has no {lacking[0]}"
     names = config.architectures or []
     found = next((place for name in names if (place := find_class(name)) is not None), None)
     if found is None:
@@ -89,6 +111,12 @@ def _absolute(node: ast.ImportFrom, module: str) -> str:
         return node.module or ""
     package = module.rsplit(".", node.level)[0]
     return f"{package}.{node.module}" if node.module else package
+
+
+@cache
+def has_name(module: str, name: str) -> bool:
+    """Return whether a module of vLLM defines or imports a class of this name."""
+    return re.search(rf"\b{name}\b", read_source(module)) is not None
 
 
 def read_source(module: str) -> str:

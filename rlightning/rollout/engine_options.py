@@ -19,7 +19,7 @@ from rlightning.models import load_config
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.protocols import AdapterSettings, HasAdapter, HasConfig, adapter_of, has
-from rlightning.rollout.adapter_support import adapter_bytes, engine_arguments, find_obstacle
+from rlightning.rollout.adapter_support import engine_arguments, find_obstacle, place_bytes, sent_bytes
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
 from rlightning.rollout.engine_config import EngineConfig
@@ -331,8 +331,9 @@ class EngineOptions:
         engine = read_engine(config, arguments, num_engines=self.num_engines, can_sleep=self.sleep)
         if adapter is None or self.send_adapter is False:
             return engine
-        room = self.num_engines * adapter_bytes(adapter, getattr(torch, self.engine_dtype(device)).itemsize)
-        return replace(engine, weights=engine.weights + room)
+        itemsize = getattr(torch, self.engine_dtype(device)).itemsize
+        places = self.num_engines * place_bytes(adapter, config, itemsize)
+        return replace(engine, weights=engine.weights + places, asleep=self.num_engines * sent_bytes(adapter, itemsize))
 
     def engine_dtype(self, device: torch.device) -> str:
         """The name of the dtype that engines on a device compute in."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlightning.callbacks import VLLMRollout
 from rlightning.errors import ConfigError
 from rlightning.models import Adapter
 from rlightning.parallel.fsdp import FSDP
+from rlightning.rollout import adapter_support
 from rlightning.rollout.adapter_support import find_class, room_for, supports_adapters
 
 ADAPTER = Adapter(rank=4)
@@ -85,8 +87,17 @@ def test_whether_vllm_takes_adapters_of_a_model_is_read_in_its_source() -> None:
     assert [room_for(rank) for rank in (1, 3, 8, 33, 512)] == [1, 8, 8, 64, 512]
 
 
+def test_a_version_of_vllm_without_what_adapters_need_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_module(model, adapter=ADAPTER)
+    monkeypatch.setitem(adapter_support.NEEDED, "vllm.lora.request", ("NoRequest",))
+    obstacle = make_rollout().options.adapter_obstacle(module)
+    assert obstacle is not None and "has no vllm.lora.request.NoRequest" in obstacle
+
+
 def test_an_engine_without_room_gets_merged_weights_or_the_run_is_refused(model: str) -> None:
-    module = make_module(model, adapter=Adapter(rank=1000))
+    module = make_module(model, adapter=ADAPTER)
+    assert module.adapter is not None
+    module.adapter = replace(module.adapter, rank=1000)  # more than such a model could use
     assert make_rollout().options.adapter_obstacle(module) == "vLLM takes ranks of up to 512, not 1000"
     with pytest.raises(ConfigError, match=r"rollout\.send_adapter=true cannot be: vLLM takes ranks of up to 512"):
         make_rollout(send_adapter=True).options.adapter_obstacle(module)

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from tiny import bare_trainer
+from tiny import bare_trainer, make_grpo
 
+from rlightning.callbacks import SaveHF
+from rlightning.controller import RayController
 from rlightning.controller.command_feed import CommandFeed, WorkerData
 from rlightning.controller.commands import (
     Call,
@@ -31,9 +33,11 @@ from rlightning.controller.commands import (
     raise_failure,
 )
 from rlightning.controller.hook_relay import HookRelay, Relay
+from rlightning.controller.remote_module import ControllerModule
 from rlightning.controller.rtensor import RTensor, fetch_tensors
 from rlightning.controller.worker_trainer import WorkerTrainer
 from rlightning.errors import ConfigError
+from rlightning.models import Adapter
 
 
 def feed_of(queue: CommandQueue, done: list[Any]) -> CommandFeed:
@@ -234,3 +238,15 @@ def test_a_hook_of_one_rank_does_not_wait_for_the_others() -> None:
         ("on_predict_prompt_end", [["c"]]),
         ("on_rollout_start", [["a", "d"]]),
     ]
+
+
+def test_workers_write_the_model_and_its_adapter(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller has the weights of neither."""
+    calls: list[tuple[Any, ...]] = []
+    strategy = RayController(num_workers=1, worker_strategy="ddp", accelerator="cpu")
+    monkeypatch.setattr(strategy, "call", lambda *arguments: calls.append(arguments))
+    module = ControllerModule(make_grpo(model_folder, adapter=Adapter(rank=2)), strategy)
+    SaveHF(str(tmp_path / "hf")).on_train_end(bare_trainer(tmp_path, 1), module)
+    assert calls == [("save_hf", tmp_path / "hf"), ("save_adapter", tmp_path / "hf_adapter")]

@@ -82,10 +82,20 @@ def test_the_adapter_is_its_own_reference() -> None:
 def test_an_engine_has_room_for_the_adapter() -> None:
     rollout = VLLMRollout()
     bare = Work(config=SMALL, batch=TWO_PROMPTS, longest=1280)
-    lora = adapter_of(SMALL, rank=16)
-    engines = [rollout.plan_memory(work, 256).engine for work in (bare, replace(bare, adapter=lora))]
-    assert engines[0] is not None and engines[1] is not None
-    assert engines[1].weights - engines[0].weights == 2 * 2 * lora.num_parameters
+    every = adapter_of(SMALL, rank=16)
+    one = resolve_adapter(Adapter(rank=16, target_modules=["q_proj"]), "model", SMALL)
+    engines = [rollout.plan_memory(replace(bare, adapter=lora), 256).engine for lora in (None, every, one)]
+    assert engines[0] is not None and engines[1] is not None and engines[2] is not None
+    # vLLM makes room in all linear layers, the embedding and the output layer, whichever of them are adapted
+    room = 2 * every.num_parameters + 2 * 2 * 16 * (SMALL.vocab_size + SMALL.hidden_size)
+    assert [engine.weights - engines[0].weights for engine in engines[1:] if engine is not None] == [room, room]
+    assert [engine.asleep for engine in engines if engine is not None] == [
+        0,
+        2 * every.num_parameters,
+        2 * one.num_parameters,
+    ]
+    memory = MemoryPlan(COLOCATED, read_device_memory("H200"))
+    assert memory.with_engine(asleep=1000).update().contexts - memory.update().contexts == 1000
 
 
 def test_plan_reads_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +119,14 @@ def test_8b_fits_into_80_gb_where_full_training_does_not() -> None:
     full, adapted = MemoryPlan(work, device), MemoryPlan(replace(work, adapter=adapter_of(config)), device)
     assert full.update().total > device > adapted.update().total
     assert adapted.update().frozen_models == 2 * count_weights(config).total
+
+
+def test_norms_of_a_frozen_base_are_float32_under_autocast() -> None:
+    """What they give is kept for the backward pass; FSDP computes them in bfloat16."""
+    work = Work(config=SMALL, adapter=adapter_of(SMALL), batch=TWO_PROMPTS, longest=1280)
+    alone, sharded = (
+        TrainerMemory(replace(work, parallelism=parallelism)).activations(1280).kept
+        for parallelism in (work.parallelism, FSDP_ALONE.parallelism)
+    )
+    # Before attention and feed-forward, [1280, 1024] each in 28 layers, of 4 bytes and not 2.
+    assert alone - sharded > 28 * 2 * 1280 * 1024 * 2

@@ -10,17 +10,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import make_batch, save_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rlightning.errors import ConfigError
 from rlightning.models import Adapter, load_config, load_policy, packed_logprobs
 from rlightning.models.adapter import LoRA, resolve_adapter
+from rlightning.models.adapter_files import base_digest
 from rlightning.models.adapter_layers import (
     adapted_layers,
     adapter_off,
     adapter_parameters,
     add_adapter,
     initialize_adapter,
+    merge,
     merged_forward,
     merged_weights,
     perturbed_adapter,
@@ -87,6 +89,8 @@ def test_targets_are_ends_of_names(model: str) -> None:
     [
         ({"rank": 0}, r"adapter\.rank=0 must be at least 1"),
         ({"alpha": 0.0}, r"adapter\.alpha=0\.0 must be above 0"),
+        ({"rank": 100_000}, r"adapter\.rank=100000 is more than the matrices themselves have, at most 32"),
+        ({"target_modules": []}, r"adapter\.target_modules names no layers"),
         ({"target_modules": ["q_prj"]}, r"'q_prj' is no module of the model\. Did you mean 'q_proj'\?"),
         ({"target_modules": "all_linear"}, r"'all_linear' is no module of the model\. Did you mean 'all-linear'\?"),
         ({"target_modules": []}, r"adapter\.target_modules=\[\] names no layer\. Leave it out"),
@@ -99,6 +103,32 @@ def test_what_cannot_be_is_refused_in_a_line(model: str, kwargs: dict[str, Any],
     with pytest.raises(ConfigError, match=message) as error:
         resolve(model, **kwargs)
     assert "\n" not in str(error.value)
+
+
+def test_all_linear_may_stand_in_a_list(model: str) -> None:
+    assert resolve(model, target_modules=["all-linear"]) == resolve(model)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    """GPT-2 has layers of its own kind, which compute the same."""
+    with pytest.raises(ConfigError, match=r"model='gpt2' has no linear layers \(nn\.Linear\) in its blocks"):
+        resolve_adapter(Adapter(), "gpt2", GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16))
+
+
+def test_a_base_is_the_same_in_other_files(model: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "one")
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "many", max_shard_size="8KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert base_digest(str(tmp_path / "one")) == base_digest(str(tmp_path / "many"))
+
+
+def test_dropout_of_a_folder_is_left_out_with_a_line(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_peft(model, tmp_path, lora_dropout=0.1)
+    resolve(model, path=tmp_path)
+    [line] = [record.getMessage() for record in caplog.records if "lora_dropout" in record.getMessage()]
+    assert "has lora_dropout=0.1. It is trained without" in line
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:
@@ -119,6 +149,18 @@ def test_a_new_adapter_changes_nothing_and_trains_alone(model: str) -> None:
     assert trained == {name for name, _ in policy.named_parameters() if "lora_" in name}
     base = load_policy(model)
     assert [name for name, _ in named_weights(policy)] == [name for name, _ in named_weights(base)]
+
+
+def test_first_values_do_not_depend_on_the_default_device(model: str) -> None:
+    lora = resolve(model, rank=4)
+    torch.manual_seed(0)
+    expected = dict(adapter_parameters(load_adapted(model, lora)))
+    policy = load_policy(model)
+    add_adapter(policy, lora, torch.device("cpu"))
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        initialize_adapter(policy, lora)
+    assert all(torch.equal(weight, expected[name]) for name, weight in adapter_parameters(policy))
 
 
 @pytest.mark.parametrize("kwargs", [{"lora_alpha": 6}, {"lora_alpha": 6, "use_rslora": True}])
@@ -146,6 +188,18 @@ def test_merged_weights_and_forward_are_those_of_the_adapted_model(model: str, t
     with torch.no_grad(), adapter_off(policy):
         assert torch.equal(logprobs(policy), base)
     assert all(weight.requires_grad for _, weight in adapter_parameters(policy))
+
+
+def test_merged_weights_are_rounded_once_under_autocast(model: str, tmp_path: Path) -> None:
+    save_peft(model, tmp_path / "adapter", target_modules=["q_proj"])
+    policy = load_adapted(model, resolve(model, path=tmp_path / "adapter"))
+    _, layer = next(adapted_layers(policy))
+    expected = merge(layer)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(merge(layer), expected)
+        with merged_forward(policy):
+            got = layer(torch.eye(expected.shape[1]))
+    assert torch.equal(got, expected.bfloat16().T)
 
 
 def test_a_perturbed_adapter_has_a_fifth_of_the_bases_norm(model: str) -> None:

@@ -69,6 +69,17 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
     assert sequence_flops(config, torch.tensor(LENGTHS)).sum().item() == count_with_torch(config)
 
 
+def test_a_frozen_base_has_no_gradients_of_weights() -> None:
+    """A third of the matrices' operations; what the adapter's 100 weights take is added."""
+    config, lengths = make_config("qwen3"), torch.tensor(LENGTHS)
+    whole = sequence_flops(config, lengths, lengths)
+    flops = model_flops(config)
+    saved = 2 * (flops.matrices + flops.head) * lengths
+    assert sequence_flops(config, lengths, lengths, adapter_weights=100).tolist() == (
+        (whole - saved + 3 * 2 * 100 * lengths).tolist()
+    )
+
+
 def test_unpredicted_token_costs_no_output_layer_flops() -> None:
     config, lengths = make_config("qwen3"), torch.tensor(LENGTHS)
     less = sequence_flops(config, lengths) - sequence_flops(config, lengths, lengths - 1)

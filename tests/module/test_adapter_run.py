@@ -16,8 +16,8 @@ from rlightning.module.start_block import describe_model
 ADAPTER = Adapter(rank=4)
 
 
-def fit(folder: Path, module: RLModule, max_steps: int, **kwargs: Any) -> Any:
-    trainer = make_trainer(folder, max_steps)
+def fit(folder: Path, module: RLModule, max_steps: int, precision: Any = "32-true", **kwargs: Any) -> Any:
+    trainer = make_trainer(folder, max_steps, precision=precision)
     trainer.fit(module, make_data(folder), **kwargs)
     return trainer
 
@@ -122,3 +122,26 @@ def test_the_start_says_what_is_trained(model_folder: str, tmp_path: Path) -> No
     module = make_grpo(model_folder, adapter=ADAPTER)
     text = describe_model(make_trainer(tmp_path, 1), module, 1)
     assert "trained by LoRA of rank 4, alpha 8, on 14 linear layers (4,864 parameters)" in text
+
+
+def test_under_autocast_the_bases_matrices_alone_are_of_half_precision(model_folder: str, tmp_path: Path) -> None:
+    module = make_grpo(model_folder, adapter=ADAPTER, validate_first=False)
+    trainer = fit(tmp_path, module, 1, precision="bf16-mixed")
+    for name, parameter in module.named_parameters():
+        is_matrix = "lora_" not in name and parameter.ndim == 2
+        assert parameter.dtype == (torch.bfloat16 if is_matrix else torch.float32), name
+    moments = [value for state in trainer.optimizers[0].state.values() for value in state.values() if value.ndim]
+    assert moments and all(value.dtype == torch.float32 for value in moments)
+
+
+def test_what_is_not_trained_is_read_on_the_host(model_folder: str) -> None:
+    """Lightning has the GPU as the default device while models are configured."""
+    module = make_grpo(model_folder, adapter=ADAPTER)
+    with torch.device("meta"):
+        policy = module.load_model(module.model_path, is_trained=False, adapter=module.adapter)
+    assert {parameter.device.type for parameter in policy.parameters()} == {"cpu"}
+
+
+def test_an_adapter_in_half_precision_is_refused(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="precision=bf16-true would keep an adapter in bfloat16"):
+        fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER), 1, precision="bf16-true")

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from rank_processes import finish, start_calls
 from tiny import make_batch, make_completion
 
-from rlightning.module.batching import assign_groups, balance, rebalance, split_microbatches, split_minibatches
+from rlightning.module.batching import (
+    assign_groups,
+    balance,
+    reassign_groups,
+    rebalance,
+    split_microbatches,
+    split_minibatches,
+)
 from rlightning.parallel.collectives import global_rank
 from rlightning.types import Prompt, RolloutBatch, axis, single_turns
 
@@ -144,6 +151,12 @@ def test_minibatches_follow_from_the_generator() -> None:
 def test_one_minibatch_keeps_the_order() -> None:
     assert split_minibatches(3, 1, torch.Generator()) == [[0, 1, 2]]
     assert split_minibatches(0, 2, torch.Generator()) == []
+
+
+def test_groups_that_cost_nothing_stay_where_they_are() -> None:
+    assert reassign_groups([0, 0, 0, 0], [[0, 1, 2, 3]], [0, 1, 0, 1], 2) == [0, 1, 0, 1]
+    # 6 + 4 | nothing becomes 6 | 4, and the others do not follow
+    assert reassign_groups([6, 4, 0, 0], [[0, 1, 2, 3]], [0, 0, 1, 1], 2) == [0, 1, 1, 1]
 
 
 @dataclass(slots=True)

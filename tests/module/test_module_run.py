@@ -171,6 +171,12 @@ def test_save_hf_and_score(model_folder: str, tmp_path: Path) -> None:
     torch.testing.assert_close(scored[1:], expected.detach(), atol=1e-5, rtol=1e-5)
     coarse = module.score(batch, torch.bfloat16)[1:]  # of 8 bits
     assert coarse.dtype == torch.float32 and 1e-5 < (coarse - expected).abs().max() < 0.1
+    with torch.autocast("cpu", torch.bfloat16):  # which keeps the weights that it has rounded, until it ends
+        for _ in range(2):
+            nested = module.score(batch, torch.bfloat16)
+            with torch.no_grad():
+                module.loaded_actor.get_parameter("model.layers.0.mlp.down_proj.weight").neg_()
+    assert not torch.equal(nested[1:], coarse)
 
 
 def test_evaluate_logprobs_however_it_is_cut(model_folder: str) -> None:

@@ -125,3 +125,36 @@ def test_a_rollout_that_is_not_finite_counts_as_a_gradient() -> None:
     batch = without_advantage()
     batch.rollout_logprobs[4] = torch.nan
     assert not has_zero_gradient([LossComponent("loss", corrected)], batch)
+
+
+def test_a_corrected_loss_is_differentiated_where_the_correction_lets_it_through() -> None:
+    """Sequences as long as those of runs: a mean over random log-ratios is out of bounds on every one of them."""
+    batch = make_batch([[(3, 4, 5) * 100, (6, 7, 8) * 100]])
+    batch.advantages = torch.zeros(batch.num_tokens)
+    batch.rollout_logprobs = torch.where(batch.is_sampled, -0.5, 0.0)
+
+    def shifted(forward: ForwardPass, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.old_logprobs is not None and batch.advantages is not None
+        weights, _ = RolloutCorrection("icepop", "sequence_mean").weigh(
+            batch.old_logprobs, batch.rollout_logprobs, batch.is_sampled, batch.cu_seqlens
+        )
+        return -(batch.advantages + 0.1) * forward.logprobs * weights, {}
+
+    assert not has_zero_gradient([LossComponent("loss", shifted)], batch)
+
+
+def test_every_rank_evaluates_every_term_as_often() -> None:
+    """A term may run a sharded model, of which all ranks have to make as many passes."""
+    counts = []
+    for own in (entropy, policy(reinforce)):  # the first has a gradient
+        calls: list[None] = []
+
+        def counted(
+            forward: ForwardPass, batch: RolloutBatch, own: Term = own, calls: list[None] = calls
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            calls.append(None)
+            return own(forward, batch)
+
+        has_zero_gradient([LossComponent("own", own), LossComponent("counted", counted)], without_advantage())
+        counts.append(len(calls))
+    assert counts[0] == counts[1]

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from scoring import MakeRunner, make_trajectories
 from tiny import in_this_process, make_data, make_grpo, make_trainer, share_of_ones
 
 from rlightning.rewards import RewardFunction
-from rlightning.rewards.repeats import Repeat, describe_repeat
+from rlightning.rewards.repeats import Repeat, describe_repeat, find_range, join_ranges
 from rlightning.rewards.worker import Outcome
 
 
@@ -43,6 +44,13 @@ def test_results_that_are_all_equal_are_named() -> None:
         "Reward 'judge': it gave all 2 completions of the first step 0.5, from which nothing can be learned. "
         "model.check_rewards: false leaves this check out."
     )
+
+
+def test_results_are_compared_over_all_ranks() -> None:
+    """Each rank has another share of a step's completions."""
+    joined = join_ranges([{"judge": find_range([0.5, math.nan])}, {"judge": find_range([1.0])}])
+    assert joined == {"judge": (2, 0.5, 1.0)}
+    assert describe([0.5, 0.5], [0.5, 0.5], everywhere=joined["judge"]) is None
 
 
 def test_a_step_that_takes_longer_than_others_wait_is_named() -> None:
@@ -84,6 +92,46 @@ def test_slow_and_random_functions_are_asked_for_less_than_a_second(
     caplog.clear()
     runner.check_repeats([], {name: torch.zeros(0) for name in scores}, 1800.0)
     assert "Reward" not in caplog.text
+
+
+def test_late_calls_are_cancelled_and_blame_no_other_function(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are asked one after another."""
+    ended, is_asked_again = threading.Event(), threading.Event()
+
+    @in_this_process
+    async def waiting(completion: str) -> float:
+        import asyncio
+
+        if is_asked_again.is_set():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+        return float(len(completion))
+
+    @in_this_process
+    def quick(completion: str) -> float:
+        return float(len(completion))
+
+    runner = make_runner(RewardFunction(waiting, timeout=60.0), RewardFunction(quick))
+    trajectories = make_trajectories(["a" * n for n in range(10)])
+    scores = runner.score(trajectories).components
+    is_asked_again.set()
+    submit, events = runner._submit, list[tuple[str, int]]()
+
+    def submit_noted(function: int, trajectory: Any) -> Any:
+        events.append(("begun", function))
+        call = submit(function, trajectory)
+        call.add_done_callback(lambda _: events.append(("over", function)))
+        return call
+
+    monkeypatch.setattr(runner, "_submit", submit_noted)
+    runner.check_repeats(trajectories, scores, 1800.0)
+    assert ended.wait(30), "a late call goes on"
+    assert events[:16] == [("begun", 0)] * 8 + [("over", 0)] * 8
+    assert {function for _, function in events[16:]} == {1}
 
 
 @in_this_process

@@ -118,7 +118,7 @@ def expected(policy: Policy, token_ids: list[int]) -> Any:
 
 
 def test_the_adapter_alone_is_sent_and_used(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once and after a change, also for a prompt whose keys and values are in the prefix cache."""
+    """At once and after a change."""
     policy, tokens = Policy(model), list(LONG_PROMPT.token_ids)
     sync = run.begin(policy)
     sync.sync_weights()
@@ -141,6 +141,26 @@ def test_the_adapter_alone_is_sent_and_used(run: Run, model: str, monkeypatch: p
     plan = plan_source(AdapterSource(policy), torch.float32, run.engine.config.bucket_bytes)
     assert 1 < plan.num_adapter_chunks < len(plan.chunks) - 1
     assert chunks == list(range(plan.num_adapter_chunks)) * 3
+
+
+def test_keys_and_values_of_the_adapter_before_are_not_read_again(run: Run, model: str) -> None:
+    """Where a sync leaves them in the prefix cache; to score a prompt does not read that, to generate does."""
+    policy, tokens = Policy(model), list(LONG_PROMPT.token_ids)
+    run.engines._updater, run.engines.keeps_cache = None, True
+    try:
+        sync = run.begin(policy)
+        for seed in range(2):
+            policy.change(seed, 0.3)
+            sync.sync_weights()
+            for is_cached in (False, True):
+                answer = run.engine.submit("generate", tokens, {"n": 1, "temperature": 1.0, "max_tokens": 1})
+                sample = answer.result(60)[0]
+                assert (sample["num_cached_tokens"] > 0) == is_cached
+                sampled = np.asarray(sample["token_ids"]).tolist()
+                logprob = expected(policy, [*tokens, *sampled])[-1]
+                np.testing.assert_allclose(np.asarray(sample["logprobs"])[0], logprob, atol=1e-3)
+    finally:
+        run.engines._updater, run.engines.keeps_cache = None, False
 
 
 @pytest.mark.parametrize("fault", ["not applied", "applied twice", "alpha", "rslora", "one module missing"])

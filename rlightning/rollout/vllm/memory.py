@@ -29,6 +29,7 @@ class EngineMemory:
         utilization: the share of the device that they may take.
         can_sleep: whether they give their memory back during an update.
         weights: bytes of weights.
+        asleep: bytes that they take beside all this, also while they sleep: of an adapter as it was sent.
         activations: bytes that a forward pass and sampling take; estimated.
         token: bytes of the KV cache that one token takes.
         block_tokens: of one block of a KV cache.
@@ -47,6 +48,7 @@ class EngineMemory:
     longest: int
     max_sequences: int
     kv_cache_bytes: int | None = None
+    asleep: int = 0
 
     @property
     def sequence(self) -> int:

@@ -16,7 +16,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning.foreign_text import cut_line
-from rlightning.rollout.vllm.adapters import adapter_request
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
 ALL_AT_ONCE = 1 << 30
@@ -107,7 +106,11 @@ class VLLMServer:
         self._streams: dict[str, TokenStream] = {}
         self._num_requests = self._num_updates = 0
         self._is_asleep = self._is_updating = False
-        self._adapter = adapter_request() if engine.vllm_config.lora_config is not None else None
+        self._adapter = None
+        if engine.vllm_config.lora_config is not None:
+            from rlightning.rollout.vllm.adapters import adapter_request  # which not all versions have
+
+            self._adapter = adapter_request()
         self._admission = asyncio.Lock()
         """Held while a request is handed to vLLM, which takes several awaits, and all through a weight update."""
         self._transition = asyncio.Lock()

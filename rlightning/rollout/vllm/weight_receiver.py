@@ -26,7 +26,6 @@ from vllm.platforms import current_platform
 from rlightning.models.remote_code import read_config
 from rlightning.parallel.device import synchronize_stream
 from rlightning.processes.process_group import die_with_parent
-from rlightning.rollout.vllm.adapters import install_adapter, unwrap_output_layer, without_wrappers
 from rlightning.rollout.vllm.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
 from rlightning.rollout.weights import ChunkPlan, driver
 
@@ -62,6 +61,8 @@ class WeightReceiver:
         self._rl_receiver = receiver
         if self._rl_stored_form is None:
             if self.vllm_config.lora_config is not None:
+                from rlightning.rollout.vllm.adapters import unwrap_output_layer  # which not all versions have
+
                 unwrap_output_layer(self.model_runner.model, self.model_runner.lora_manager)
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
                 self._rl_stored_form = StoredForm(self.vllm_config.model_config)
@@ -77,8 +78,13 @@ class WeightReceiver:
         model, plan, received = self.model_runner.model, self._rl_receiver.plan, self._rl_receiver.receive(chunk)
         if chunk < plan.num_adapter_chunks:
             return [], self._rl_receive_adapter(chunk, plan, received)
-        with without_wrappers(model) if plan.num_adapter_chunks else nullcontext():
-            return self._rl_receive_base(chunk - plan.num_adapter_chunks, len(plan.chunks) - 1 - chunk, received)
+        number, num_left = chunk - plan.num_adapter_chunks, len(plan.chunks) - 1 - chunk
+        if not plan.num_adapter_chunks:
+            return self._rl_receive_base(number, num_left, received)
+        from rlightning.rollout.vllm.adapters import without_wrappers
+
+        with without_wrappers(model):
+            return self._rl_receive_base(number, num_left, received)
 
     def _rl_receive_adapter(self, chunk: int, plan: ChunkPlan, received: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Keep a chunk of an adapter, and after the last one put it to use; those weights that have no place."""
@@ -95,6 +101,8 @@ class WeightReceiver:
 
     def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> list[str]:
         """Put an adapter in the place of the one before."""
+        from rlightning.rollout.vllm.adapters import install_adapter
+
         return install_adapter(self.model_runner.lora_manager, settings, weights, torch.device(self.device))
 
     def _rl_receive_base(

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlightning.errors import EngineError
 from rlightning.parallel.device import synchronize_stream
@@ -182,8 +183,13 @@ def fill_bucket(
     """
     weights = iter(source.named_weights())
     for index, chunk in enumerate(plan.sent_chunks(source)):
-        tensors = _take(weights, chunk)
-        gather_into([slot.view(bucket) for slot in chunk], tensors, destination=destination)
+        sharded: list[tuple[Tensor, Tensor]] = []
+        for slot, tensor in _take(weights, chunk):
+            if isinstance(tensor, DTensor):
+                sharded.append((slot.view(bucket), tensor))
+            else:  # at once: a source may make each weight as it is asked for it, which then has not to be kept
+                gather_into([slot.view(bucket)], [tensor], destination=destination)
+        gather_into([place for place, _ in sharded], [tensor for _, tensor in sharded], destination=destination)
         # Another process reads the bucket, which this process's streams do not order.
         synchronize_stream(bucket.device)
         yield index
@@ -191,16 +197,14 @@ def fill_bucket(
         raise _changed("nothing more", name)
 
 
-def _take(weights: Iterator[tuple[str, Tensor]], chunk: Sequence[Slot]) -> list[Tensor]:
-    """The next weights, which must be the chunk's."""
-    tensors = []
+def _take(weights: Iterator[tuple[str, Tensor]], chunk: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield the next weights, which must be the chunk's, with their places."""
     for slot in chunk:
         name, tensor = next(weights, ("nothing", None))
         if tensor is None or name != slot.name or tuple(tensor.shape) != slot.shape:
             got = name if tensor is None else f"{name} {tuple(tensor.shape)}"
             raise _changed(f"{slot.name} {slot.shape}", got)
-        tensors.append(tensor)
-    return tensors
+        yield slot, tensor
 
 
 def _changed(expected: str, got: str) -> EngineError:

@@ -3,6 +3,8 @@
 import gc
 import os
 import pickle
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from engine_models import Weights
 from rlightning.errors import EngineError
 from rlightning.rollout.weights import ChunkPlan, plan_chunks
 from rlightning.rollout.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from rlightning.rollout.weights.source import weight_shapes
+from rlightning.rollout.weights.source import fill_bucket, weight_shapes
 
 CPU = torch.device("cpu")
 
@@ -67,6 +69,26 @@ def test_buffers_are_sent_in_their_own_dtype() -> None:
     assert torch.equal(seen["matrix"], weights["matrix"].bfloat16())
     assert torch.equal(seen["biases"], weights["biases"])  # in bfloat16 both would be 1
     sender.close()
+
+
+def test_weights_that_are_made_as_they_are_sent_are_not_kept() -> None:
+    """As the sums of base and adapter, in float32, are."""
+    alive = weakref.WeakSet[torch.Tensor]()
+    numbers = []
+
+    class Source:
+        def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for number in range(8):
+                made = torch.full((4,), float(number))
+                alive.add(made)
+                numbers.append(len(alive))
+                yield str(number), made
+
+    plan = plan_chunks([(str(number), (4,)) for number in range(8)], torch.float32, 1 << 20)
+    bucket = torch.empty(plan.num_bytes, dtype=torch.uint8)
+    assert list(fill_bucket(plan, bucket, Source())) == [0]
+    assert max(numbers) <= 3
+    assert [float(tensor[0]) for _, tensor in plan.tensors(bucket, 0)] == list(range(8))
 
 
 @pytest.mark.long
