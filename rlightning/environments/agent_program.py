@@ -16,7 +16,7 @@ from rlightning.environments.agent_command import AgentCommand, RewardSource
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.endpoint import Endpoint, Session
 from rlightning.environments.environment import Environment, Policy, PolicyGroup
-from rlightning.environments.step_object import SerialThread
+from rlightning.environments.step_object import SerialThread, await_user_code
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt
@@ -152,7 +152,7 @@ class AgentProgram(Environment):
 
     async def _run_agent(self, prompt: Prompt, session: Session) -> Outcome:
         """Return what the agent makes; a failure of the session ends the agent."""
-        running = asyncio.ensure_future(self._call(prompt, session))
+        running = asyncio.ensure_future(await_user_code(self._call(prompt, session)))
         try:
             waiting: list[asyncio.Future[Any]] = [running, session.failure]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -15,6 +15,7 @@ from rlightning.environments.environment import Environment
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError, RunError
+from rlightning.foreign_text import describe_error
 from rlightning.rollout import TokenSampler
 from rlightning.rpc.client import LoopThread
 from rlightning.rpc.peer import DeadlineExceededError
@@ -139,6 +140,8 @@ class EnvironmentRunner:
             raise  # no trajectory can go on
         except Exception as error:  # user code
             outcomes = [group.fail(error)] * request.num_trajectories
+        except (SystemExit, KeyboardInterrupt) as error:
+            outcomes = [group.fail(f"it raised {describe_error(error)}")] * request.num_trajectories
         trajectories = group.finish(outcomes, monotonic() - started_at)
         self.num_requeues += group.num_requeues
         self.first_failure = self.first_failure or group.first_failure

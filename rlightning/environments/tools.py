@@ -17,7 +17,7 @@ from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
-from rlightning.environments.step_object import Closing, SerialThread, StepObject
+from rlightning.environments.step_object import Closing, SerialThread, StepObject, await_user_code
 from rlightning.environments.tool_schema import describe_tool, find_mistakes
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.foreign_text import cut, describe_error
@@ -249,13 +249,13 @@ def find_tools(given: Any, what: str) -> Iterator[Tool]:
 async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Return what a function returns; one that is not async runs in a thread of its own, as it may block."""
     if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
+        return await await_user_code(function(**arguments))
     thread = SerialThread()
     try:
         result = await thread.run(lambda: function(**arguments))
     finally:
         thread.end()
-    return await result if inspect.isawaitable(result) else result
+    return await await_user_code(result) if inspect.isawaitable(result) else result
 
 
 def write_result(result: Any) -> str:

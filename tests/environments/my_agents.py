@@ -46,6 +46,12 @@ async def grows(client: openai.AsyncOpenAI) -> float:
         messages.append(answer.choices[0].message)
 
 
+async def exits(client: openai.AsyncOpenAI) -> float:
+    """Leave as a program does."""
+    await swallows(client)
+    raise SystemExit(3)
+
+
 async def idle() -> None:
     """Ask nothing."""
 

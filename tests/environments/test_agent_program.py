@@ -76,6 +76,7 @@ def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
     ("agent", "error", "status", "reason"),
     [
         (my_agents.swallows, RequestRefusedError("ValueError: no"), "failed", "The engine refused a request"),
+        (my_agents.exits, None, "failed", "the environment raised SystemExit: 3"),
         (my_agents.idle, None, "failed", "the agent ended without a turn of the policy's"),
         (
             my_agents.no_number,

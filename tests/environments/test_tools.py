@@ -128,6 +128,22 @@ def test_what_goes_wrong_with_a_call_is_its_answer(text: str, answer: str) -> No
     assert (trajectory.status, trajectory.metrics["tool_failures"]) == ("finished", 1.0)
 
 
+async def leave() -> str:
+    """Exit."""
+    raise SystemExit("bye")
+
+
+async def interrupt() -> str:
+    """Interrupt."""
+    raise KeyboardInterrupt
+
+
+def test_async_tools_that_exit_end_no_event_loop() -> None:
+    trajectory = play(Tools([leave, interrupt]), f"{call('leave')}\n{call('interrupt')}{END}", f"sorry{END}")
+    raised = "Error: RuntimeError: the environment raised "
+    assert answers(trajectory) == [f"{raised}SystemExit: bye", f"{raised}KeyboardInterrupt"]
+
+
 def test_a_broken_tool_fails_the_trajectory() -> None:
     environment = Tools([tool_cases.fail, tool_cases.nap])
     trajectory = play(environment, f"{call('fail', kind='connection')}\n{call('nap', seconds=0.1)}{END}")
