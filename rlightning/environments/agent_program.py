@@ -45,9 +45,9 @@ class AgentProgram(Environment):
         folder: whose files are copied into the folder that the program of each trajectory runs in.
         variables: of the program's environment, beside the trainer's own.
         reward: what the program's reward is: the number, or JSON with ``reward``, in the last line that it prints;
-            1 for exit code 0 and 0 for exit code 1; or none, where reward functions alone decide.
-        timeout: seconds that an agent may take, after which its trajectory counts as not sampled; None: any time, but
-            for ``rollout.trajectory_timeout``.
+            1 for exit code 0 and 0 for exit code 10; or none, where reward functions alone decide.
+        timeout: seconds that an agent may take, after which its trajectory counts as not sampled; None:
+            ``rollout.trajectory_timeout`` alone, an hour unless it is set.
         max_trajectories: at once; others wait, and their time does not count yet.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`, such as ``{ignored: [top_p]}``.
     """
