@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 import pytest
 import tool_cases
@@ -148,6 +150,53 @@ def test_a_broken_tool_fails_the_trajectory() -> None:
     environment = Tools([tool_cases.fail, tool_cases.nap])
     trajectory = play(environment, f"{call('fail', kind='connection')}\n{call('nap', seconds=0.1)}{END}")
     assert (trajectory.status, trajectory.error) == ("failed", "ConnectionError: no connection")
+
+
+class ConnectError(Exception):
+    """As of httpx."""
+
+
+def look(kind: str) -> str:
+    """Ask a server, which cannot be reached, or has no such page."""
+    try:
+        errors: dict[str, Exception] = {
+            "name": socket.gaierror("no name"),
+            "url": URLError("refused"),
+            "page": HTTPError("http://x", 404, "no page", None, None),  # type: ignore[arg-type]
+            "library": ConnectError("refused"),
+            "time": TimeoutError("late"),
+            "caught": ConnectionError("lost"),
+        }
+        raise errors[kind]
+    except ConnectionError:
+        raise ValueError("nothing found")  # noqa: B904
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken_by", "status"),
+    [
+        ("name", (), "failed"),
+        ("url", (), "failed"),
+        ("library", (), "failed"),
+        ("caught", (), "failed"),
+        ("page", (), "finished"),
+        ("time", (), "finished"),
+        ("time", ["builtins.TimeoutError"], "failed"),
+        ("page", [HTTPError], "failed"),
+    ],
+)
+def test_lost_connections_are_no_fault_of_the_policy(kind: str, broken_by: Sequence[Any], status: str) -> None:
+    environment = Tools([look], broken_by=broken_by)
+    assert play(environment, f"{call('look', kind=kind)}{END}", f"none{END}").status == status
+
+
+def test_answers_are_in_the_order_of_the_calls() -> None:
+    bad = "<tool_call>{add}</tool_call>"
+    turn = f"{bad}{call('add', a=1)}{bad}{bad}{call('add', a=2)}{bad}{END}"
+    found = answers(play(Tools([tool_cases.add]), turn, f"done{END}"))
+    assert ["Error" if one.startswith("Error: A tool call is no JSON") else one for one in found] == [
+        *("Error", "1", "Error", "Error", "2", "Error")
+    ]
 
 
 def test_results_are_cut_and_written_as_json() -> None:
