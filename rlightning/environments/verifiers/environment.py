@@ -79,8 +79,8 @@ class Verifiers(Environment):
         num_tasks: of the task set, from its beginning.
         num_workers: processes.
         max_trajectories: of a process at once; others wait, and their time does not count yet.
-        timeout: seconds that an episode may take, after which it counts as not sampled; None: any time, but for
-            ``rollout.trajectory_timeout``.
+        timeout: seconds that an episode may take, after which it counts as not sampled; None:
+            ``rollout.trajectory_timeout`` alone, an hour unless it is set.
         hang_timeout: seconds for which a process may not answer.
         variables: of the processes' environment, beside the trainer's own.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`.
