@@ -191,10 +191,11 @@ def score_groups(module: Any, groups: Sequence[Sequence[Trajectory]]) -> list[Sc
         if kept is None or kept.turns is not one.turns or kept.status != one.status:
             scored.append(ScoredTrajectory(one))
             continue
-        is_rewarded = bool(module.rewarder.functions) or one.reward is not None or rewards[place] != 0
+        has_own = not math.isnan(rewards[place]) and rewards[place] != 0  # by a compute_rewards of the module's
+        is_rewarded = bool(module.rewarder.functions) or one.reward is not None or has_own
         scores = {name: _number(component[place]) for name, component in values.items()}
         reward = _number(rewards[place]) if is_rewarded else None
-        scored.append(ScoredTrajectory(one, True, reward, scores, has_failed_reward=math.isnan(rewards[place])))
+        scored.append(ScoredTrajectory(one, True, reward, scores, is_rewarded and math.isnan(rewards[place])))
         place += 1
     return scored
 

@@ -54,6 +54,9 @@ class CannedPolicy:
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         return Reply(await self.sample([]))
 
+    async def report(self, outcome: Outcome) -> None:
+        """Keep nothing of it."""
+
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         self.num_turns += 1
         if self.num_turns > 1 and self.error is None:

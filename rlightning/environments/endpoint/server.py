@@ -17,7 +17,7 @@ from rlightning.environments.endpoint.session import Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
-from rlightning.errors import ConfigError, check_rules
+from rlightning.errors import ConfigError, cause_chain, check_rules
 from rlightning.foreign_text import describe_error
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 120
 """For which a client's idle connection stays open: tools may take long between two requests."""
 CLOSE_SECONDS = 5.0
+LIMIT_TEXT = "This model's maximum context length is"
+"""In OpenAI's words, by which clients know the error, and it is known again in theirs."""
+OTHER_TRACEBACK = "During handling of the above exception, another exception occurred:"
+"""Of Python's; what is before it is not what has ended a program."""
 
 
 class Endpoint:
@@ -161,7 +165,7 @@ class Endpoint:
             policy: of the trajectory.
 
         Raises:
-            LimitReachedError: what used the session failed where a sequence had no more room.
+            LimitReachedError: what used the session failed by the answer that a sequence had no more room.
             Exception: the policy could not be sampled from, whatever was made of that.
         """
         if not isinstance(policy, RecordedPolicy):
@@ -172,7 +176,8 @@ class Endpoint:
         try:
             yield session
         except Exception as error:
-            if policy.has_reached_limit and policy.recorder.branches and not session.failure.done():
+            is_limit = policy.has_reached_limit and policy.recorder.branches and _is_limit(error)
+            if is_limit and not session.failure.done():
                 raise LimitReachedError(f"The agent ended there: {describe_error(error)}") from error
             if not session.failure.done():
                 raise
@@ -275,7 +280,7 @@ async def _call(route: Route, session: Session, body: Mapping[str, Any]) -> Repl
     except LimitReachedError as error:
         limit = session.policy.max_length
         raise APIError(
-            f"This model's maximum context length is {limit} tokens. {error} Shorten the messages.",
+            f"{LIMIT_TEXT} {limit} tokens. {error} Shorten the messages.",
             param="messages",
             code="context_length_exceeded",
         ) from error
@@ -284,6 +289,17 @@ async def _call(route: Route, session: Session, body: Mapping[str, Any]) -> Repl
     except Exception as error:
         session.fail(error)
         raise APIError(f"The policy cannot be sampled from: {describe_error(error)}", 500) from error
+
+
+def _is_limit(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, is a client's of a request that had no more room."""
+    for one in cause_chain(error):
+        said = str(one).rpartition(OTHER_TRACEBACK)[2]
+        with contextlib.suppress(Exception):  # of clients whose errors do not quote the answer, such as httpx
+            said += one.response.text  # type: ignore[attr-defined]
+        if isinstance(one, LimitReachedError) or LIMIT_TEXT in said:
+            return True
+    return False
 
 
 async def _wait_until_gone(request: "Request") -> None:
