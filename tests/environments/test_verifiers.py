@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import yaml
+from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
 from engine_run import Witness, make_module, make_trainer
 from verifiers_cases import attempt, make_interpreter, write_words
@@ -20,10 +21,14 @@ from waiting import still_running
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import PromptDataModule
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.policy import GroupRequest, RecordedGroup, RecordedPolicy
 from rlightning.environments.verifiers import Verifiers
+from rlightning.environments.verifiers.server import ServerEndedError
 from rlightning.errors import ConfigError, EngineError
+from rlightning.rollout import Sampling
 from rlightning.rpc.client import LoopThread
-from rlightning.types import Trajectory
+from rlightning.types import Outcome, Prompt, Trajectory
 
 pytestmark = pytest.mark.processes
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
