@@ -84,12 +84,13 @@ class StepObject:
         self._thread = SerialThread()
 
     async def make(self, make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        """Make the object; one whose ``step`` is async is made on the event loop."""
+        """Make the object; one that has an async method is made on the event loop, whose resources it may open."""
 
         def make_here() -> None:
             self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
 
-        if inspect.iscoroutinefunction(getattr(make, "step", make)):
+        public = [getattr(make, name, None) for name in dir(make) if not name.startswith("_")]
+        if any(map(inspect.iscoroutinefunction, [make, *public])):
             await await_user_code(_call_here(make_here))
         else:
             await self._thread.run(make_here)

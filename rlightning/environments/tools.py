@@ -20,7 +20,7 @@ from rlightning.environments.environment import Environment, LimitReachedError, 
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
 from rlightning.environments.step_object import Closing, SerialThread, StepObject, await_user_code
-from rlightning.environments.tool_schema import describe_tool, find_mistakes
+from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
 from rlightning.errors import ConfigError, cause_chain, check_rules, did_you_mean
 from rlightning.foreign_text import cut, describe_error
 from rlightning.types.trajectory import Outcome, Prompt, Status
@@ -225,9 +225,11 @@ class Tools(Environment):
         if tool is None:
             return self._fail(attempt, f"There is no tool {call.name}. {did_you_mean(call.name, self._tools)}")
         arguments = json.loads(call.arguments)
-        mistake = find_mistakes(tool.schema["function"]["parameters"], arguments)
+        parameters = tool.schema["function"]["parameters"]
+        mistake = find_mistakes(parameters, arguments)
         if mistake is not None:
             return self._fail(attempt, mistake)
+        arguments = convert_numbers(parameters, arguments)
         try:
             return await asyncio.wait_for(self._run(tool, call.name, arguments, attempt), self.tool_timeout)
         except asyncio.TimeoutError:  # in Python 3.10 it is none of Python's own

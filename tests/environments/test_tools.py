@@ -190,6 +190,27 @@ def test_lost_connections_are_no_fault_of_the_policy(kind: str, broken_by: Seque
     assert play(environment, f"{call('look', kind=kind)}{END}", f"none{END}").status == status
 
 
+class Opens:
+    """Has a resource of the event loop's, and a tool that is not async."""
+
+    def __init__(self) -> None:
+        self.page = asyncio.get_running_loop().create_future()
+        self.page.set_result("page")
+
+    async def get(self) -> str:
+        """Get the page."""
+        return str(await self.page)
+
+    def repeat(self, count: int, words: list[int | str]) -> str:
+        """Repeat words."""
+        return f"{words}" * count
+
+
+def test_objects_with_async_methods_are_made_on_the_loop_and_whole_numbers_are_ints() -> None:
+    calls = [call("get"), call("repeat", count=2.0, words=[1.0, "a"])]
+    assert answers(play(Tools([Opens]), "\n".join(calls) + END, f"done{END}")) == ["page", "[1, 'a'][1, 'a']"]
+
+
 def test_answers_are_in_the_order_of_the_calls() -> None:
     bad = "<tool_call>{add}</tool_call>"
     turn = f"{bad}{call('add', a=1)}{bad}{bad}{call('add', a=2)}{bad}{END}"
