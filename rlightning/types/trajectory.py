@@ -267,7 +267,6 @@ class Outcome:
         status: see :class:`Trajectory`.
         metrics: numbers to log.
         error: why it did not finish.
-        messages: of the whole attempt, as in chat APIs; None: as the policy was asked and answered.
     """
 
     reward: float | None = None
@@ -275,7 +274,6 @@ class Outcome:
     status: Status = "finished"
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
-    messages: list[dict[str, Any]] | None = None
 
 
 def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[list[Trajectory]]:

@@ -96,10 +96,6 @@ class Endpoint:
         """Where it listens, without a path; only after :meth:`start`."""
         return self._url
 
-    def check(self) -> None:
-        """Raise a ConfigError if this interpreter has no HTTP server."""
-        _import_server()
-
     async def start(self) -> None:
         """Listen, unless it does already.
 
