@@ -90,7 +90,7 @@ def rollout(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str
 
 
 def test_groups_are_printed_in_their_order_once_they_have_ended() -> None:
-    prompts = [Prompt(index, "", [1]) for index in (4, 2, 7)]
+    prompts = [Prompt(index, "", [1], {}) for index in (4, 2, 7)]
     groups = [[Trajectory.single_turn(prompt, Sample([1], [0.0], [0], "a", "stop"))] for prompt in prompts]
     printed: list[int] = []
     printer = PrintGroups(lambda trajectories: printed.append(trajectories[0].prompt.index))

@@ -61,7 +61,7 @@ def test_oldest_trajectory_is_named(caplog: pytest.LogCaptureFixture, monkeypatc
     runner = EnvironmentRunner(ImmediateSampler(lambda _: True), None, environment, max_length=100, timeout=3600.0)
     monkeypatch.setattr("rlightning.environments.runner.monotonic", lambda: 1e12)
     try:
-        future = runner.submit(GroupRequest(Prompt(17, "", [1]), Sampling(max_new_tokens=1), 1))
+        future = runner.submit(GroupRequest(Prompt(17, "", [1], {}), Sampling(max_new_tokens=1), 1))
         assert environment.has_begun.wait(60)
         with caplog.at_level(logging.INFO):
             runner.report_oldest()

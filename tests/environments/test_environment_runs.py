@@ -144,7 +144,7 @@ def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Pat
 
 def test_a_missing_reward_is_none_where_no_function_decides(folder: str) -> None:
     sample = Sample([1], [0.0], [0], "a", "stop")
-    given = [Trajectory.single_turn(Prompt(0, "", [1]), sample) for _ in range(3)]
+    given = [Trajectory.single_turn(Prompt(0, "", [1], {}), sample) for _ in range(3)]
     given[0].reward, given[1].status = 0.5, "timeout"
     batch = RolloutBatch.pack([given])
     rewards = make_module(folder, rewards=[]).compute_rewards(batch).tolist()

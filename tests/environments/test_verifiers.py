@@ -285,8 +285,9 @@ def test_episodes_of_a_server_that_ended_begin_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(environment, "_start", start)
     monkeypatch.setattr(environment, "_run_episode", run_episode)
     tokenizer = make_tokenizer("qwen3")
-    request = GroupRequest(Prompt(0, "", [1]), Sampling(max_new_tokens=1), 1)
-    group = RecordedGroup(ScriptedSampler(tokenizer), ChatFormat(tokenizer), request, 64, None, max_requeues=2)
+    request = GroupRequest(Prompt(0, "", [1], {}), Sampling(max_new_tokens=1), 1)
+    sampler: Any = ScriptedSampler(tokenizer)
+    group = RecordedGroup(sampler, ChatFormat(tokenizer), request, 64, None, max_requeues=2)
 
     async def run() -> list[Outcome]:
         try:
@@ -302,7 +303,7 @@ def test_episodes_of_a_server_that_ended_begin_again(monkeypatch: pytest.MonkeyP
 def test_tasks_are_named_by_number_within_the_list() -> None:
     environment = Verifiers("number_tasks", python="python")
     environment._tasks = [{"idx": 0}, {"idx": 1}]
-    assert environment._find_task(Prompt(3, "", [1])) == {"idx": 1}
+    assert environment._find_task(Prompt(3, "", [1], {})) == {"idx": 1}
     assert environment._find_task(Prompt(3, "", [1], {"task": 0})) == {"idx": 0}
     for number in (2, -1):
         with pytest.raises(ConfigError, match=f"task={number}, and 2 tasks were listed"):
