@@ -72,7 +72,7 @@ class RolloutCallback(RLCallback, Generator):
         environment: makes trajectories of prompts (docs/environments.md); several by name, of which each row's column
             ``environment`` names one; None: a prompt is completed once. In YAML it is a section beside ``rollout``.
         trajectory_timeout: seconds that an environment may take for a trajectory, which else counts as not sampled;
-            None: any time.
+            None: any time. The one completion of each prompt without an environment has no such limit.
         max_requeues: how often a trajectory is made again whose worker process ended or hung, before it counts as not
             sampled.
         max_failed_share: of a step's trajectories, refills included; when more have failed, the run ends with the
@@ -98,7 +98,7 @@ class RolloutCallback(RLCallback, Generator):
         verify_every: int = 20,
         verify_tolerance: float = MAX_DISTANCE,
         environment: Environment | Mapping[str, Environment] | None = None,
-        trajectory_timeout: float | None = None,
+        trajectory_timeout: float | None = 3600.0,
         max_requeues: int = 2,
         max_failed_share: float = 0.5,
         verify_trajectories: bool = False,

@@ -3,7 +3,7 @@
 import difflib
 import errno
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from rlightning.foreign_text import cut, cut_line
 
@@ -43,6 +43,22 @@ class ConfigError(RunError, ValueError):
     """A mistake of the user's: the message holds the value, the rule and the way out."""
 
     exit_code = 2
+
+
+def cause_chain(error: BaseException, *, with_context: bool = False) -> Iterator[BaseException]:
+    """Yield an exception, what it was raised from, and so on.
+
+    Args:
+        error: the exception.
+        with_context: whether exceptions that were being handled count too, as they do in tracebacks.
+    """
+    found: BaseException | None = error
+    seen = set[int]()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        hides = found.__suppress_context__ or not with_context
+        found = found.__cause__ or (None if hides else found.__context__)
 
 
 class EngineError(RunError, RuntimeError):

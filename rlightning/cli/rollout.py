@@ -64,7 +64,7 @@ def rollout(options: list[str]) -> None:
     from rlightning.cli.rollout_cli import RolloutCLI
 
     own, rest = read_options(options)
-    RolloutCLI(own, rest).show()
+    RolloutCLI(own, rest).finish()
 
 
 def read_options(options: list[str]) -> tuple[RolloutOptions, list[str]]:

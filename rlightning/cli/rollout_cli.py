@@ -3,7 +3,9 @@
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +18,18 @@ from rlightning.cli.rollout import RolloutOptions
 from rlightning.data import PromptDataModule
 from rlightning.data.in_memory import read_source
 from rlightning.environments.policy import GroupRequest
-from rlightning.environments.runner import EnvironmentRunner
+from rlightning.environments.runner import CLOSE_TIMEOUT, EnvironmentRunner
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules
 from rlightning.foreign_text import cut_line, hide
-from rlightning.protocols import callbacks_of
+from rlightning.hooks import RLCallback
+from rlightning.protocols import Loop, callbacks_of
 from rlightning.report.prediction_file import to_json
 from rlightning.report.trajectory_text import ScoredTrajectory, describe_trajectory, to_data
 from rlightning.rewards import FailureCount
 from rlightning.rollout.endpoint_sampler import EndpointSampler
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import RandomStreams, check_requests, group_sampling
+from rlightning.rpc.peer import DeadlineExceededError
 from rlightning.trainer import find_callback
 from rlightning.types import Prompt, Trajectory
 
@@ -43,7 +47,7 @@ class RolloutCLI(RLCLI):
 
     def __init__(self, own: RolloutOptions, options: list[str]) -> None:
         self.own = own
-        self.groups: list[tuple[Prompt, list[Trajectory]]] = []
+        self.scored: list[ScoredTrajectory] = []
         super().__init__(args=[COMMAND, *options])
 
     def before_instantiate_classes(self) -> None:
@@ -78,14 +82,14 @@ class RolloutCLI(RLCLI):
         arguments["predict_limit"] = min(num_prompts, arguments["predict_limit"] or num_prompts)
 
     def make_own_callbacks(self, listed: Sequence[Any]) -> list[Callback]:
-        """Return none: no files are written."""
-        return []
+        """Return the one that prints: no files are written."""
+        return [PrintGroups(self.show)]
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Attempt the prompts, as the configuration says or by a server."""
         self._check_columns()
         if self.own.endpoint is not None:
-            self.groups = self._sample_endpoint(self.own.endpoint)
+            self._sample_endpoint(self.own.endpoint)
             return
         rollout = self._find_rollout()
         if isinstance(rollout, find_callback("VLLMRollout")) and rollout.options.placement == "colocated":
@@ -95,8 +99,7 @@ class RolloutCLI(RLCLI):
             check_rules({f"{rule}, and {way_out}": size == 1})
         self.model.plan = replace(self.model.plan, samples_per_prompt=self.own.num_samples)
         ckpt_path = self._get(self.config_init, "ckpt_path")
-        for batch in self.trainer.predict(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path) or ():
-            self.groups += batch
+        self.trainer.predict(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
 
     def _find_rollout(self) -> Any:
         """Return the callback that the configuration has for rollouts.
@@ -115,8 +118,8 @@ class RolloutCLI(RLCLI):
         table = read_source(self.datamodule.predict, self.datamodule.predict_limit, "data.predict")
         self.model.check_columns(sorted(table.columns), table.path)
 
-    def _sample_endpoint(self, url: str) -> list[tuple[Prompt, list[Trajectory]]]:
-        """Attempt the prompts by a server; the model is not loaded."""
+    def _sample_endpoint(self, url: str) -> None:
+        """Attempt the prompts by a server, and print them in their order; the model is not loaded."""
         module, data, trainer, num_samples = self.model, self.datamodule, self.trainer, self.own.num_samples
         rollout = self._find_rollout()
         files = ModelFiles.read(module.model_path, trust_remote_code=module.trust_remote_code)
@@ -129,17 +132,26 @@ class RolloutCLI(RLCLI):
         prompts = list(data.predict_prompts)
         check_requests(prompts, num_samples, rollout.sampling, max_length)
         runner = EnvironmentRunner(
-            sampler, module.tokenizer, rollout.environment, max_length=max_length, timeout=rollout.trajectory_timeout
+            sampler,
+            module.tokenizer,
+            rollout.environment,
+            max_length=max_length,
+            timeout=rollout.trajectory_timeout,
+            max_requeues=rollout.max_requeues,
         )
+        futures: list[Future[list[Trajectory]]] = []
         try:
             runner.check()
-            futures = [
+            futures += [
                 runner.submit(GroupRequest(prompt, group_sampling(rollout.sampling, prompt, stream), num_samples))
                 for prompt, stream in RandomStreams().assign(prompts, rollout.sampling, 0)
             ]
-            return [(prompt, future.result()) for prompt, future in zip(prompts, futures, strict=True)]
+            for future in futures:
+                self.show(future.result())
         finally:
-            runner.loop.run(sampler.close())
+            runner.cancel(futures)  # they use the sampler
+            with suppress(DeadlineExceededError):  # code of the environment may block the loop
+                runner.loop.run(sampler.close(), timeout=CLOSE_TIMEOUT)
             runner.close()
 
     def _read_key(self) -> str | None:
@@ -154,21 +166,56 @@ class RolloutCLI(RLCLI):
         hide({key: f"${{ENV:{name}}}"})
         return key
 
-    def show(self) -> None:
-        """Score the trajectories and print them.
-
-        Raises:
-            EnvironmentFailedError: some would not be trained on, or have no reward, as something failed.
-        """
-        try:
-            scored = score_groups(self.model, [trajectories for _, trajectories in self.groups])
-        finally:
-            self.model.close()
+    def show(self, trajectories: Sequence[Trajectory]) -> None:
+        """Score the trajectories of a prompt, and print them."""
+        scored = score_groups(self.model, [trajectories])
+        self.scored += scored
         for one in scored:
             text = f"{to_json(to_data(one))}\n" if self.own.is_json else describe_trajectory(one)
             sys.stdout.write(text)
         sys.stdout.flush()
-        check_scored(scored)
+
+    def finish(self) -> None:
+        """End the module's processes.
+
+        Raises:
+            EnvironmentFailedError: trajectories would not be trained on, or have no reward, as something failed.
+        """
+        self.model.close()
+        check_scored(self.scored)
+
+
+class PrintGroups(RLCallback):
+    """Prints each prompt's trajectories once they and those of the prompts before have ended.
+
+    Args:
+        show: prints those of a prompt.
+    """
+
+    def __init__(self, show: Callable[[Sequence[Trajectory]], None]) -> None:
+        self._show = show
+        self._waiting: list[int] = []
+        self._ended: dict[int, list[Trajectory]] = {}
+
+    def on_predict_start(self, trainer: Any, module: object) -> None:
+        """Find the prompts' order."""
+        self._waiting = [prompt.index for prompt in trainer.datamodule.predict_prompts]
+
+    def on_predict_prompt_end(
+        self, trainer: Loop, module: object, prompt: Prompt, trajectories: list[Trajectory]
+    ) -> None:
+        """Print what has ended."""
+        self._ended[prompt.index] = trajectories
+        while self._waiting and self._waiting[0] in self._ended:
+            self._show(self._ended.pop(self._waiting.pop(0)))
+
+    def on_predict_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Print what has come with its batch alone."""
+        for prompt, trajectories in outputs:
+            if prompt.index in self._waiting:
+                self.on_predict_prompt_end(trainer, module, prompt, trajectories)
 
 
 def score_groups(module: Any, groups: Sequence[Sequence[Trajectory]]) -> list[ScoredTrajectory]:
@@ -191,10 +238,11 @@ def score_groups(module: Any, groups: Sequence[Sequence[Trajectory]]) -> list[Sc
         if kept is None or kept.turns is not one.turns or kept.status != one.status:
             scored.append(ScoredTrajectory(one))
             continue
-        is_rewarded = bool(module.rewarder.functions) or one.reward is not None or rewards[place] != 0
+        has_own = not math.isnan(rewards[place]) and rewards[place] != 0  # by a compute_rewards of the module's
+        is_rewarded = bool(module.rewarder.functions) or one.reward is not None or has_own
         scores = {name: _number(component[place]) for name, component in values.items()}
         reward = _number(rewards[place]) if is_rewarded else None
-        scored.append(ScoredTrajectory(one, True, reward, scores, has_failed_reward=math.isnan(rewards[place])))
+        scored.append(ScoredTrajectory(one, True, reward, scores, is_rewarded and math.isnan(rewards[place])))
         place += 1
     return scored
 

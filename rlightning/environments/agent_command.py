@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from rlightning.run_key import RUN_KEY_VARIABLE
 from rlightning.types.trajectory import Outcome, Prompt
 
 RewardSource = Literal["last_line", "exit_code", "none"]
+WRONG_EXIT_CODE = 10
+"""By which a program says that the policy was wrong; 1 is that of any crash in Python, and of most other failures."""
 MAX_OUTPUT_BYTES = 1 << 16
 """Of the end of what a program writes; the rest is read and dropped."""
 START = """\
@@ -51,7 +54,7 @@ class AgentCommand:
         self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
     ) -> None:
         # Files are named from where the trainer was started, and the program runs elsewhere.
-        self.command = [str(Path(part).absolute()) if Path(part).is_file() else part for part in command]
+        self.command = [os.path.abspath(part) if os.path.isfile(part) else part for part in command]
         self.folder, self.variables, self.reward = folder, dict(variables), reward
 
     def check(self) -> None:
@@ -96,8 +99,8 @@ class AgentCommand:
         return folder
 
     def _read_reward(self, code: int, output: str, errors: str) -> Outcome:
-        if self.reward == "exit_code" and code in (0, 1):
-            return Outcome(reward=1.0 - code)
+        if self.reward == "exit_code" and code in (0, WRONG_EXIT_CODE):
+            return Outcome(reward=float(code == 0))
         if code != 0:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise ChildProcessError(f"the program ended with {how}\n{cut(errors or output).strip()}")
@@ -214,7 +217,6 @@ async def _write(pipe: Any, data: bytes) -> None:
 
 
 def _fill(part: str, columns: Mapping[str, Any]) -> str:
-    """Return an argument with the columns' values in place of their names in braces."""
-    for name, value in columns.items():
-        part = part.replace(f"{{{name}}}", str(value))
-    return part
+    """Return an argument with the columns' values in place of their names in braces; names in values stay."""
+    names = "|".join(map(re.escape, columns))
+    return re.sub(f"{{({names})}}", lambda found: str(columns[found[1]]), part) if names else part

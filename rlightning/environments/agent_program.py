@@ -16,7 +16,7 @@ from rlightning.environments.agent_command import AgentCommand, RewardSource
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.endpoint import Endpoint, Session
 from rlightning.environments.environment import Environment, Policy, PolicyGroup
-from rlightning.environments.step_object import SerialThread
+from rlightning.environments.step_object import SerialThread, await_user_code
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt
@@ -45,9 +45,9 @@ class AgentProgram(Environment):
         folder: whose files are copied into the folder that the program of each trajectory runs in.
         variables: of the program's environment, beside the trainer's own.
         reward: what the program's reward is: the number, or JSON with ``reward``, in the last line that it prints;
-            1 for exit code 0 and 0 for exit code 1; or none, where reward functions alone decide.
-        timeout: seconds that an agent may take, after which its trajectory counts as not sampled; None: any time, but
-            for ``rollout.trajectory_timeout``.
+            1 for exit code 0 and 0 for exit code 10; or none, where reward functions alone decide.
+        timeout: seconds that an agent may take, after which its trajectory counts as not sampled; None:
+            ``rollout.trajectory_timeout`` alone, an hour unless it is set.
         max_trajectories: at once; others wait, and their time does not count yet.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`, such as ``{ignored: [top_p]}``.
     """
@@ -152,7 +152,7 @@ class AgentProgram(Environment):
 
     async def _run_agent(self, prompt: Prompt, session: Session) -> Outcome:
         """Return what the agent makes; a failure of the session ends the agent."""
-        running = asyncio.ensure_future(self._call(prompt, session))
+        running = asyncio.ensure_future(await_user_code(self._call(prompt, session)))
         try:
             waiting: list[asyncio.Future[Any]] = [running, session.failure]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

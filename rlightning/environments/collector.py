@@ -327,6 +327,7 @@ class Collector:
                     return "done"
                 if self.weights.needs_sync():
                     return "sync weights"
+                self._runner.report_oldest()
                 seconds = time.monotonic() - started_at
                 if seconds > intervals.DELIVERY_INTERVAL and has_deliveries():
                     return "deliver"

@@ -63,6 +63,13 @@ class Policy(Protocol):
             LimitReachedError: the sequence is as long as it may be.
         """
 
+    async def report(self, outcome: Outcome) -> None:
+        """Hand over what the trajectory has come to so far, which is kept if it runs out of time.
+
+        Args:
+            outcome: with the rewards and metrics so far.
+        """
+
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """Sample the policy's next turn after a token sequence; one that rewrites the history begins a new branch.
 

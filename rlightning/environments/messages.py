@@ -33,12 +33,14 @@ class AssistantMessage(NamedTuple):
         reasoning: None where it has none.
         tool_calls: those that could be read, in their order.
         errors: what is wrong with each of the others, in words for the policy.
+        error_places: of each error, how many of the calls are before it; (): all.
     """
 
     content: str
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
+    error_places: tuple[int, ...] = ()
 
     def to_message(self) -> Message:
         """Return it as in chat APIs; ``reasoning_content`` and ``tool_calls`` only where it has them."""

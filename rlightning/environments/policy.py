@@ -13,8 +13,10 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
+from rlightning import intervals
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import LimitReachedError, Policy, Reply, TrajectoryLostError
 from rlightning.environments.messages import AssistantMessage, Message
@@ -64,6 +66,8 @@ class RecordedPolicy:
     Attributes:
         temperature: that all of its turns are sampled at in place of the prompt's or the run's; None: that one.
         has_reached_limit: whether the last request was longer than a sequence may be.
+        failure: the first error of the sampler's, after which nothing of the trajectory is worth anything.
+        progress: what the environment has made of the trajectory so far, for one that runs out of time.
         num_requested: turns that have been asked for.
         num_constrained: turns whose distribution a request has changed otherwise than by the temperature.
     """
@@ -81,6 +85,8 @@ class RecordedPolicy:
         self.temperature: float | None = None
         self.has_reached_limit = False
         self.num_constrained = 0
+        self.failure: Exception | None = None
+        self.progress: Outcome | None = None
         self._sampler, self._request, self._number, self._attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
         self._num_parts = 0
@@ -117,7 +123,7 @@ class RecordedPolicy:
         """See :meth:`Policy.chat`."""
         recorder = self.recorder
         if recorder.branches:
-            if tools is not None and list(tools) != self._tools:
+            if tools is not None and list(tools) != (self._tools or []):
                 raise ValueError("Tools are given with the first turn, and stay the same in later ones.")
             last = next(turn.sample for turn in reversed(recorder.turns) if turn.sample is not None)
             ended = last.finish_reason == "stop"
@@ -145,6 +151,10 @@ class RecordedPolicy:
         """See :meth:`Policy.sample`."""
         (turn,) = await self.sample_turns(token_ids, self.sampling)
         return turn.sample
+
+    async def report(self, outcome: Outcome) -> None:
+        """See :meth:`Policy.report`."""
+        self.progress = outcome
 
     async def sample_turns(
         self,
@@ -184,7 +194,13 @@ class RecordedPolicy:
         self.num_requested += num_samples
         reservation = self.recorder.reserve(token_ids, reason)
         try:
-            samples = await self._sample(token_ids, sampling, num_samples, on_tokens)
+            try:
+                samples = await self._sample(token_ids, sampling, num_samples, on_tokens)
+            except Exception as error:
+                # That a schema is refused is the client's own error, and the trajectory goes on.
+                if sampling.json_schema is None or not isinstance(error, RequestRefusedError):
+                    self.failure = self.failure or error
+                raise
             messages = None if read is None else [read(sample) for sample in samples]
         except BaseException:
             self.recorder.release(reservation)
@@ -249,6 +265,7 @@ class RecordedGroup:
     Attributes:
         num_requeues: of all trajectories.
         first_failure: of them in a line, and its traceback; None without any.
+        started_at: when each began that runs, by its number, of the monotonic clock.
     """
 
     def __init__(
@@ -266,6 +283,7 @@ class RecordedGroup:
         self._policies = [self._make_policy(number) for number in range(request.num_trajectories)]
         self.num_requeues = 0
         self.first_failure: tuple[str, str] | None = None
+        self.started_at: dict[int, float] = {}
 
     def _make_policy(self, number: int, attempt: int = 0) -> RecordedPolicy:
         sampler = self._samplers[number]
@@ -288,10 +306,22 @@ class RecordedGroup:
 
         async def run_in_place(number: int) -> Outcome:
             async with places or nullcontext():
-                with self._samplers[number].timing():
-                    return await self._run_again(run, number)
+                self.started_at[number] = monotonic()
+                try:
+                    with self._samplers[number].timing():
+                        return await self._run_again(run, number)
+                finally:
+                    del self.started_at[number]
 
-        return await asyncio.gather(*map(run_in_place, range(len(self._policies))))
+        tasks = [asyncio.ensure_future(run_in_place(number)) for number in range(len(self._policies))]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # if one of them has ended the run, the others ask for nothing more
+            running = [task for task in tasks if not task.done()]
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
 
     async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
         """Make a trajectory, again if it was lost: within the budget, unless another one is known to be the cause."""
@@ -309,12 +339,12 @@ class RecordedGroup:
             log.warning("A trajectory of prompt %d is requeued: %s", self._request.prompt.index, line)
             self._policies[number] = self._make_policy(number, attempt)
 
-    async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: Policy) -> Outcome:
+    async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
         try:
             async with asyncio.timeout(self._timeout) as deadline:
-                return check_outcome(await run(policy))
-        except LimitReachedError:
-            return Outcome(status="truncated")
+                return await _run_unless_failed(run, policy)
+        except LimitReachedError as error:
+            return Outcome(status="truncated", error=cut(str(error)))
         except TrajectoryLostError:
             raise
         except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
@@ -327,7 +357,8 @@ class RecordedGroup:
             if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
                 raise  # such as the sampler's: no trajectory can go on
             if isinstance(error, TimeoutError) and deadline.expired():
-                return Outcome(status="timeout", error=f"It took more than {self._timeout:g} s.")
+                made = policy.progress or Outcome()
+                return replace(made, status="timeout", error=f"It took more than {self._timeout:g} s.")
             return self.fail(error)
 
     def fail(self, error: Exception | str, details: str = "") -> Outcome:
@@ -352,6 +383,19 @@ class RecordedGroup:
             trajectory.timings |= sampler.timings
             trajectories.append(trajectory)
         return trajectories
+
+
+async def _run_unless_failed(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
+    """Make a trajectory; the first failure of its sampler's is raised, whatever the environment has made of it."""
+    try:
+        outcome = check_outcome(await run(policy))
+    except Exception as error:
+        if policy.failure is None or policy.failure is error:
+            raise
+        raise policy.failure from None  # error may have been raised from it
+    if policy.failure is not None:
+        raise policy.failure
+    return outcome
 
 
 def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:

@@ -16,6 +16,7 @@ from rlightning.environments.outcomes import check_outcome
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError, RunError
+from rlightning.foreign_text import describe_error
 from rlightning.rollout import TokenSampler
 from rlightning.rpc.client import LoopThread
 from rlightning.rpc.peer import DeadlineExceededError
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that an environment may take to close."""
+REPORT_INTERVAL = 60.0
+"""Seconds between two lines about a trajectory that is waited for, and before the first."""
 COLUMN = "environment"
 """Of a prompt set, that names the environment of each row where a run has several."""
 
@@ -66,6 +69,8 @@ class EnvironmentRunner:
         self.loop = LoopThread("environments")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
+        self._groups: dict[RecordedGroup, int] = {}
+        self._last_report = 0.0
         self._is_closed = False
 
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
@@ -88,6 +93,25 @@ class EnvironmentRunner:
             future.cancel()
         with suppress(DeadlineExceededError):  # the loop may be blocked
             self.loop.run(self._wait_for_cancelled(), timeout=2 * intervals.CANCEL_GRACE)
+
+    def report_oldest(self) -> None:
+        """Log which trajectory has run for longest, if that is long; at most one line in :data:`REPORT_INTERVAL`."""
+        now = monotonic()
+        if now - self._last_report < REPORT_INTERVAL:
+            return
+        running = [
+            (started_at, index, number)
+            for group, index in list(self._groups.items())
+            for number, started_at in list(group.started_at.items())
+        ]
+        started_at, index, number = min(running, default=(now, 0, 0))
+        if now - started_at >= REPORT_INTERVAL:
+            self._last_report = now
+            limit = "without a limit" if self._timeout is None else f"of at most {self._timeout:g} s"
+            log.info(
+                "Waiting for %d trajectories; trajectory %d of prompt %d has run for %.0f s, %s.",
+                *(len(running), number, index, now - started_at, limit),
+            )
 
     def check(self) -> None:
         """Raise a ConfigError if an environment cannot run here; call it before a run starts."""
@@ -134,12 +158,17 @@ class EnvironmentRunner:
         group = RecordedGroup(
             self._sampler, self._chat_format, request, self._max_length, self._timeout, self._max_requeues
         )
+        self._groups[group] = request.prompt.index
         try:
             outcomes = read_outcomes(await environment.run_group(request.prompt, group), request.num_trajectories)
         except RunError:
             raise  # no trajectory can go on
         except Exception as error:  # user code
             outcomes = [group.fail(error)] * request.num_trajectories
+        except (SystemExit, KeyboardInterrupt) as error:
+            outcomes = [group.fail(f"it raised {describe_error(error)}")] * request.num_trajectories
+        finally:
+            del self._groups[group]
         trajectories = group.finish(outcomes, monotonic() - started_at)
         self.num_requeues += group.num_requeues
         self.first_failure = self.first_failure or group.first_failure

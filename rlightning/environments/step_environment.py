@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
@@ -110,16 +110,15 @@ class StepEnvironment(Environment):
                     raise ValueError(f"the policy cannot begin: {error}") from None
                 status = "truncated"
                 break
+            await policy.report(make_outcome([*rewards, None], "timeout", metrics))
             message = {"role": "assistant", "content": text}
             step = read_step(await game.call("step", text if is_gymnasium else message))
             rewards.append(step.reward)
             metrics |= step.metrics
+            await policy.report(make_outcome(rewards, "timeout", metrics))
             status = step.status or ("truncated" if len(rewards) == self.max_turns else None)
             observations = [] if status else read_messages(step.observation, "step")
-        has_rewards = any(reward is not None for reward in rewards)
-        turn_rewards = [reward or 0.0 for reward in rewards] if has_rewards else None
-        reward = math.fsum(turn_rewards) if turn_rewards else None
-        return Outcome(reward, turn_rewards, status, {"turns": float(len(rewards)), **metrics})
+        return make_outcome(rewards, status, metrics)
 
 
 class Step(NamedTuple):
@@ -136,6 +135,20 @@ class Step(NamedTuple):
     reward: float | None
     status: Status | None
     metrics: dict[str, float]
+
+
+def make_outcome(rewards: Sequence[float | None], status: Status, metrics: Mapping[str, float]) -> Outcome:
+    """Return the outcome of a trajectory with these rewards of its turns; its own is their sum.
+
+    Args:
+        rewards: one for each turn, None where there is none.
+        status: of the trajectory.
+        metrics: the numbers in each ``info``.
+    """
+    has_rewards = any(reward is not None for reward in rewards)
+    turn_rewards = [reward or 0.0 for reward in rewards] if has_rewards else None
+    reward = math.fsum(turn_rewards) if turn_rewards else None
+    return Outcome(reward, turn_rewards, status, {"turns": float(len(rewards)), **metrics})
 
 
 def check_methods(found: object, name: str) -> None:

@@ -9,16 +9,30 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextvars import copy_context
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from rlightning import intervals
 from rlightning.foreign_text import describe_error
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def await_user_code(work: Awaitable[T]) -> T:
+    """Await user code, and return its result; SystemExit and KeyboardInterrupt, which end event loops, are wrapped.
+
+    Raises:
+        RuntimeError: it raised one of these two.
+    """
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"the environment raised {describe_error(error)}") from error
 
 
 class SerialThread:
@@ -37,7 +51,8 @@ class SerialThread:
         def call() -> None:
             try:
                 future.set_result(context.run(function))
-            except (StopIteration, SystemExit) as error:  # no future can hold the first; the second ends event loops
+            except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+                # No future can hold the first; the others end event loops.
                 future.set_exception(RuntimeError(f"the environment raised {describe_error(error)}"))
             except BaseException as error:
                 future.set_exception(error)
@@ -69,26 +84,27 @@ class StepObject:
         self._thread = SerialThread()
 
     async def make(self, make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        """Make the object; one whose ``step`` is async is made on the event loop."""
+        """Make the object; one that has an async method is made on the event loop, whose resources it may open."""
 
         def make_here() -> None:
             self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
 
-        if inspect.iscoroutinefunction(getattr(make, "step", make)):
-            make_here()
+        public = [getattr(make, name, None) for name in dir(make) if not name.startswith("_")]
+        if any(map(inspect.iscoroutinefunction, [make, *public])):
+            await await_user_code(_call_here(make_here))
         else:
             await self._thread.run(make_here)
         if inspect.isawaitable(self.made):
             awaited, self.made = self.made, None
-            self.made = await awaited
+            self.made = await await_user_code(awaited)
 
     async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
         """Call a method, and return what it returns."""
         method = getattr(self.made, name)
         if inspect.iscoroutinefunction(method):
-            return await method(*arguments, **named)
+            return await await_user_code(method(*arguments, **named))
         returned = await self._thread.run(lambda: method(*arguments, **named))
-        return await returned if inspect.isawaitable(returned) else returned
+        return await await_user_code(returned) if inspect.isawaitable(returned) else returned
 
     async def close(self) -> None:
         """Call the object's ``close``, if it has one, after the call that the thread is in; an error is logged."""
@@ -100,12 +116,16 @@ class StepObject:
         try:
             returned = await self._thread.run(close_here)
             if inspect.isawaitable(returned):
-                await returned
+                await await_user_code(returned)
         except Exception as error:
             kind = type(self.made).__name__
             log.warning("%s could not be closed after a trajectory: %s", kind, describe_error(error), exc_info=True)
         finally:
             self._thread.end()
+
+
+async def _call_here(function: Callable[[], T]) -> T:
+    return function()
 
 
 class Closing:

@@ -162,15 +162,18 @@ def read_message(text: str, family: Family | None, call_ids: Iterator[str], *, i
         return AssistantMessage(text, reasoning)
     calls: list[ToolCall] = []
     errors: list[str] = []
+    places: list[int] = []
     for one in found[:MAX_CALLS]:
         try:
             name, arguments = read_call(one)
         except ToolCallError as error:
             errors.append(f"{error} It began: {one.text[:MAX_QUOTED]}\nWrite calls as {family.example}")  # type: ignore[union-attr]
+            places.append(len(calls))
         else:
             calls.append(ToolCall(next(call_ids), name, arguments))
     errors += describe_surplus(len(found))
-    return AssistantMessage(text[: found[0].start].rstrip(), reasoning, tuple(calls), tuple(errors))
+    places += [len(calls)] * (len(errors) - len(places))
+    return AssistantMessage(text[: found[0].start].rstrip(), reasoning, tuple(calls), tuple(errors), tuple(places))
 
 
 def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | None]:
@@ -283,14 +286,18 @@ class RenderersParser:
             return AssistantMessage(self._with_calls(parsed, token_ids), parsed.reasoning_content or None)
         calls: list[ToolCall] = []
         errors: list[str] = []
+        places: list[int] = []
         for call in parsed.tool_calls[:MAX_CALLS]:
             if call.name and isinstance(call.arguments, dict) and call.status in ("ok", "unknown_tool"):
                 calls.append(ToolCall(call.id or next(call_ids), call.name, dump_arguments(call.arguments)))
             else:
                 kind = str(call.status).replace("_", " ")
                 errors.append(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
+                places.append(len(calls))
         errors += describe_surplus(len(parsed.tool_calls))
-        return AssistantMessage(parsed.content, parsed.reasoning_content or None, tuple(calls), tuple(errors))
+        places += [len(calls)] * (len(errors) - len(places))
+        reasoning = parsed.reasoning_content or None
+        return AssistantMessage(parsed.content, reasoning, tuple(calls), tuple(errors), tuple(places))
 
     def _with_calls(self, parsed: Any, token_ids: Sequence[int]) -> str:
         """Return what a turn says with its calls as text: there are no tools, or they cannot be read."""

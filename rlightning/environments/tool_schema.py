@@ -154,8 +154,7 @@ def find_mistake(schema: Schema, value: Any, name: str) -> str | None:
         return mistakes[0] if all(mistakes) else None
     if "enum" in schema and value not in schema["enum"]:
         return f"{name} is {cut_value(value)}, and has to be one of {schema['enum']}."
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    kinds = _kinds(schema)
     if kinds and not any(_is_of(value, kind) for kind in kinds):
         return f"{name} is {cut_value(value)}, and has to be of type {' or '.join(kinds)}."
     inner: Mapping[str, Any] | None = None
@@ -186,6 +185,30 @@ def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
         return f"There is no argument {cut_value(unknown[0])}: it takes {', '.join(properties) or 'none'}."
     found = (find_mistake(properties[name], value, name) for name, value in arguments.items())
     return next((mistake for mistake in found if mistake), None)
+
+
+def convert_numbers(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with whole numbers such as 3.0 as the int that the tool's parameter is.
+
+    Args:
+        schema: of the tool's parameters.
+        arguments: that have no mistake.
+    """
+    return {name: _convert(schema["properties"][name], value) for name, value in arguments.items()}
+
+
+def _convert(schema: Schema, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_convert(schema.get("items", {}), item) for item in value]
+    if isinstance(value, dict):
+        return {key: _convert(schema.get("additionalProperties", {}), item) for key, item in value.items()}
+    kinds = [kind for one in schema.get("anyOf", [schema]) for kind in _kinds(one)]
+    return int(value) if isinstance(value, float) and "integer" in kinds and "number" not in kinds else value
+
+
+def _kinds(schema: Schema) -> list[str]:
+    kinds = schema.get("type", [])
+    return [kinds] if isinstance(kinds, str) else kinds
 
 
 def _is_of(value: Any, kind: str) -> bool:

@@ -8,23 +8,27 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
-from rlightning.environments.step_object import Closing, SerialThread, StepObject
-from rlightning.environments.tool_schema import describe_tool, find_mistakes
-from rlightning.errors import ConfigError, check_rules, did_you_mean
+from rlightning.environments.step_object import Closing, SerialThread, StepObject, await_user_code
+from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
+from rlightning.errors import ConfigError, cause_chain, check_rules, did_you_mean
 from rlightning.foreign_text import cut, describe_error
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
-BROKEN = (ConnectionError, MemoryError, SandboxError)
+BROKEN = (ConnectionError, socket.gaierror, URLError, MemoryError, SandboxError)
 """Exceptions of tools that are no fault of the policy's: they fail the trajectory, which then counts as not sampled."""
+BROKEN_NAMES = ("ConnectError", "ConnectionError")
+"""Ends of the names of such classes in HTTP libraries: httpx, requests, aiohttp and others."""
 
 
 @dataclass
@@ -91,6 +95,8 @@ class Tools(Environment):
         max_failures: of calls, after more than which a trajectory is truncated.
         tool_timeout: seconds of a call.
         max_result_characters: of a call's answer, whose middle is left out beyond that.
+        broken_by: exceptions of tools, or their dotted paths, that fail the trajectory, beside those of lost
+            connections, of memory and of the sandbox; ``builtins.TimeoutError`` is that of ``tool_timeout`` too.
     """
 
     has_tools = True
@@ -103,6 +109,7 @@ class Tools(Environment):
         max_failures: int = 8,
         tool_timeout: float = 60.0,
         max_result_characters: int = 8000,
+        broken_by: Sequence[str | type[Exception]] = (),
     ) -> None:
         rules = {
             f"Tools: max_turns={max_turns} must be at least 1": max_turns >= 1,
@@ -114,7 +121,31 @@ class Tools(Environment):
         check_rules(rules)
         self.tools, self.max_turns, self.max_failures = list(tools), max_turns, max_failures
         self.tool_timeout, self.max_result_characters = tool_timeout, max_result_characters
+        self.broken_by = list(broken_by)
         self._closing = Closing()
+
+    @cached_property
+    def _broken(self) -> tuple[type[Exception], ...]:
+        found = []
+        for given in self.broken_by:
+            what = f"Tools: broken_by={given}"
+            kind = import_object(given, what) if isinstance(given, str) else given
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                raise ConfigError(f"{what} is no exception. Name a class, such as builtins.TimeoutError.")
+            found.append(kind)
+        return tuple(found)
+
+    def _is_broken(self, error: Exception) -> bool:
+        """Whether an error of a tool's, or one that it comes from, is no fault of the policy's."""
+        for one in cause_chain(error, with_context=True):
+            names = [kind.__name__ for kind in type(one).__mro__]
+            if isinstance(one, self._broken):
+                return True
+            if isinstance(one, HTTPError):  # the server's answer
+                continue
+            if isinstance(one, BROKEN) or any(name.endswith(BROKEN_NAMES) for name in names):
+                return True
+        return False
 
     @cached_property
     def _tools(self) -> dict[str, Tool]:
@@ -130,7 +161,7 @@ class Tools(Environment):
 
     async def check(self) -> None:
         """Raise a ConfigError if a tool cannot be found, or its signature says too little."""
-        _ = self._tools
+        _ = self._tools, self._broken
 
     async def close(self) -> None:
         """Wait for objects that are being closed."""
@@ -180,9 +211,12 @@ class Tools(Environment):
         ]
         attempt.counts.tool_failures += len(message.errors)
         turn, known = attempt.counts.turns, next(iter(self._tools))
-        for number, error in enumerate(message.errors):
+        places = message.error_places or [len(observations)] * len(message.errors)
+        failed = enumerate(zip(places, message.errors, strict=True))
+        for number, (place, error) in reversed(list(failed)):  # an insertion moves those that follow
             call_id = f"fail{turn:03d}{number:02d}"
-            observations.append({"role": "tool", "tool_call_id": call_id, "name": known, "content": f"Error: {error}"})
+            content = f"Error: {error}"
+            observations.insert(place, {"role": "tool", "tool_call_id": call_id, "name": known, "content": content})
         return observations
 
     async def _call(self, call: ToolCall, attempt: _Attempt) -> str:
@@ -191,13 +225,18 @@ class Tools(Environment):
         if tool is None:
             return self._fail(attempt, f"There is no tool {call.name}. {did_you_mean(call.name, self._tools)}")
         arguments = json.loads(call.arguments)
-        mistake = find_mistakes(tool.schema["function"]["parameters"], arguments)
+        parameters = tool.schema["function"]["parameters"]
+        mistake = find_mistakes(parameters, arguments)
         if mistake is not None:
             return self._fail(attempt, mistake)
+        arguments = convert_numbers(parameters, arguments)
         try:
             return await asyncio.wait_for(self._run(tool, call.name, arguments, attempt), self.tool_timeout)
         except asyncio.TimeoutError:  # in Python 3.10 it is none of Python's own
-            return self._fail(attempt, f"{call.name} took more than {self.tool_timeout:g} s.")
+            reason = f"{call.name} took more than {self.tool_timeout:g} s."
+            if self._is_broken(TimeoutError()):
+                raise RuntimeError(reason) from None
+            return self._fail(attempt, reason)
 
     async def _run(self, tool: Tool, name: str, arguments: dict[str, Any], attempt: _Attempt) -> str:
         try:
@@ -206,10 +245,10 @@ class Tools(Environment):
             else:
                 assert tool.function is not None
                 result = await call_function(tool.function, arguments)
-        except BROKEN:
-            raise
-        except Exception as error:  # what a tool raises is for the policy to read
-            return self._fail(attempt, describe_error(error))
+        except Exception as error:
+            if self._is_broken(error):
+                raise
+            return self._fail(attempt, describe_error(error))  # for the policy to read
         return cut(write_result(result), self.max_result_characters)
 
     def _fail(self, attempt: _Attempt, reason: str) -> str:
@@ -249,13 +288,13 @@ def find_tools(given: Any, what: str) -> Iterator[Tool]:
 async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Return what a function returns; one that is not async runs in a thread of its own, as it may block."""
     if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
+        return await await_user_code(function(**arguments))
     thread = SerialThread()
     try:
         result = await thread.run(lambda: function(**arguments))
     finally:
         thread.end()
-    return await result if inspect.isawaitable(result) else result
+    return await await_user_code(result) if inspect.isawaitable(result) else result
 
 
 def write_result(result: Any) -> str:

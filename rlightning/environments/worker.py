@@ -54,13 +54,18 @@ class RemotePolicy:
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
         sample, message = await self._request("chat", None if tools is None else list(tools), *observations)
-        content, reasoning, calls, errors = message
+        content, reasoning, calls, errors, places = message
         tool_calls = tuple(ToolCall(*call) for call in calls)
-        return Reply(_read_sample(sample), AssistantMessage(content, reasoning, tool_calls, tuple(errors)))
+        said = AssistantMessage(content, reasoning, tool_calls, tuple(errors), tuple(places))
+        return Reply(_read_sample(sample), said)
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""
         return _read_sample(await self._request("sample", [int(token) for token in token_ids]))
+
+    async def report(self, outcome: Outcome) -> None:
+        """See :meth:`Policy.report`."""
+        await self._request("report", [getattr(outcome, field.name) for field in fields(Outcome)])
 
     async def _request(self, method: str, *arguments: Any) -> Any:
         with raise_limits():

@@ -236,7 +236,10 @@ def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
     async def sample(token_ids: list[int]) -> list[Any]:
         return _to_plain(await get(policy.sample(token_ids)))
 
-    return {"chat": chat, "sample": sample}
+    async def report(outcome: list[Any]) -> None:
+        await policy.report(Outcome(*outcome))
+
+    return {"chat": chat, "sample": sample, "report": report}
 
 
 def _to_plain(sample: Sample) -> list[Any]:

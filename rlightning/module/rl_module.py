@@ -375,9 +375,16 @@ class RLModule(EvaluationSteps):
             batch: on the CPU, with ``trajectories`` [M]; of single-turn ones with ``prompts`` and ``completions`` [M].
 
         Returns:
-            [M] floats; NaN for a trajectory that is to be left out, as if it had not been sampled.
+            [M] floats; NaN for a trajectory that is to be left out, as if it had not been sampled. So is one, but for
+            a timeout, that the environment gives no reward, where there is no reward function.
         """
-        given = torch.tensor([one.reward or 0.0 for one in batch.trajectories], dtype=torch.float64)
+        decides = self._has_own_rewards and not self.rewarder.functions
+        missing = [math.nan if decides and one.status != "timeout" else 0.0 for one in batch.trajectories]
+        rewards = [
+            default if one.reward is None else one.reward
+            for one, default in zip(batch.trajectories, missing, strict=True)
+        ]
+        given = torch.tensor(rewards, dtype=torch.float64)
         if not self.rewarder.functions:
             return given
         scores = self.rewarder.score(batch.trajectories)

@@ -43,6 +43,7 @@ class _Connection(NamedTuple):
 
     client: "httpx.AsyncClient"
     places: asyncio.Semaphore
+    asked: "dict[str, asyncio.Future[str]]"
 
 
 class Judge(CheckedArguments):
@@ -150,12 +151,7 @@ class Judge(CheckedArguments):
         """
         body = self._make_request(given)
         answers = self._get_answers()
-        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        answer = None if answers is None else answers.read(key)
-        if answer is None:
-            answer = await self._ask(body)
-            if answers is not None:
-                answers.write(key, answer)
+        answer = await (self._ask(body) if answers is None else self._ask_once(body, answers))
         score = self.parse(answer)
         if math.isnan(score):
             raise JudgeError(f"the judge's answer has no score from {self.lowest:g} to {self.highest:g}: {answer!r}")
@@ -184,6 +180,32 @@ class Judge(CheckedArguments):
         messages.append({"role": "user", "content": self.rubric.format(**values)})
         body = {"model": self.model, "messages": messages, "temperature": 0.0, **self.request}
         return {name: value for name, value in body.items() if value is not None}
+
+    async def _ask_once(self, body: Mapping[str, Any], answers: AnswerCache) -> str:
+        """Return the API's answer, that of an earlier or an equal request if there is one; what has a score is kept."""
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        asked = self._connect().asked
+        while (equal := asked.get(key)) is not None:
+            await asyncio.wait([equal])
+            if not equal.cancelled():
+                return equal.result()
+        kept = answers.read(key)
+        if kept is not None and not math.isnan(self.parse(kept)):
+            return kept
+        asked[key] = future = asyncio.get_running_loop().create_future()
+        try:
+            answer = await self._ask(body)
+            if not math.isnan(self.parse(answer)):
+                answers.write(key, answer)
+            future.set_result(answer)
+        except Exception as error:
+            future.set_exception(error)
+            future.exception()  # which need not be anybody else's
+            raise
+        finally:
+            future.cancel()  # unless it is done: another one asks
+            del asked[key]
+        return answer
 
     async def _ask(self, body: Mapping[str, Any]) -> str:
         """Return the API's answer, after as many attempts as it takes.
@@ -231,7 +253,7 @@ class Judge(CheckedArguments):
                 timeout=None,  # each request has one for all of it
                 limits=httpx.Limits(max_connections=self.max_concurrent),
             )
-            self._connections[loop] = _Connection(client, asyncio.Semaphore(self.max_concurrent))
+            self._connections[loop] = _Connection(client, asyncio.Semaphore(self.max_concurrent), {})
         return self._connections[loop]
 
     def _get_answers(self) -> AnswerCache | None:

@@ -3,6 +3,8 @@
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
+import logging
 import os
 import socket
 import threading
@@ -10,12 +12,15 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from rlightning import intervals
+from rlightning.foreign_text import describe_error
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rpc.authentication import authenticate_server, parse_url
 from rlightning.rpc.connection import ConnectionLostError, RPCError
 from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, limit
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class ProcessStartError(RPCError):
@@ -144,6 +149,8 @@ async def _connect(host: str, port: int, key: bytes | None) -> socket.socket:
 class LoopThread:
     """An asyncio event loop in a daemon thread, for callers that have none.
 
+    A SystemExit or KeyboardInterrupt of one task does not end it, and work that has not ended when it does fails.
+
     Args:
         name: of the thread.
         closes_at_exit: before what was registered earlier with ``atexit``; else :meth:`close` is for the caller.
@@ -151,6 +158,7 @@ class LoopThread:
 
     def __init__(self, name: str, *, closes_at_exit: bool = True) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()  # the policy's may be another library's
+        self._submitted: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         if closes_at_exit:
@@ -204,7 +212,10 @@ class LoopThread:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Run a coroutine on the loop, and return at once. Cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self._submitted.add(future)
+        future.add_done_callback(self._submitted.discard)
+        return future
 
     def close(self) -> None:
         """Cancel what runs, let it clean up, and end the thread. May be called twice."""
@@ -217,7 +228,8 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while not self._run_until_stopped():
+                pass
         finally:
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
@@ -226,6 +238,18 @@ class LoopThread:
                 self.loop.run_until_complete(asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+            for future in list(self._submitted):
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has just been cancelled
+                    future.set_exception(RuntimeError(f"the event loop '{threading.current_thread().name}' has ended"))
+
+    def _run_until_stopped(self) -> bool:
+        """Run the loop; returns False if it was ended by an exception of a task, which the task's future has too."""
+        try:
+            self.loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:  # signals come to the main thread, these from user code
+            log.warning("A task of '%s' raised %s.", threading.current_thread().name, describe_error(error))
+            return False
+        return True
 
 
 _background: list[LoopThread] = []

@@ -284,7 +284,6 @@ class Outcome:
         status: see :class:`Trajectory`.
         metrics: numbers to log.
         error: why it did not finish.
-        messages: of the whole attempt, as in chat APIs; None: as the policy was asked and answered.
         traces: what each of several agents did, with its own reward; None: all turns have the trajectory's.
     """
 
@@ -293,7 +292,6 @@ class Outcome:
     status: Status = "finished"
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
-    messages: list[dict[str, Any]] | None = None
     traces: list[AgentTrace] | None = None
 
 

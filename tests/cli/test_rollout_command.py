@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,8 @@ from completions_server import CompletionsServer, serving
 from tiny import save_byte_model
 
 from rlightning.__main__ import main
+from rlightning.cli.rollout_cli import PrintGroups
+from rlightning.types import Prompt, Sample, Trajectory
 
 ENVIRONMENT = """\
 import asyncio
@@ -84,6 +87,21 @@ def rollout(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str
         code = int(stop.code or 0)
     output = capsys.readouterr()
     return code, output.out, output.err
+
+
+def test_groups_are_printed_in_their_order_once_they_have_ended() -> None:
+    prompts = [Prompt(index, "", [1], {}) for index in (4, 2, 7)]
+    groups = [[Trajectory.single_turn(prompt, Sample([1], [0.0], [0], "a", "stop"))] for prompt in prompts]
+    printed: list[int] = []
+    printer = PrintGroups(lambda trajectories: printed.append(trajectories[0].prompt.index))
+    trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(predict_prompts=prompts))
+    printer.on_predict_start(trainer, None)
+    printer.on_predict_prompt_end(trainer, None, prompts[1], groups[1])
+    assert printed == []
+    printer.on_predict_prompt_end(trainer, None, prompts[0], groups[0])
+    assert printed == [4, 2]
+    printer.on_predict_batch_end(trainer, None, list(zip(prompts, groups, strict=True)), None, 0)
+    assert printed == [4, 2, 7]
 
 
 @pytest.mark.processes

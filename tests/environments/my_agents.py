@@ -46,6 +46,21 @@ async def grows(client: openai.AsyncOpenAI) -> float:
         messages.append(answer.choices[0].message)
 
 
+async def crashes_after_its_limit(client: openai.AsyncOpenAI) -> float:
+    """Go on without the answer that there was no room for, and break for another reason."""
+    try:
+        await grows(client)
+    except openai.BadRequestError:
+        raise ConnectionResetError("the database is gone") from None
+    return 1.0
+
+
+async def exits(client: openai.AsyncOpenAI) -> float:
+    """Leave as a program does."""
+    await swallows(client)
+    raise SystemExit(3)
+
+
 async def idle() -> None:
     """Ask nothing."""
 

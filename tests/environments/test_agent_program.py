@@ -13,7 +13,8 @@ from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
 from waiting import still_running, wait_for
 
-from rlightning.environments import AgentProgram, Environment
+from rlightning.environments import AgentProgram, Environment, Policy
+from rlightning.environments.agent_command import AgentCommand, _fill
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest, RecordedGroup
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
@@ -76,6 +77,7 @@ def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
     ("agent", "error", "status", "reason"),
     [
         (my_agents.swallows, RequestRefusedError("ValueError: no"), "failed", "The engine refused a request"),
+        (my_agents.exits, None, "failed", "the environment raised SystemExit: 3"),
         (my_agents.idle, None, "failed", "the agent ended without a turn of the policy's"),
         (
             my_agents.no_number,
@@ -83,21 +85,51 @@ def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
             "failed",
             "the agent returned 'good', and has to return a number, None or an Outcome",
         ),
-        (my_agents.grows, None, "truncated", None),
+        (my_agents.grows, None, "truncated", "The agent ended there: BadRequestError"),
+        (my_agents.crashes_after_its_limit, None, "failed", "ConnectionResetError: the database is gone"),
     ],
 )
-def test_what_fails_is_never_a_reward(agent: Any, error: Any, status: str, reason: str | None) -> None:
+def test_what_fails_is_never_a_reward(agent: Any, error: Any, status: str, reason: str) -> None:
     environment = AgentProgram(agent)
     if agent is my_agents.idle:
         environment.check = environment.endpoint.start  # type: ignore[method-assign]  # it would be refused
     (one,) = attempt(environment, *["1"] * 99, error=error)
     assert (one.status, one.reward) == (status, None)
-    assert one.error is None if reason is None else reason in str(one.error)
+    assert reason in str(one.error)
 
 
 def test_a_dead_engine_ends_the_run_whatever_the_agent_returns() -> None:
     with pytest.raises(EngineError, match="gone"):
         attempt(AgentProgram(my_agents.swallows), error=EngineError("The engine is gone."))
+
+
+class Swallows(Environment):
+    """Takes every error for a wrong answer; a sibling of the first waits."""
+
+    def __init__(self) -> None:
+        self.num_begun = self.num_cancelled = 0
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        self.num_begun += 1
+        try:
+            if self.num_begun > 1:
+                await asyncio.Event().wait()
+            await policy.chat({"role": "user", "content": "hi"}, tools=[])
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        except Exception:
+            return Outcome(reward=0.0)
+        return Outcome(reward=1.0)
+
+
+def test_an_engines_failure_is_no_reward_of_an_environment_and_ends_its_siblings() -> None:
+    (one,) = attempt(Swallows(), error=RequestRefusedError("ValueError: no"))
+    assert (one.status, one.reward) == ("failed", None)
+    environment = Swallows()
+    with pytest.raises(EngineError, match="gone"):
+        attempt(environment, error=EngineError("The engine is gone."), num_trajectories=3)
+    assert (environment.num_begun, environment.num_cancelled) == (3, 2)
 
 
 @pytest.mark.parametrize(("own", "run_s"), [(0.5, 60.0), (None, 0.5)])
@@ -166,7 +198,7 @@ def run_program(folder: Path, code: str, **arguments: Any) -> Trajectory:
         ("print(0.5)", "last_line", 0.5, {}),
         ("print('null')", "last_line", None, {}),
         ("sys.exit(0)", "exit_code", 1.0, {}),
-        ("sys.exit(1)", "exit_code", 0.0, {}),
+        ("sys.exit(10)", "exit_code", 0.0, {}),
         ("", "none", None, {}),
     ],
 )
@@ -183,6 +215,7 @@ def test_programs_give_their_reward(
     [
         ("raise KeyError('no')", "last_line", "exit code 1"),
         ("sys.exit(2)", "exit_code", "exit code 2"),
+        ("raise KeyError('no')", "exit_code", "exit code 1"),
         ("os.kill(os.getpid(), 9)", "none", "signal 9"),
         ("print('good')", "last_line", "the program's last line is 'good', and has to be its reward"),
         ("print('NaN')", "last_line", "the program's last line is 'NaN'"),
@@ -191,6 +224,13 @@ def test_programs_give_their_reward(
 def test_programs_that_fail_were_not_sampled(tmp_path: Path, code: str, reward: Any, reason: str) -> None:
     one = run_program(tmp_path, code, reward=reward)
     assert (one.status, one.reward) == ("failed", None) and reason in str(one.error)
+
+
+def test_arguments_are_scripts_of_any_length_and_filled_once() -> None:
+    command = AgentCommand(["python", "-c", "pass\n" * 1000], None, {}, "none")
+    assert command.command[2].startswith("pass")
+    columns = {"question": "say {answer}", "answer": "2", "a|b": 3}
+    assert _fill("{question} {answer} {a|b} {other}", columns) == "say {answer} 2 3 {other}"
 
 
 def test_nothing_of_a_program_is_left_after_its_time(tmp_path: Path) -> None:

@@ -24,8 +24,11 @@ def test_agent_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "my_agents_of_docs.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     section = re.findall(r"```yaml\n(.*?)```", PROGRAMS, re.DOTALL)[0].replace("my_agents", "my_agents_of_docs")
-    (one,) = attempt(AgentProgram(**yaml.safe_load(section)["environment"]["init_args"]), "Two.", "#### 2")
+    arguments = yaml.safe_load(section)["environment"]["init_args"]
+    (one,) = attempt(AgentProgram(**arguments), "Two.", "#### 2")
     assert (one.status, one.reward, len(one.samples), len(one.branches)) == ("finished", 1.0, 2, 1)
+    (one,) = attempt(AgentProgram(**arguments), *["Two."] * 4)
+    assert (one.status, one.reward, len(one.samples)) == ("finished", 0.0, 4)
 
 
 def test_keys_of_the_page() -> None:

@@ -39,9 +39,11 @@ def test_tools_of_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_environment_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = load("my_environment", 1, monkeypatch).AsksOnce()
-    trajectory = play(environment, f"{call('double', number=2)}{END}", f"4{END}")
+    calls = [call("double", number=2), call("double", number="2"), call("double", number=3)]
+    trajectory = play(environment, "\n".join(calls) + END, f"4{END}")
     assert trajectory.reward == 1.0
-    assert answers(trajectory) == ['{"number": 2}']
+    assert answers(trajectory) == ["4", "number is '2', and has to be of type integer.", "6"]
+    assert play(environment, f"4{END}").reward == 1.0
 
 
 def test_line_of_the_log_is_what_is_logged() -> None:

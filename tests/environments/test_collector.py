@@ -2,19 +2,22 @@
 
 import asyncio
 import logging
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from rlightning.environments import Environment, Policy
 from rlightning.environments.collector import Collector, StepPlan
+from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
 from rlightning.rollout.async_metrics import WINDOW_STEPS, BottleneckMonitor
 from rlightning.rollout.in_flight import InFlight
-from rlightning.types import Prompt, Sample
+from rlightning.types import Outcome, Prompt, Sample
 
 
 class ImmediateSampler:
@@ -39,6 +42,35 @@ class ImmediateSampler:
 
     async def score(self, token_ids: Any) -> Any:
         raise NotImplementedError
+
+
+class Waits(Environment):
+    """Waits until it is cancelled, from when its trajectory has begun."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        self.has_begun.set()
+        await asyncio.Event().wait()
+        return Outcome()
+
+
+def test_oldest_trajectory_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: Any = Waits()
+    runner = EnvironmentRunner(ImmediateSampler(lambda _: True), None, environment, max_length=100, timeout=3600.0)
+    monkeypatch.setattr("rlightning.environments.runner.monotonic", lambda: 1e12)
+    try:
+        future = runner.submit(GroupRequest(Prompt(17, "", [1], {}), Sampling(max_new_tokens=1), 1))
+        assert environment.has_begun.wait(60)
+        with caplog.at_level(logging.INFO):
+            runner.report_oldest()
+            runner.report_oldest()
+        runner.cancel([future])
+        (line,) = [one for one in caplog.messages if one.startswith("Waiting for")]
+        assert "Waiting for 1 trajectories; trajectory 0 of prompt 17 has run for" in line and "at most 3600 s" in line
+    finally:
+        runner.close()
 
 
 class Run:

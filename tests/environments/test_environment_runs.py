@@ -17,7 +17,7 @@ from rlightning.data import PromptDataModule
 from rlightning.environments import AgentProgram, Environment, Policy, SelfCorrection, WorkerEnvironment
 from rlightning.errors import ConfigError, EnvironmentFailedError
 from rlightning.report.trajectories import read_trajectories
-from rlightning.types import Outcome, Prompt
+from rlightning.types import Outcome, Prompt, RolloutBatch, Sample, Trajectory
 
 
 class FailsSometimes(Environment):
@@ -140,6 +140,15 @@ def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Pat
     tiny_run = make_trainer(tmp_path / "predict", 1, make_rollout(FailsSometimes()))
     predicted = tiny_run.predict(make_module(folder, rewards=[]), prompts)
     assert "failed" in {one.status for batch in predicted or [] for _, group in batch for one in group}
+
+
+def test_a_missing_reward_is_none_where_no_function_decides(folder: str) -> None:
+    sample = Sample([1], [0.0], [0], "a", "stop")
+    given = [Trajectory.single_turn(Prompt(0, "", [1], {}), sample) for _ in range(3)]
+    given[0].reward, given[1].status = 0.5, "timeout"
+    batch = RolloutBatch.pack([given])
+    rewards = make_module(folder, rewards=[]).compute_rewards(batch).tolist()
+    assert rewards[:2] == [0.5, 0.0] and math.isnan(rewards[2])
 
 
 class FailsOnce(Environment):

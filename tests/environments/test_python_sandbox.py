@@ -18,7 +18,7 @@ from python_tool import PythonTool
 from rlightning.environments import Message, Reply, python_sandbox
 from rlightning.environments.python_sandbox import CodeRunner, Isolation, PythonSandbox, SandboxError, SandboxResult
 from rlightning.errors import ConfigError
-from rlightning.types import Prompt, Sample
+from rlightning.types import Outcome, Prompt, Sample
 
 pytestmark = pytest.mark.processes
 
@@ -284,6 +284,9 @@ class ScriptedPolicy:
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         self.observations += observations
         return Reply(Sample([1], [0.0], [0], self.texts.pop(0), "stop"))
+
+    async def report(self, outcome: Outcome) -> None:
+        """Keep nothing of it."""
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         raise NotImplementedError

@@ -15,6 +15,7 @@ import step_cases
 import tiny
 import torch
 import yaml
+from chat_templates import make_tokenizer
 from cli_project import fit_here
 from engine_run import Witness, make_module, make_trainer, save_model
 from step_cases import AsyncGame, Game, GymnasiumGame
@@ -55,6 +56,9 @@ class CannedPolicy:
         self.heard.append(observations)
         return Reply(Sample([7], [-0.1], [2], "7", "stop"))
 
+    async def report(self, outcome: Outcome) -> None:
+        """Keep nothing of it."""
+
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         raise NotImplementedError
 
@@ -69,11 +73,22 @@ def play(environment: Any, policy: CannedPolicy | None = None, prompt: Prompt = 
     return outcome
 
 
-def play_group(environment: StepEnvironment, number: int, timeout: float) -> list[Trajectory]:
+class StallsLater:
+    def reset(self, prompt: Prompt) -> None:
+        self.num_turns = 0
+
+    async def step(self, message: Message) -> Any:
+        self.num_turns += 1
+        if self.num_turns == 3:
+            await asyncio.sleep(600)
+        return "on", 0.5, False, {"seen": self.num_turns}
+
+
+def play_group(environment: StepEnvironment, number: int, timeout: float, tokenizer: Any = None) -> list[Trajectory]:
     """Attempt the prompt; a game is over before the policy is told anything, which has no tokenizer."""
     sampler: Any = CannedSampler()
     group = RecordedGroup(
-        sampler, ChatFormat(None), GroupRequest(PROMPT, Sampling(max_new_tokens=4), number), 64, timeout
+        sampler, ChatFormat(tokenizer), GroupRequest(PROMPT, Sampling(max_new_tokens=4), number), 512, timeout
     )
     return group.finish(asyncio.run(environment.run_group(PROMPT, group)), 0.0)
 
@@ -298,6 +313,12 @@ def test_failed_game_is_closed(deed: str, error: str) -> None:
     (one,) = play_group(StepEnvironment(Game, {"deed": deed}), 1, timeout=60.0)
     assert (one.status, one.error) == ("failed", error)
     assert [game.num_closed for game in step_cases.made] == [1]
+
+
+def test_rewards_until_a_timeout_are_kept() -> None:
+    (late,) = play_group(StepEnvironment(StallsLater), 1, timeout=0.5, tokenizer=make_tokenizer("qwen2.5"))
+    assert (late.status, late.reward, late.turn_rewards) == ("timeout", 1.0, [0.5, 0.5, 0.0])
+    assert late.metrics == {"turns": 3.0, "seen": 2.0}
 
 
 @pytest.mark.long

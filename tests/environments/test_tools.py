@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 import pytest
 import tool_cases
@@ -128,10 +130,94 @@ def test_what_goes_wrong_with_a_call_is_its_answer(text: str, answer: str) -> No
     assert (trajectory.status, trajectory.metrics["tool_failures"]) == ("finished", 1.0)
 
 
+async def leave() -> str:
+    """Exit."""
+    raise SystemExit("bye")
+
+
+async def interrupt() -> str:
+    """Interrupt."""
+    raise KeyboardInterrupt
+
+
+def test_async_tools_that_exit_end_no_event_loop() -> None:
+    trajectory = play(Tools([leave, interrupt]), f"{call('leave')}\n{call('interrupt')}{END}", f"sorry{END}")
+    raised = "Error: RuntimeError: the environment raised "
+    assert answers(trajectory) == [f"{raised}SystemExit: bye", f"{raised}KeyboardInterrupt"]
+
+
 def test_a_broken_tool_fails_the_trajectory() -> None:
     environment = Tools([tool_cases.fail, tool_cases.nap])
     trajectory = play(environment, f"{call('fail', kind='connection')}\n{call('nap', seconds=0.1)}{END}")
     assert (trajectory.status, trajectory.error) == ("failed", "ConnectionError: no connection")
+
+
+class ConnectError(Exception):
+    """As of httpx."""
+
+
+def look(kind: str) -> str:
+    """Ask a server, which cannot be reached, or has no such page."""
+    try:
+        errors: dict[str, Exception] = {
+            "name": socket.gaierror("no name"),
+            "url": URLError("refused"),
+            "page": HTTPError("http://x", 404, "no page", None, None),  # type: ignore[arg-type]
+            "library": ConnectError("refused"),
+            "time": TimeoutError("late"),
+            "caught": ConnectionError("lost"),
+        }
+        raise errors[kind]
+    except ConnectionError:
+        raise ValueError("nothing found")  # noqa: B904
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken_by", "status"),
+    [
+        ("name", (), "failed"),
+        ("url", (), "failed"),
+        ("library", (), "failed"),
+        ("caught", (), "failed"),
+        ("page", (), "finished"),
+        ("time", (), "finished"),
+        ("time", ["builtins.TimeoutError"], "failed"),
+        ("page", [HTTPError], "failed"),
+    ],
+)
+def test_lost_connections_are_no_fault_of_the_policy(kind: str, broken_by: Sequence[Any], status: str) -> None:
+    environment = Tools([look], broken_by=broken_by)
+    assert play(environment, f"{call('look', kind=kind)}{END}", f"none{END}").status == status
+
+
+class Opens:
+    """Has a resource of the event loop's, and a tool that is not async."""
+
+    def __init__(self) -> None:
+        self.page = asyncio.get_running_loop().create_future()
+        self.page.set_result("page")
+
+    async def get(self) -> str:
+        """Get the page."""
+        return str(await self.page)
+
+    def repeat(self, count: int, words: list[int | str]) -> str:
+        """Repeat words."""
+        return f"{words}" * count
+
+
+def test_objects_with_async_methods_are_made_on_the_loop_and_whole_numbers_are_ints() -> None:
+    calls = [call("get"), call("repeat", count=2.0, words=[1.0, "a"])]
+    assert answers(play(Tools([Opens]), "\n".join(calls) + END, f"done{END}")) == ["page", "[1, 'a'][1, 'a']"]
+
+
+def test_answers_are_in_the_order_of_the_calls() -> None:
+    bad = "<tool_call>{add}</tool_call>"
+    turn = f"{bad}{call('add', a=1)}{bad}{bad}{call('add', a=2)}{bad}{END}"
+    found = answers(play(Tools([tool_cases.add]), turn, f"done{END}"))
+    assert ["Error" if one.startswith("Error: A tool call is no JSON") else one for one in found] == [
+        *("Error", "1", "Error", "Error", "2", "Error")
+    ]
 
 
 def test_results_are_cut_and_written_as_json() -> None:

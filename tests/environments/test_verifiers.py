@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import yaml
+from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
 from engine_run import Witness, make_module, make_trainer
 from verifiers_cases import attempt, make_interpreter, write_words
@@ -20,11 +21,14 @@ from waiting import still_running
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import PromptDataModule
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.policy import GroupRequest, RecordedGroup, RecordedPolicy
 from rlightning.environments.verifiers import Verifiers
-from rlightning.environments.verifiers.server import Announcement
+from rlightning.environments.verifiers.server import Announcement, ServerEndedError
 from rlightning.errors import ConfigError, EngineError
+from rlightning.rollout import Sampling
 from rlightning.rpc.client import LoopThread
-from rlightning.types import Trajectory
+from rlightning.types import Outcome, Prompt, Trajectory
 
 pytestmark = pytest.mark.processes
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
@@ -289,3 +293,42 @@ def test_interpreters_that_cannot_be_used(tmp_path: Path, answers: str | None, r
 def test_arguments_that_cannot_be(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^Verifiers: {name}=0 must be "):
         Verifiers("number_tasks", python="python", **{name: 0})  # type: ignore[arg-type]
+
+
+def test_episodes_of_a_server_that_ended_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = Verifiers("number_tasks", python="python")
+    found: list[RecordedPolicy] = []
+
+    async def start(server: Any) -> None:
+        """Nothing: no server is needed."""
+
+    async def run_episode(server: Any, key: Any, prompt: Prompt, policy: RecordedPolicy, parts: Any) -> Any:
+        found.append(policy)
+        raise ServerEndedError("its environment server ended (SIGKILL)", "the log")
+
+    monkeypatch.setattr(environment, "_start", start)
+    monkeypatch.setattr(environment, "_run_episode", run_episode)
+    tokenizer = make_tokenizer("qwen3")
+    request = GroupRequest(Prompt(0, "", [1], {}), Sampling(max_new_tokens=1), 1)
+    sampler: Any = ScriptedSampler(tokenizer)
+    group = RecordedGroup(sampler, ChatFormat(tokenizer), request, 64, None, max_requeues=2)
+
+    async def run() -> list[Outcome]:
+        try:
+            return await environment.run_group(request.prompt, group)
+        finally:
+            await environment.close()
+
+    (one,) = group.finish(asyncio.run(run()), 0.0)
+    assert (one.status, group.num_requeues, len({id(policy) for policy in found})) == ("failed", 2, 3)
+    assert str(one.error) == "its environment server ended (SIGKILL)\nthe log"
+
+
+def test_tasks_are_named_by_number_within_the_list() -> None:
+    environment = Verifiers("number_tasks", python="python")
+    environment._tasks = [{"idx": 0}, {"idx": 1}]
+    assert environment._find_task(Prompt(3, "", [1], {})) == {"idx": 1}
+    assert environment._find_task(Prompt(3, "", [1], {"task": 0})) == {"idx": 0}
+    for number in (2, -1):
+        with pytest.raises(ConfigError, match=f"task={number}, and 2 tasks were listed"):
+            environment._find_task(Prompt(3, "", [1], {"task": number}))

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,9 @@ class CannedPolicy:
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         return Reply(await self.sample([]))
+
+    async def report(self, outcome: Outcome) -> None:
+        """Keep nothing of it."""
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         self.num_turns += 1
@@ -139,8 +143,8 @@ def test_prompt_and_outcome_cross_unchanged(tmp_path: Path) -> None:
         environment = make(tmp_path)
         outcome = await environment.run(make_prompt("answer", **columns), CannedPolicy())
         assert outcome.reward == Sample([], [-0.1], [], "", "stop").logprobs[0] and outcome.turn_rewards == [1.0]
-        assert outcome.messages == [{"role": "assistant", "content": "seven", "columns": columns}]
         assert read_traces(outcome.traces) == [AgentTrace("me", 0.5, [0])]
+        assert outcome.metrics["received"] == zlib.crc32(f"seven {columns}".encode(errors="surrogatepass"))
         with pytest.raises(ConfigError, match=r"^Prompt 3 cannot be sent to a worker of worker_cases\.Deeds: "):
             await environment.run(make_prompt("answer", odd={1, 2}), CannedPolicy())
         held = asyncio.ensure_future(environment.run(make_prompt("hold"), CannedPolicy()))

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 
 from rlightning.environments import Environment, LimitReachedError, Policy
@@ -88,8 +89,10 @@ class Deeds(Environment):
         return Outcome(
             reward=float(sample.logprobs[0]),
             turn_rewards=[1.0],
-            metrics={"pid": os.getpid(), "heavy": len(heavy), "num_running": num_running},
-            messages=[{"role": "assistant", "content": sample.text, "columns": prompt.columns}],
+            metrics={
+                **{"pid": os.getpid(), "heavy": len(heavy), "num_running": num_running},
+                "received": zlib.crc32(f"{sample.text} {prompt.columns}".encode(errors="surrogatepass")),
+            },
             traces=[AgentTrace("me", 0.5, [0])],
         )
 

@@ -123,6 +123,17 @@ def test_cache_answers_what_was_asked_before(server: JudgeServer, tmp_path: Path
     assert len(server.requests) == 5, "a failure is not kept"
 
 
+def test_cache_keeps_scores_alone_and_asks_equal_requests_once(server: JudgeServer, tmp_path: Path) -> None:
+    path = str(tmp_path / "answers.sqlite")
+    assert ask(make(server, cache=path), *["good"] * 5, "bad") == [0.8] * 5 + [0.0]
+    assert len(server.requests) == 2
+    for num_requests in (3, 4):
+        assert all("has no score" in one for one in ask(make(server, cache=path), "nonsense", "nonsense"))
+        assert len(server.requests) == num_requests
+    assert all("500" in one for one in ask(make(server, cache=path, max_retries=0), "fails", "fails"))
+    assert len(server.requests) == 5
+
+
 def test_key_is_in_no_copy_and_no_message(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

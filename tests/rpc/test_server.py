@@ -179,6 +179,30 @@ def test_other_addresses_are_refused(url: str) -> None:
         parse_url(url)
 
 
+def test_exit_in_a_task_ends_no_loop_and_ended_loop_fails_pending_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intervals, "CANCEL_GRACE", 0.1)
+
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    async def ignore() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    thread = LoopThread("leaving")
+    with pytest.raises(SystemExit):
+        thread.run(leave(), timeout=60)
+    assert thread.run(add(1, 2), timeout=60) == 3
+    future = thread.submit(ignore())
+    thread.call(int)  # the other has begun
+    thread.close()
+    with pytest.raises(RuntimeError, match="'leaving' has ended"):
+        future.result(60)
+
+
 def test_thread_without_a_loop_calls_with_a_deadline() -> None:
     thread = LoopThread("test loop")
     is_cancelled = threading.Event()

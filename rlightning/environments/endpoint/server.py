@@ -18,7 +18,7 @@ from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
-from rlightning.errors import ConfigError, check_rules
+from rlightning.errors import ConfigError, cause_chain, check_rules
 from rlightning.foreign_text import describe_error
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ KEEP_ALIVE_SECONDS = 120
 CLOSE_SECONDS = 5.0
 GONE = 499
 """The status of what a client that has gone away would be answered."""
+LIMIT_TEXT = "This model's maximum context length is"
+"""In OpenAI's words, by which clients know the error, and it is known again in theirs."""
+OTHER_TRACEBACK = "During handling of the above exception, another exception occurred:"
+"""Of Python's; what is before it is not what has ended a program."""
 
 
 class Endpoint:
@@ -100,10 +104,6 @@ class Endpoint:
     def url(self) -> str:
         """Where it listens, without a path; only after :meth:`start`."""
         return self._url
-
-    def check(self) -> None:
-        """Raise a ConfigError if this interpreter has no HTTP server."""
-        _import_server()
 
     async def start(self) -> None:
         """Listen, unless it does already.
@@ -170,7 +170,7 @@ class Endpoint:
             policy: of the trajectory.
 
         Raises:
-            LimitReachedError: what used the session failed where a sequence had no more room.
+            LimitReachedError: what used the session failed by the answer that a sequence had no more room.
             Exception: the policy could not be sampled from, whatever was made of that.
         """
         if not isinstance(policy, RecordedPolicy):
@@ -181,7 +181,8 @@ class Endpoint:
         try:
             yield session
         except Exception as error:
-            if policy.has_reached_limit and policy.recorder.branches and not session.failure.done():
+            is_limit = policy.has_reached_limit and policy.recorder.branches and _is_limit(error)
+            if is_limit and not session.failure.done():
                 raise LimitReachedError(f"The agent ended there: {describe_error(error)}") from error
             if not session.failure.done():
                 raise
@@ -370,7 +371,7 @@ async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: E
     except LimitReachedError as error:
         limit = session.policy.max_length
         raise APIError(
-            f"This model's maximum context length is {limit} tokens. {error} Shorten the messages.",
+            f"{LIMIT_TEXT} {limit} tokens. {error} Shorten the messages.",
             param="messages",
             code="context_length_exceeded",
         ) from error
@@ -379,6 +380,17 @@ async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: E
     except Exception as error:
         session.fail(error)
         raise APIError(f"The policy cannot be sampled from: {describe_error(error)}", 500) from error
+
+
+def _is_limit(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, is a client's of a request that had no more room."""
+    for one in cause_chain(error):
+        said = str(one).rpartition(OTHER_TRACEBACK)[2]
+        with contextlib.suppress(Exception):  # of clients whose errors do not quote the answer, such as httpx
+            said += one.response.text  # type: ignore[attr-defined]
+        if isinstance(one, LimitReachedError) or LIMIT_TEXT in said:
+            return True
+    return False
 
 
 async def _wait_until_gone(request: "Request") -> None:

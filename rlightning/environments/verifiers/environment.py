@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from rlightning.environments.endpoint import Endpoint
 from rlightning.environments.endpoint.session import name_model
 from rlightning.environments.endpoint.shared_key import SharedKey
-from rlightning.environments.environment import Environment, Policy, PolicyGroup
-from rlightning.environments.policy import RecordedPolicy, failed_outcome
+from rlightning.environments.environment import Environment, Policy, PolicyGroup, TrajectoryLostError
+from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.verifiers.episode import Episode, EpisodeAssembly, Trace
 from rlightning.environments.verifiers.server import (
     KEY_VARIABLE,
@@ -22,6 +22,7 @@ from rlightning.environments.verifiers.server import (
     EnvironmentServer,
     Launch,
     ServerEndedError,
+    ServersClosedError,
 )
 from rlightning.environments.worker_environment import check_interpreter
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules, did_you_mean
@@ -81,8 +82,8 @@ class Verifiers(Environment):
         num_tasks: of the task set, from its beginning.
         num_workers: processes.
         max_trajectories: of a process at once; others wait, and their time does not count yet.
-        timeout: seconds that an episode may take, after which it counts as not sampled; None: any time, but for
-            ``rollout.trajectory_timeout``.
+        timeout: seconds that an episode may take, after which it counts as not sampled; None:
+            ``rollout.trajectory_timeout`` alone, an hour unless it is set.
         hang_timeout: seconds for which a process may not answer.
         variables: of the processes' environment, beside the trainer's own.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`.
@@ -168,6 +169,7 @@ class Verifiers(Environment):
 
         Raises:
             EnvironmentFailedError: servers end again and again.
+            TrajectoryLostError: the server ended or hung.
             RunError: no trajectory can go on.
         """
         if not isinstance(policy, RecordedPolicy):
@@ -195,9 +197,11 @@ class Verifiers(Environment):
             if not deadline.expired():
                 raise
             return Outcome(status="timeout", error=f"The episode took more than {self.timeout:g} s.")
+        except ServersClosedError as error:
+            return Outcome(status="aborted", error=str(error))
         except ServerEndedError as error:
             line, *details = map(str, error.args)
-            return failed_outcome(prompt, line, cut("\n".join([line, *details])))
+            raise TrajectoryLostError(line, cut("\n".join([line, *details]))) from error
         finally:
             if not policy.recorder.branches:  # it failed: what it sampled is recorded for `completions/`
                 for part in parts.values():
@@ -250,7 +254,15 @@ class Verifiers(Environment):
             return named
         if isinstance(named, bool) or not isinstance(named, int):
             raise ConfigError(f"Prompt {prompt.index} has {COLUMN}={named!r}, and has to have a task's number or data.")
-        return self._tasks[named % len(self._tasks)]
+        number = len(self._tasks)
+        if COLUMN not in prompt.columns:
+            return self._tasks[named % number]
+        if not 0 <= named < number:
+            raise ConfigError(
+                f"Prompt {prompt.index} has {COLUMN}={named}, and {number} tasks were listed. Name one from 0 to "
+                f"{number - 1}, or raise environment.num_tasks={self.num_tasks}."
+            )
+        return self._tasks[named]
 
     def _read(self, episode: Episode, policy: RecordedPolicy, parts: Mapping[str, RecordedPolicy]) -> Outcome:
         """Return what an episode is worth; the policy gets the traces that are trained.

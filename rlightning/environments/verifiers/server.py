@@ -42,6 +42,10 @@ class ServerEndedError(Exception):
     """A server has ended, or was ended because it hung."""
 
 
+class ServersClosedError(ServerEndedError):
+    """The environment is being closed: what its server did is not done again."""
+
+
 class Launch(NamedTuple):
     """How a server is started.
 
@@ -157,7 +161,7 @@ class EnvironmentServer:
         for task in self._tasks:
             task.cancel()
         self._tasks = []
-        self._tell_all(ServerEndedError("its environment servers were closed"))
+        self._tell_all(ServersClosedError("its environment servers were closed"))
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
