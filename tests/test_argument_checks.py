@@ -23,6 +23,7 @@ from rlightning.data import PromptDataModule
 from rlightning.data.validation_sets import ValidationSet
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
+from rlightning.models import Adapter
 from rlightning.peer_names import CLASSES, PEER_NAMES
 from rlightning.rewards import RewardFunction, exact_match
 
@@ -300,6 +301,7 @@ def test_each_peer_name_leads_to_an_argument() -> None:
     kinds = {"model": GRPO, "data": PromptDataModule, "rollout": VLLMRollout, "trainer": lightning.pytorch.Trainer}
     assert {name: kind.__name__ for name, kind in kinds.items()} == CLASSES
     known = {f"{section}.{name}" for section, kind in kinds.items() for name in parameters_of(kind)}
+    known |= {f"model.adapter.{name}" for name in parameters_of(Adapter)}
     assert set(PEER_NAMES.values()) <= known
     own = {name: f"{here.partition('.')[0]}.{name}" for name, here in PEER_NAMES.items()}
     assert all(PEER_NAMES[name] == key for name, key in own.items() if key in known)

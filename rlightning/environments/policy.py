@@ -23,7 +23,7 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.outcomes import check_outcome
 from rlightning.environments.recorder import RecordedTurn, Recorder
 from rlightning.environments.timing import TimedSampler
-from rlightning.errors import RequestRefusedError, RunError
+from rlightning.errors import RequestRefusedError, RunError, StreamLostError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
 from rlightning.seeds import mix_seed
@@ -198,7 +198,8 @@ class RecordedPolicy:
                 samples = await self._sample(token_ids, sampling, num_samples, on_tokens)
             except Exception as error:
                 # That a schema is refused is the client's own error, and the trajectory goes on.
-                if sampling.json_schema is None or not isinstance(error, RequestRefusedError):
+                is_refusal = isinstance(error, RequestRefusedError) and not isinstance(error, StreamLostError)
+                if sampling.json_schema is None or not is_refusal:
                     self.failure = self.failure or error
                 raise
             messages = None if read is None else [read(sample) for sample in samples]

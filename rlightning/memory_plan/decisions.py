@@ -103,10 +103,10 @@ def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
 
     ``torch.cuda.set_per_process_memory_fraction`` makes the device smaller. An engine's share is of the whole one.
     """
-    device = trainer.strategy.root_device
+    work, device = read_run(trainer, module), trainer.strategy.root_device
     total = torch.cuda.get_device_properties(device).total_memory
     fraction = torch.cuda.get_per_process_memory_fraction(device) if torch.cuda.is_initialized() else 1.0
-    plan = MemoryPlan(read_run(trainer, module), int(fraction * total))
+    plan = MemoryPlan(work, int(fraction * total))
     if fraction == 1 or not plan.has_engine_share:
         return plan
     return plan.with_engine(utilization=plan.engine.utilization / fraction)
