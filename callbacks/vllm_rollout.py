@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.environments.collector import Collector, StepPlan
 from rlightning.environments.runner import EnvironmentRunner
-from rlightning.errors import EngineError, EngineStartError
+from rlightning.errors import EngineError
 from rlightning.hooks import fire
 from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
@@ -215,10 +214,7 @@ class VLLMRollout(RolloutCallback):
         loggers = trainer.loggers if has(trainer, HasLoggers) else ()
         if self._engines is None or not any(is_service(logger) for logger in loggers):
             return
-        starts = [engine.ready for engine in self._engines.engines if engine.process is not None]
-        for start in wait(starts, return_when=FIRST_COMPLETED).done:
-            if isinstance(error := start.exception(), EngineStartError):
-                raise error
+        self._engines.wait_for_first()
 
     def teardown(self, trainer: Loop, module: object, stage: str) -> None:
         """End the engine."""
@@ -445,8 +441,6 @@ class VLLMRollout(RolloutCallback):
         self._engines.sleep()
         self._room.on_engine_sleep(self._trainer, self._module)
         fire(self._trainer, self._module, "on_engine_sleep")
-
-    # Configuration
 
     def _check(self, stage: str) -> int | None:
         """Refuse what cannot work; the longest prompt that the data module lets through."""

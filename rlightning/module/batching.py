@@ -19,13 +19,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import RolloutBatch
-from rlightning.types.shared_prefixes import Prefixes
+from rlightning.types.shared_prefixes import Prefixes, find_prefixes
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
 MIN_SHARED = 0.2
@@ -202,6 +203,12 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
             load[rank] += costs[group]
             total[rank] += costs[group]
     return owner
+
+
+def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
+    """Return what sequences of a batch on the CPU share, 0 where it is less than :data:`MIN_SHARED` of one's tokens."""
+    order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
+    return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
 
 
 def join_families(

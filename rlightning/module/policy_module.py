@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -44,7 +42,7 @@ from rlightning.models.finite import check_finite
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.models.quantized import quantize_layers
 from rlightning.module import adapter_checkpoints
-from rlightning.module.batching import MIN_SHARED, join_families, split_microbatches
+from rlightning.module.batching import MIN_SHARED, find_long_prefixes, join_families, split_microbatches
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
@@ -405,14 +403,12 @@ class PolicyModule(Ranks, SavedModule):
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
         """Cut a batch by tokens into lists of sequences of about equal cost, those together that share long prefixes.
 
-        On every rank equally many, the last of which may be empty.
-
-        A sharded model gathers its weights from all ranks in each forward pass, so all have to make as many.
+        On every rank equally many, the last of which may be empty: a sharded model gathers its weights in each pass.
         """
         prefixes, lengths = self.long_prefixes(batch), batch.lengths.tolist()
         families, tokens = join_families(prefixes, lengths, max_tokens, path_share(self.model_config))
-        flops = self._flops(batch, prefixes.lengths).tolist()
-        whole = self._flops(batch, np.zeros_like(prefixes.lengths)).tolist()
+        flops = self._flops(batch, prefixes).tolist()
+        whole = self._flops(batch, Prefixes.none(batch.num_sequences)).tolist()
         costs = [whole[family[0]] + sum(flops[n] for n in family[1:]) for family in families]
         parts = split_microbatches(tokens, max_tokens, costs=costs)
         number = int(all_reduce(torch.tensor(len(parts)), "max"))
@@ -427,20 +423,16 @@ class PolicyModule(Ranks, SavedModule):
 
         A long prefix that it shares with another sequence counts for one of them.
         """
-        return self._flops(batch, self.long_prefixes(batch).lengths)
+        return self._flops(batch, self.long_prefixes(batch))
 
-    def _flops(self, batch: RolloutBatch, shared: NDArray[np.int64]) -> Tensor:
+    def _flops(self, batch: RolloutBatch, shared: Prefixes) -> Tensor:
         trained = 0 if self.adapter is None else self.adapter.num_parameters
-        count = partial(sequence_flops, self.model_config, adapter_weights=trained)
-        prefix = torch.from_numpy(shared)
+        count, prefix = partial(sequence_flops, self.model_config, adapter_weights=trained), shared.to_tensor()
         return count(batch.lengths, batch.sampled_lengths) - count(prefix, torch.zeros_like(prefix))
 
     def long_prefixes(self, batch: RolloutBatch) -> Prefixes:
-        """Return what sequences share of a batch on the CPU, 0 where it is too little to be computed once."""
-        if not self.shares_prefixes:
-            return Prefixes([*range(batch.num_sequences)], np.zeros(batch.num_sequences, np.int64))
-        order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
-        return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
+        """Return what sequences of a batch on the CPU share, 0 where it is too little to be computed once."""
+        return find_long_prefixes(batch) if self.shares_prefixes else Prefixes.none(batch.num_sequences)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rlightning import intervals
-from rlightning.errors import ConfigError, EngineDiedError, EngineError
+from rlightning.errors import ConfigError, EngineDiedError, EngineError, EngineStartError
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import any_rank, gather_objects, global_rank, world_size
 from rlightning.processes.liveness import RestartPolicy
@@ -110,6 +110,17 @@ class RankEngines:
         """Start the engines' processes; returns before they are up."""
         for engine in self.engines:
             engine.start()
+
+    def wait_for_first(self) -> None:
+        """Wait until one of the engines that have been started is up.
+
+        Raises:
+            EngineStartError: of one that could not start.
+        """
+        starts = [engine.ready for engine in self.engines if engine.process is not None]
+        for start in wait(starts, return_when=FIRST_COMPLETED).done:
+            if isinstance(error := start.exception(), EngineStartError):
+                raise error
 
     @property
     def living(self) -> list[Engine]:

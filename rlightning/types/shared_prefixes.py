@@ -32,6 +32,15 @@ class Prefixes(NamedTuple):
     order: list[int]
     lengths: NDArray[np.int64]
 
+    def to_tensor(self) -> Tensor:
+        """Return the lengths, [N]."""
+        return torch.from_numpy(self.lengths)
+
+    @classmethod
+    def none(cls, num_sequences: int) -> "Prefixes":
+        """Of sequences that are computed each for itself."""
+        return cls([*range(num_sequences)], np.zeros(num_sequences, np.int64))
+
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
