@@ -140,7 +140,7 @@ def summarise(run: Run, planned: Any, name: str) -> dict[str, Any]:
         seconds = [step[f"time/{phase}"] for step in later if f"time/{phase}" in step]
         row[f"{phase}, s"] = median(seconds) if seconds else None
     row["first step, s"] = steps[0]["time/step"] if steps else None
-    row["of it engine's start, s"] = steps[0].get("time/engine_start") if steps else None
+    row["of it engine's start, s"] = steps[0].get("time/engine_start", 0.0) if steps else None
     row["engine's share"] = chosen_share(run)
     row["layers checkpointed"] = f"{planned.count_checkpointed_layers()} of {planned.trainer.num_layers}"
     row["planned to wait on the host"] = ", ".join(planned.moved().by_name()) or "nothing"

@@ -193,8 +193,9 @@ def test_failures_are_their_workers_alone(tmp_path: Path, caplog: pytest.LogCapt
             assert re.search(error, failed.error or ""), failed.error
             assert waiting.status == "finished" and waiting.metrics["pid"] != pid
             pid = waiting.metrics["pid"]
+        environment.hang_timeout = 60.0
         held = asyncio.ensure_future(attempt(environment, "hold"))
-        await wait_for(lambda: list(tmp_path.glob(f"hold {pid}")))
+        await wait_for(lambda: list(tmp_path.glob(f"hold {int(pid)}")))
         os.kill(int(pid), signal.SIGKILL)
         assert (await held)[0].error == "its worker process ended (SIGKILL)"
         await environment.close()
