@@ -45,11 +45,11 @@ endif
 	$(BIN)/python -c "import transformers, vllm" >/dev/null
 	@touch $@
 
-# Six files of tests at a time, as most wait for processes; one at a time where they share GPUs.
+# Four files of tests at a time, as most wait for processes; one at a time where they share GPUs.
 # One thread a process: tests of several ranks share few cores, where waiting threads slow each other down tenfold.
 # Compiled once, or each process that they start compiles the package where PYTHONDONTWRITEBYTECODE is set.
 # The longest files first (tests/durations.json), in the order of which pytest-xdist gives them out.
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(if $(HAS_GPU),,-n 6 --dist loadfile --no-loadscope-reorder)
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(if $(HAS_GPU),,-n 4 --dist loadfile --no-loadscope-reorder)
 
 test: setup compiled
 	$(PYTEST) -m "not slow" $(ARGS)

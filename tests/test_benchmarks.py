@@ -103,7 +103,7 @@ def test_the_readmes_file_runs_with_another_model(tmp_path: Path) -> None:
     (row,) = read_csv(tmp_path / "out" / "table.csv")
     assert (row["model"], row["devices"], row["steps"], row["end"]) == ("tiny", "1", "2", "ok")
     seconds = [float(row[name]) for name in ("step, s", "generate, s", "update, s", "of it engine's start, s")]
-    assert all(value > 0 for value in seconds)
+    assert all(value > 0 for value in seconds[:3]) and seconds[3] >= 0  # an engine may be up before it is waited for
     config = yaml.safe_load((tmp_path / "out" / "tiny-1" / "run.yaml").read_text())
     assert config["model"]["init_args"]["samples_per_prompt"] == 8  # the README's
     (completions,) = (tmp_path / "out").rglob("completions/*1.parquet")

@@ -278,10 +278,10 @@ def test_sigterm_stops_all_ranks_at_same_batch(project: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_stuck_rank(project: Path) -> None:
-    options = ("--trainer.strategy.failure_grace", "600", "--model.stop_grace", "20")
+    options = ("--trainer.strategy.failure_grace", "600", "--model.stop_grace", "40")
     code, output = failing(project, "stuck", 0, "SIGINT", "lightning", *options, others="collective")
     assert code == 130, output
-    assert "ended, since the step under way was not over 20 s after the signal" in output
+    assert "ended, since the step under way was not over 40 s after the signal" in output
     assert "rank 0 cleans up" in output
 
 
