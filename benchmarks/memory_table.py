@@ -161,7 +161,8 @@ def describe_end(run: Run) -> str:
     if "out of memory" in log or "OutOfMemoryError" in log:
         return "out of memory"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"exit code {run.exit_code}: {(lines or [''])[-1][:120]}".replace("|", "/")
+    told = [line for line in lines if line.startswith("error: ")]  # behind it, libraries may say more
+    return f"exit code {run.exit_code}: {(told or lines or [''])[-1][:200]}".replace("|", "/")
 
 
 def main() -> None:

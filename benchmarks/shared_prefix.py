@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from launch import BENCHMARKS, benchmark_parser, finish, format_table, prepare, say
+from synthetic import count_graphs
 
 CASES = ("8192x8x1024", "16384x8x1024", "100x8x1024")
 
@@ -45,10 +46,9 @@ def measure(arguments: Any, module: Any, case: str, *, is_shared: bool) -> dict[
     batch.is_sampled = torch.arange(batch.num_tokens) - starts >= num_prompt
     module.share_prefixes = is_shared
     device, seconds, computed = module.device, [], 0
-    reset_peak(device)
-    for _ in range(arguments.steps):
-        synchronize(device)
-        begun, computed = time.perf_counter(), 0
+
+    def run() -> int:
+        computed = 0
         for sequences in module.split_microbatches(batch, arguments.microbatch_tokens):
             microbatch = module.to_microbatch(batch, sequences)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -56,8 +56,21 @@ def measure(arguments: Any, module: Any, case: str, *, is_shared: bool) -> dict[
             logprobs.mean().backward()
             computed += microbatch.num_tokens if microbatch.shared is None else microbatch.shared.unique.numel()
         synchronize(device)
-        seconds.append(time.perf_counter() - begun)
         module.loaded_actor.zero_grad()
+        return computed
+
+    reset_peak(device)
+    for _ in range(arguments.steps):
+        synchronize(device)
+        begun = time.perf_counter()
+        computed = run()
+        seconds.append(time.perf_counter() - begun)
+    if arguments.profile:
+        with torch.profiler.profile() as profile:
+            run()
+        order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        name = f"operations-{case}-{'once' if is_shared else 'each'}.txt"
+        (arguments.out / name).write_text(profile.key_averages().table(sort_by=order, row_limit=25))
     use = memory_use(device)
     return {
         "case": case,
@@ -66,6 +79,7 @@ def measure(arguments: Any, module: Any, case: str, *, is_shared: bool) -> dict[
         "tokens": batch.num_tokens,
         "computed": computed,
         "peak, GiB": use.peak / 2**30 if use else None,
+        "graphs": count_graphs(),
     }
 
 
@@ -75,6 +89,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=CASES, help="prompt x completions x new tokens")
     parser.add_argument("--groups", type=int, default=4, help="of a case (4)")
     parser.add_argument("--microbatch-tokens", type=int, default=32768, help="of a micro-batch (32768)")
+    parser.add_argument("--profile", action="store_true", help="write each row's operations by time")
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps}: the first does not count, at least 2 are needed")

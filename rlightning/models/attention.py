@@ -113,12 +113,33 @@ def packed_attention(
     if key_places is not None:
         # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end.
         assert cu_seq_lens_k is not None
-        k, v = k[key_places], v[key_places]
+        k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]
         attend_shared = varlen_attention if is_packed else padded_suffix_attention
         bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
         return attend_shared(q, k, v, bounds, longest, scaling, sliding_window).unsqueeze(0), None
     attend = varlen_attention if is_packed else padded_attention
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of a tensor by number, of which many are asked for several times.
+
+    The gradients of one row are added up in float32 at least, and by ``index_add``: the backward of ``x[rows]`` sorts
+    the numbers and adds one after the other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = x.shape[0]
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [rows], [grad] = ctx.saved_tensors, grads
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=wide)
+        return total.index_add(0, rows, grad.to(wide)).to(grad.dtype), None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # asks the driver, which torch.compile cannot trace

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from rlightning.models.adapter import linear_layers
 from rlightning.protocols import AdapterSettings
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -16,7 +15,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 SUPPORTS = "SupportsLoRA"
 MODELS = "vllm.model_executor.models"
 NEEDED = {
-    "vllm.lora.layers": ("BaseLayerWithLoRA", "LogitsProcessorWithLoRA"),
+    "vllm.lora.layers": ("BaseLayerWithLoRA",),
     "vllm.lora.lora_model": ("LoRAModel",),
     "vllm.lora.peft_helper": ("PEFTHelper",),
     "vllm.lora.request": ("LoRARequest",),
@@ -34,21 +33,20 @@ def sent_bytes(adapter: AdapterSettings, itemsize: int) -> int:
     return itemsize * adapter.num_parameters
 
 
-def place_bytes(adapter: AdapterSettings, config: PreTrainedConfig, itemsize: int) -> int:
-    """Return the bytes of the places that adapters are used in.
-
-    vLLM makes them, of the largest rank, in every linear layer of the blocks, adapted or not, and in most models in the
-    embedding and the output layer.
-    """
-    text_config = config.get_text_config()
-    vocabulary: int = text_config.vocab_size + text_config.hidden_size
-    layers = sum(outputs + inputs for outputs, inputs in linear_layers(config).values())
-    return itemsize * room_for(adapter.rank) * (layers + 2 * vocabulary)
+def place_bytes(adapter: AdapterSettings, itemsize: int) -> int:
+    """Return the bytes of the places that adapters are used in, which vLLM makes of the largest rank."""
+    return itemsize * room_for(adapter.rank) * sum(outputs + inputs for outputs, inputs in adapter.modules.values())
 
 
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
-    """Return arguments of an engine that has room for one adapter."""
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room_for(adapter.rank)}
+    """Return arguments of an engine that has room for one adapter, and for it in no other layers than it has."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": room_for(adapter.rank),
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapter.modules}),
+    }
 
 
 def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | None:

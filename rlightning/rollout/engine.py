@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -27,7 +28,63 @@ from rlightning.rollout.weights.transports import make_colocated_sender, make_st
 from rlightning.types import Prompt, Sample
 
 
-class Engine:
+class EngineSampler(ABC):
+    """Samples and scores by what an engine's server answers.
+
+    Attributes:
+        prefix_cache: of the requests of :meth:`sample`.
+    """
+
+    follows_schemas = True
+
+    def __init__(self) -> None:
+        self.prefix_cache = PrefixCacheUse()
+
+    @property
+    @abstractmethod
+    def files(self) -> ModelFiles:
+        """Of the model that the engine runs."""
+
+    @abstractmethod
+    async def _request(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine's server."""
+
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine.
+
+        Amid a weight update it waits for the end of the update.
+        """
+        return await self._sample(None, token_ids, sampling, num_samples)
+
+    async def stream(
+        self,
+        on_tokens: OnTokens,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+    ) -> list[Sample]:
+        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
+        return await self._sample(on_tokens, token_ids, sampling, num_samples)
+
+    async def _sample(
+        self, on_tokens: OnTokens | None, token_ids: Sequence[int], sampling: Sampling, num_samples: int
+    ) -> list[Sample]:
+        files = self.files
+        arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
+        outputs = await generate(self._request, on_tokens, token_ids, arguments)
+        self.prefix_cache.count(token_ids, outputs)
+        return make_samples(files, token_ids, outputs)
+
+    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """See :class:`~rlightning.rollout.sampler.Sampler`."""
+        return np.asarray(await self._request("score", token_ids), np.float32)
+
+
+class Engine(EngineSampler):
     """vLLM's AsyncLLM in a child process, or where ``rlightning serve`` has started it.
 
     It is a :class:`~rlightning.rollout.sampler.Sampler`; what waits may also be asked for by futures, from any thread.
@@ -39,18 +96,15 @@ class Engine:
 
     Attributes:
         process: the connection to the engine that was started last.
-        prefix_cache: of the requests of :meth:`sample`.
         is_verified: whether it has been found to hold the actor's weights, since its start.
         is_proven: whether it has been found to use an adapter that it was sent, since its start.
         has_base: whether it holds the weights that an adapter is added to.
     """
 
-    follows_schemas = True
-
     def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
         self.config = config
         self.process: EngineConnection | None = None
-        self.prefix_cache = PrefixCacheUse()
         self.is_verified = self.is_proven = self.has_base = False
         self._held_version: int | None = None
         self._is_asleep = False
@@ -103,44 +157,13 @@ class Engine:
         """Call a method of the engine's process; see :meth:`EngineConnection.submit`."""
         return self._running.submit(method, *arguments)
 
-    # A sampler
-
-    async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
-    ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine.
-
-        Amid a weight update it waits for the end of the update.
-        """
-        return await self._sample(None, token_ids, sampling, num_samples)
-
-    async def stream(
-        self,
-        on_tokens: OnTokens,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        num_samples: int = 1,
-        session: str | None = None,
-    ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
-        return await self._sample(on_tokens, token_ids, sampling, num_samples)
-
-    async def _sample(
-        self, on_tokens: OnTokens | None, token_ids: Sequence[int], sampling: Sampling, num_samples: int
-    ) -> list[Sample]:
-        files = model_files(self.config)
-        arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
-        outputs = await generate(self._request, on_tokens, token_ids, arguments)
-        self.prefix_cache.count(token_ids, outputs)
-        return make_samples(files, token_ids, outputs)
+    @property
+    def files(self) -> ModelFiles:
+        """Of the model that it runs."""
+        return model_files(self.config)
 
     async def _request(self, method: str, *arguments: Any) -> Any:
         return await asyncio.wrap_future(self.submit(method, *arguments))
-
-    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`."""
-        return np.asarray(await asyncio.wrap_future(self.submit("score", token_ids)), np.float32)
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """See :class:`~rlightning.rollout.sampler.Sampler`; of an engine that one rank has to itself."""

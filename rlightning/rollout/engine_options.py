@@ -250,7 +250,8 @@ class EngineOptions:
         check_kv_cache(arguments, model_config, is_cuda=is_cuda)
         if arguments.get("kv_cache_memory_bytes") is None:
             known = model_config or load_config(module.model_path)
-            arguments |= kv_cache_setting(arguments, known, device, is_alone=sharing == 1)
+            is_alone = sharing == 1 and self.placement == "standalone"
+            arguments |= kv_cache_setting(arguments, known, device, is_alone=is_alone)
         return EngineConfig(
             engine_args=arguments,
             device=device,
@@ -332,7 +333,7 @@ class EngineOptions:
         if adapter is None or self.send_adapter is False:
             return engine
         itemsize = getattr(torch, self.engine_dtype(device)).itemsize
-        places = self.num_engines * place_bytes(adapter, config, itemsize)
+        places = self.num_engines * place_bytes(adapter, itemsize)
         return replace(engine, weights=engine.weights + places, asleep=self.num_engines * sent_bytes(adapter, itemsize))
 
     def engine_dtype(self, device: torch.device) -> str:

@@ -16,20 +16,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rlightning import intervals, rpc
 from rlightning.errors import EngineDiedError, RequestRefusedError
 from rlightning.parallel.collectives import gather_objects, global_rank, world_size
 from rlightning.processes.liveness import Deadline
-from rlightning.rollout.engine import Engine, generate, make_samples, vllm_sampling
+from rlightning.rollout.engine import Engine, EngineSampler
 from rlightning.rollout.engine_pool import EngineId
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.prefix_cache import PrefixCacheUse
-from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler
+from rlightning.rollout.sampler import TokenSampler
 from rlightning.rollout.service import pack_arrays
-from rlightning.types import Sample
 
 COLLECTOR_RANK = 0
 """The rank that samples from all engines."""
@@ -82,7 +77,7 @@ class EngineRelay:
             self._num_requests -= 1
 
 
-class RemoteEngine:
+class RemoteEngine(EngineSampler):
     """An engine of another rank, as rank 0 samples from it.
 
     Args:
@@ -91,41 +86,14 @@ class RemoteEngine:
         files: of the model.
     """
 
-    follows_schemas = True
-
     def __init__(self, relay: "RelayConnection", engine_id: EngineId, files: ModelFiles) -> None:
+        super().__init__()
         self._relay, self._id, self._files = relay, engine_id, files
-        self.prefix_cache = PrefixCacheUse()
 
-    async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
-    ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine."""
-        return await self._sample(None, token_ids, sampling, num_samples)
-
-    async def stream(
-        self,
-        on_tokens: OnTokens,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        num_samples: int = 1,
-        session: str | None = None,
-    ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
-        return await self._sample(on_tokens, token_ids, sampling, num_samples)
-
-    async def _sample(
-        self, on_tokens: OnTokens | None, token_ids: Sequence[int], sampling: Sampling, num_samples: int
-    ) -> list[Sample]:
-        arguments = vllm_sampling(sampling, num_samples, self._files.end_token_ids)
-        outputs = await generate(self._request, on_tokens, token_ids, arguments)
-        self.prefix_cache.count(token_ids, outputs)
-        return make_samples(self._files, token_ids, outputs)
-
-    async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`."""
-        return np.asarray(await self._request("score", token_ids), np.float32)
+    @property
+    def files(self) -> ModelFiles:
+        """Of the model that it runs."""
+        return self._files
 
     async def _request(self, method: str, *arguments: Any) -> Any:
         work = self._relay.request(self._id.number, method, *arguments)

@@ -75,7 +75,21 @@ def test_engines_starting_together_get_explicit_cache_sizes(folder: str, device_
                 cache_of(folder, arguments, is_alone=False)
             continue
         told = cache_of(folder, arguments, is_alone=False)["kv_cache_memory_bytes"]
-        assert told == min(int(0.9 * available), engine.wanted)
+        assert told == min(available - available // 10, engine.wanted)
+
+
+def test_engine_beside_actor_gets_explicit_cache_size(folder: str, tmp_path: Path, device_of: Any) -> None:
+    """vLLM would take the actor, which is loaded while it measures, for its own."""
+    total = 30 << 30
+    device_of(total)
+    config, batch = load_config(folder), replace(TWO_PROMPTS, prompts_per_step=1 << 20, samples_per_prompt=8)
+    module = SimpleNamespace(model_path=folder, max_model_length=config.max_position_embeddings, plan=batch)
+    rollout = VLLMRollout(max_new_tokens=24, engine={"max_num_seqs": 1 << 20})
+    [engine] = rollout.options.configure(module, GPU, rollout.sampling, 16, tmp_path)
+    arguments = dict(engine.engine_args)
+    told = arguments.pop("kv_cache_memory_bytes")
+    assert told == read_engine(config, arguments).available(total) - (1 << 30)
+    assert cache_of(folder, arguments, is_alone=True) == {}
 
 
 def test_on_a_cpu_up_to_a_limit(folder: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -57,22 +57,6 @@ def install_adapter(
     adapters.add_adapter(adapter)
     adapters.activate_adapter(ADAPTER_ID)
     return homeless
-
-
-def unwrap_output_layer(model: Any, manager: Any) -> None:
-    """Take away what adds an adapter to the output layer, which no adapter here has.
-
-    vLLM's wrapper knows of the rows that are sampled from alone: it fails, or worse, at a prompt's log-probabilities.
-    """
-    adapters = manager._adapter_manager
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LogitsProcessorWithLoRA):
-            _replace(model, name, module.base_layer)
-            for key in [key for key, value in adapters.modules.items() if value is module]:
-                del adapters.modules[key]
-                head = model.get_submodule(key)
-                if isinstance(head, BaseLayerWithLoRA):  # the embedding is the output layer, too, and wrapped as one
-                    _replace(model, key, head.base_layer)
 
 
 @contextmanager

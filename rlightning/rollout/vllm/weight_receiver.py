@@ -60,10 +60,6 @@ class WeightReceiver:
         receiver.open(torch.device(self.device))
         self._rl_receiver = receiver
         if self._rl_stored_form is None:
-            if self.vllm_config.lora_config is not None:
-                from rlightning.rollout.vllm.adapters import unwrap_output_layer  # which not all versions have
-
-                unwrap_output_layer(self.model_runner.model, self.model_runner.lora_manager)
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
                 self._rl_stored_form = StoredForm(self.vllm_config.model_config)
 
