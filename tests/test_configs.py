@@ -107,8 +107,8 @@ def test_the_agents_demo_learns_to_call(tmp_path: Path) -> None:
     options = ("--trainer.max_steps", "40", "--model.prompts_per_step", "32", "--model.lr", "3e-3")
     fit("calculator_sft.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/calculator/sft")
     (tmp_path / "calculator.py").symlink_to(example / "calculator.py")
-    options = (*TWO_STEPS, "--model.prompts_per_step", "16", "--trainer.default_root_dir", "runs/calculator/grpo")
-    grpo = fit("calculator_grpo.yaml", tmp_path, *options)
+    small = (*TWO_STEPS, "--model.prompts_per_step", "16")
+    grpo = fit("calculator_grpo.yaml", tmp_path, *small, "--trainer.default_root_dir", "runs/calculator/grpo")
     assert steps_with(grpo, "val/heldout/pass@1") == [0, 2] and steps_with(grpo, "reward/mean") == [1, 2]
     # of sequences with an advantage, if there are any so early: others are not computed
     gaps = [float(row["policy/rollout_gap_max"]) for row in grpo if row["reward/mean"]]
