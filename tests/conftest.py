@@ -1,7 +1,6 @@
 """What all tests share: the fork server, the order of files, and a last line that says what was left out and why."""
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -70,11 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.stash[RAY_FOLDER] = ScratchFolder("tests")
         os.environ["RAY_TMPDIR"] = str(config.stash[RAY_FOLDER].path)
-
-
-def pytest_collection_finish() -> None:
-    """Spare the garbage collector what has been imported and collected, and stays: 0.7 s each time it looks at all."""
-    gc.freeze()
 
 
 def read_durations() -> dict[str, list[float]]:
