@@ -50,6 +50,7 @@ PRELOADED = (
     "rlightning.rollout.vllm.weight_receiver",
     "rlightning.rollout.vllm.scheduler",
     "transformers.models.qwen3.modeling_qwen3",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.worker.cpu_worker",
     "torch.distributed.run",
@@ -375,6 +376,7 @@ def main() -> None:
     sys.modules["ray"] = None  # type: ignore[assignment]  # it reads its variables when it is loaded; vLLM does without
     for name in PRELOADED:
         importlib.import_module(name)
+    replace_kernels()
     del sys.modules["ray"]
     _set_by_imports.update({k: v for k, v in os.environ.items() if k not in before})
     sys.path.remove(str(Path(__file__).parent))
@@ -382,6 +384,14 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # or each fork's collector would write to, and so copy, all that it has imported
     end(serve(connection, listener))
+
+
+def replace_kernels() -> None:
+    """Do once what each of vLLM's workers on a CPU begins with: look through all modules for kernels to replace."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign,assignment]
 
 
 def end(program: Program) -> NoReturn:

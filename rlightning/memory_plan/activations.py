@@ -123,7 +123,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
         if decoder.is_compiled:
             is_checkpointed = decoder.gradient_checkpointing
             eager = trace_layer(kind, replace(decoder, gradient_checkpointing=False))[0] if is_checkpointed else layer
-            saved = max(eager @ KEPT - _trace_compiled(config, decoder, kind, tokens, longest), 0)
+            saved = max(eager @ KEPT - trace_compiled(config, decoder, kind, tokens, longest), 0)
             if is_checkpointed:  # the backward has the activations of a layer at a time
                 beside -= saved * BACKWARD
             else:
@@ -156,8 +156,8 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, tokens: int, longest: int) -> int:
-    """Bytes that a layer of a kind keeps for its backward once it is compiled, its result included."""
+def trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, tokens: int, longest: int) -> int:
+    """Return the bytes that a layer of a kind keeps for its backward once it is compiled, its result included."""
     given: dict[str, Any] = {}
     num_bytes = 0
 

@@ -107,7 +107,10 @@ def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile takes a size of 1 for a constant: the filler's single token would cost a graph of its own.
-        return (forward if hidden_states.shape[1] == 1 else compiled)(hidden_states, *args, **kwargs)
+        if hidden_states.shape[1] == 1:  # torch.compile takes that for a constant: the filler would cost a graph
+            return forward(hidden_states, *args, **kwargs)
+        # A layer's own numbers, such as the scale of attention, never change: found out later, it is traced again.
+        with torch._dynamo.config.patch(specialize_float=True):
+            return compiled(hidden_states, *args, **kwargs)
 
     return run

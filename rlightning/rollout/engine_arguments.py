@@ -1,6 +1,7 @@
 """Arguments of vLLM's engine that a user gives: which are passed through, and which belong to the run."""
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,15 +116,16 @@ def check_cpu(given: Mapping[str, Any], max_model_len: int) -> None:
         )
 
 
-def argument_names() -> set[str]:
+@functools.cache
+def argument_names() -> frozenset[str]:
     """Return the fields of vLLM's AsyncEngineArgs, read from its source: importing it would change this process."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
-    return {
+    return frozenset(
         field.target.id
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
+    )

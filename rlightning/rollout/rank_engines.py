@@ -244,6 +244,7 @@ class RankEngines:
         if self.config.has_adapter:
             assert has(source, HasAdapter), "its adapter is what the engines were started for"
             source = adapter_source = AdapterSource(source)
+        self._has_waited = True  # the run has begun: from here on none is waited for beside one that is up
         if self._updater is None:
             self._updater = WeightUpdater(self._make_sender(source), keeps_cache=self.keeps_cache)
         stale = [engine for engine in self.living if engine.is_up and engine.weight_version != weight_version]

@@ -48,7 +48,7 @@ def make_data(folder: Path, **kwargs: Any) -> PromptDataModule:
 
 def make_rollout(**kwargs: Any) -> VLLMRollout:
     """A small engine, verified at every sync, and what it samples, if it can be."""
-    engine = {"kv_cache_memory_bytes": 1 << 28, **kwargs.pop("engine", {})}
+    engine = {"kv_cache_memory_bytes": 1 << 25, **kwargs.pop("engine", {})}
     is_plain = kwargs.keys().isdisjoint(("temperature", "top_p", "top_k", "min_p"))
     usual: dict[str, Any] = {"max_new_tokens": 8, "verify_every": 1, "verify_trajectories": is_plain}
     return VLLMRollout(**usual | kwargs, engine=engine)

@@ -21,21 +21,9 @@ from rlightning.models import layers, load_policy, packed_logprobs
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers, should_compile
 from rlightning.types import RolloutBatch
 
-SHAPES = [
-    [7, 2, 5, 12],
-    [9],
-    [3, 3, 3],
-    [20, 2, 4],
-    [2],
-    [30, 8, 8],
-    [5, 5],
-    [2, 2],
-    [6, 7, 8, 9, 10],
-    [1],
-    [40],
-    [2, 13],
-]
+SHAPES = [[7, 2, 5, 12], [9], [3, 3, 3], [2, 2], [1], [2, 13]]
 """Lengths of micro-batches in which T, N and the longest change, and are as small as they get."""
+LATER_SHAPES = [[30, 8, 8], [2], [1]]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +65,7 @@ def count_graphs() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kinds"), [("qwen3", 1), ("gemma3", 2), ("gpt2", 1)])
+@pytest.mark.parametrize(("name", "kinds"), [("gemma3", 2), ("gpt2", 1)])
 def test_layer_kind_compiles_once_per_gradient_mode(name: str, kinds: int, tmp_path: Path) -> None:
     architecture, config = MODELS[name]
     types = {"layer_types": [*config["layer_types"], "sliding_attention"]} if "layer_types" in config else {}
@@ -89,8 +77,8 @@ def test_layer_kind_compiles_once_per_gradient_mode(name: str, kinds: int, tmp_p
     for run, shapes, graphs in (
         (train, SHAPES, kinds),
         (evaluate, SHAPES, 2 * kinds),
-        (train, SHAPES[::-1], 2 * kinds),
-        (evaluate, SHAPES[::-1], 2 * kinds),
+        (train, LATER_SHAPES, 2 * kinds),
+        (evaluate, LATER_SHAPES, 2 * kinds),
     ):
         torch.testing.assert_close(run(compiled, shapes), run(eager, shapes), atol=1e-6, rtol=1e-6)
         assert count_graphs() == graphs
@@ -102,10 +90,11 @@ def test_layer_kind_compiles_once_per_gradient_mode(name: str, kinds: int, tmp_p
 def test_packed_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
     policies = [load_policy(folder) for _ in range(2)]
-    expected = [run(policies[0], SHAPES) for run in (train, evaluate)]
+    rounds = [(train, SHAPES), (evaluate, SHAPES), (train, LATER_SHAPES), (evaluate, LATER_SHAPES)]
+    expected = [run(policies[0], shapes) for run, shapes in rounds]
     run_kernels_on_cpu(monkeypatch)
     compile_layers(policies[1])
-    got = [run(policies[1], SHAPES) for run in (train, evaluate)]
+    got = [run(policies[1], shapes) for run, shapes in rounds]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert count_graphs() == 2 and not counters["graph_break"]
 
@@ -140,7 +129,7 @@ def test_a_compiled_run_is_the_eager_run(tmp_path: Path, caplog: pytest.LogCaptu
         module = GRPO(
             model,
             rewards=[share_of_ones],
-            prompts_per_step=4,
+            prompts_per_step=2,
             samples_per_prompt=2,
             updates_per_rollout=2,
             max_tokens_per_microbatch=24,

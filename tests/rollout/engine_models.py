@@ -47,7 +47,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         "max_model_len": 256,
         "max_num_seqs": 32,
         "enforce_eager": True,
-        "kv_cache_memory_bytes": 1 << 28,
+        "kv_cache_memory_bytes": 1 << 25,
         "distributed_executor_backend": "uni",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",

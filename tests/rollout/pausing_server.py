@@ -9,7 +9,7 @@ import numpy as np
 from rlightning.rollout.vllm.server import VLLMServer, start_engine
 
 NUM_PAUSES = 8
-MAX_TOKENS = 240
+MAX_TOKENS = 80
 NUM_PROMPTS, NUM_SAMPLES = 12, 16
 """More samples at a time than vLLM takes in without a break, by default (128)."""
 
@@ -24,7 +24,7 @@ async def pause_often(model_folder: str) -> None:
             "max_model_len": 256,
             "max_num_seqs": 256,
             "enforce_eager": True,
-            "kv_cache_memory_bytes": 1 << 28,
+            "kv_cache_memory_bytes": 1 << 25,
             "distributed_executor_backend": "uni",
             "logprobs_mode": "processed_logprobs",
             "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,7 @@ class Run:
 
     def __init__(self, model: str, folder: Path, policy: Policy, **arguments: Any) -> None:
         self.fault = folder / "fault"
-        self.set_fault("")
+        self.fault.write_text("")
         config = engine_config(model, folder / "engine.log", bucket_bytes=30_000)  # several chunks of both
         assert policy.adapter is not None
         config.engine_args.update(engine_arguments(policy.adapter), worker_extension_cls="wrong_adapters.WrongAdapter")
@@ -82,8 +83,16 @@ class Run:
     def engine(self) -> Engine:
         return self.engines.engines[0]
 
-    def set_fault(self, fault: str) -> None:
+    @contextmanager
+    def finding(self, fault: str) -> "Iterator[pytest.ExceptionInfo[EngineError]]":
+        """Within, the engine gets adapters wrong, and the weights that it is sent are found not to be the actor's."""
         self.fault.write_text(fault)
+        try:
+            with pytest.raises(EngineError, match="Actor and engine disagree") as error:
+                yield error
+        finally:
+            self.fault.write_text("")
+        assert self.engine.weight_version is None
 
     def begin(self, policy: Policy) -> WeightSync:
         """Forget what has been proven; the sync of a run with this policy."""
@@ -166,34 +175,24 @@ def test_keys_and_values_of_the_adapter_before_are_not_read_again(run: Run, mode
 @pytest.mark.parametrize("fault", ["not applied", "applied twice", "alpha", "rslora", "one module missing"])
 def test_what_is_wrong_with_a_new_adapter_is_found(fault: str, run: Run, model: str) -> None:
     """A new adapter changes nothing, so only other values in it show that it is wrong."""
-    policy = Policy(model)
-    run.set_fault(fault)
-    try:
-        with pytest.raises(EngineError, match="Actor and engine disagree") as error:
-            run.begin(policy).sync_weights()
-    finally:
-        run.set_fault("")
+    sync = run.begin(Policy(model))
+    with run.finding(fault) as error:
+        sync.sync_weights()
     if fault == "not applied":
         assert "it does not apply the adapter" in str(error.value)
-    assert run.engine.weight_version is None and not run.engine.is_proven
-    run.begin(policy).sync_weights()
+    assert not run.engine.is_proven
 
 
 @pytest.mark.parametrize("size", [0.001, 0.1])
-@pytest.mark.parametrize("fault", ["older", "not applied", "applied twice", "alpha", "one module missing"])
-def test_what_is_wrong_with_a_later_adapter_is_found(fault: str, size: float, run: Run, model: str) -> None:
+def test_what_is_wrong_with_a_later_adapter_is_found(size: float, run: Run, model: str) -> None:
     policy = Policy(model)
     policy.change(1, size)
     sync = run.begin(policy)
-    sync.sync_weights()
-    policy.change(2, size)
-    run.set_fault(fault)
-    try:
-        with pytest.raises(EngineError, match="Actor and engine disagree"):
+    for seed, fault in enumerate(("older", "not applied", "applied twice", "alpha", "one module missing"), start=2):
+        sync.sync_weights()
+        policy.change(seed, size)
+        with run.finding(fault):
             sync.sync_weights()
-    finally:
-        run.set_fault("")
-    assert run.engine.weight_version is None
 
 
 def test_requests_under_way_go_on_with_the_new_adapter(run: Run, model: str) -> None:

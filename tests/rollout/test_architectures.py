@@ -1,5 +1,6 @@
 """Tiny models of the architectures that are not refused: through plan, export, engine and weight sync, and back."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import torch
 from engine_models import Actor, engine_config, make_prompt, send, started
 from tiny import save_byte_model
 from tiny_models import save_tiny
+from transformers import PreTrainedConfig
 
+from rlightning.callbacks import VLLMRollout
 from rlightning.cli.plan import parse_work, plan
 from rlightning.errors import EngineError
-from rlightning.memory_plan.activations import Decoder, measure_activations
+from rlightning.memory_plan.activations import Decoder, group_layers, measure_activations, trace_compiled
 from rlightning.memory_plan.phases import MemoryPlan
+from rlightning.memory_plan.work import Work
 from rlightning.models import load_policy, load_tokenizer, packed_logprobs, save_policy
+from rlightning.models.layers import checkpoint_layers
 from rlightning.rollout import Sampling
 from rlightning.types import RolloutBatch
 
@@ -25,10 +30,10 @@ TOKENS = [3 + (7 * i) % 37 for i in range(24)]
 RUN = """\
 model:
   class_path: rlightning.algorithms.GRPO
-  init_args: {model: model, rewards: [rlightning.rewards.exact_match], prompts_per_step: 4}
-data: {train: rows.jsonl, max_prompt_tokens: 64}
-rollout: {max_new_tokens: 64}
-trainer: {precision: bf16-mixed, max_steps: 3}
+  init_args: {{model: {model}, rewards: [rlightning.rewards.exact_match], prompts_per_step: 4}}
+data: {{train: rows.jsonl, max_prompt_tokens: 64}}
+rollout: {{max_new_tokens: 64}}
+trainer: {{precision: bf16-mixed, max_steps: 3}}
 """
 COMMON: dict[str, dict[str, Any]] = {
     "gpt2": {},
@@ -92,6 +97,26 @@ KINDS = [
     ),
     *(pytest.param(kind, config, id=kind, marks=pytest.mark.slow) for kind, config in OTHERS.items()),
 ]
+TRAINER = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=True, is_compiled=True)
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run of a mixture of experts."""
+    folder = tmp_path_factory.mktemp("run")
+    model = save_tiny("qwen3_moe", folder / "model", **SIZES | COMMON["qwen3_moe"])
+    (folder / "run.yaml").write_text(RUN.format(model=model))
+    return str(folder / "run.yaml")
+
+
+@pytest.fixture(scope="module")
+def work(config_file: str) -> Work:
+    return parse_work(["fit", "--config", config_file])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(save_byte_model(tmp_path_factory.mktemp("bytes")))
 
 
 @torch.no_grad()
@@ -100,52 +125,60 @@ def score(model: Any) -> torch.Tensor:
     return packed_logprobs(model, RolloutBatch.of_sequences([TOKENS]))[0]
 
 
-def check_plan(kind: str) -> None:
-    """Plan the run in this folder; for an architecture that is not common, each part that depends on it once."""
-    if kind in COMMON:
-        assert "GiB each" in plan(["--config", "run.yaml", "--device-memory", "80GB"])
-        return
-    work = parse_work(["fit", "--config", "run.yaml"])
-    planned = MemoryPlan(work, 80 << 30)
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of the sum of these; experts that no token goes to have none."""
+    packed_logprobs(model, RolloutBatch.of_sequences([TOKENS]))[0].sum().backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def check_plan(kind: str, config: PreTrainedConfig, work: Work) -> None:
+    """Plan each part of a run that depends on the architecture; of one that is not common, layers as compiled alone."""
+    planned = MemoryPlan(replace(work, config=config).beside([VLLMRollout(max_new_tokens=64)], 64), 80 << 30)
     assert planned.trainer.weights.held > 0 and planned.engine.num_sequences(80 << 30) > 0
-    decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=True, is_compiled=True)
-    assert measure_activations(work.config, decoder, 2 * work.longest, work.longest).kept > 0
+    tokens = (2 * work.longest, work.longest)
+    if kind in COMMON:
+        assert measure_activations(config, TRAINER, *tokens).kept > 0
+    else:
+        assert all(trace_compiled(config, TRAINER, layer, *tokens) > 0 for layer in group_layers(config))
+
+
+@pytest.mark.long
+def test_a_run_of_a_mixture_of_experts_is_planned(config_file: str) -> None:
+    assert "GiB each" in plan(["--config", config_file, "--device-memory", "80GB"])
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "sizes"), KINDS)
 def test_an_architecture_goes_through_plan_export_engine_and_sync(
-    kind: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, sizes: dict[str, Any], work: Work, tokenizer: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_tiny(kind, tmp_path / "model", **SIZES | sizes)
-    Path("run.yaml").write_text(RUN)
-    check_plan(kind)
+    actor = Actor(save_tiny(kind, tmp_path / "model", **SIZES | sizes))
+    check_plan(kind, actor.model.config, work)
 
-    actor = Actor("model")
     actor.perturb(0)
-    save_policy(actor.model, load_tokenizer(save_byte_model(tmp_path / "bytes")), tmp_path / "saved", dtype=None)
-    torch.testing.assert_close(score(load_policy("saved")), score(actor.model), atol=1e-5, rtol=0)
+    save_policy(actor.model, tokenizer, tmp_path / "saved", dtype=None)
+    exported, expected = load_policy(str(tmp_path / "saved")), score(actor.model)
+    torch.testing.assert_close(score(exported), expected, atol=1e-5, rtol=0)
+    checkpoint_layers(exported, 1)
+    torch.testing.assert_close(gradients(exported), gradients(actor.model), atol=1e-4, rtol=1e-4)
 
-    prompt, config = make_prompt("1+1="), engine_config("saved", tmp_path / "engine.log")
+    config = engine_config(str(tmp_path / "saved"), tmp_path / "engine.log")
     config.engine_args.update(load_format="auto", max_model_len=192)
     with started(config) as engine:
-        np.testing.assert_allclose(
-            engine.score_all(np.array([TOKENS]))[0], score(actor.model), atol=1e-4
-        )  # what was exported
+        np.testing.assert_allclose(engine.score_all(np.array([TOKENS]))[0], expected, atol=1e-4)  # what was exported
         for version in (1, 2):
             actor.perturb(version)
             send(engine, actor, version)
             np.testing.assert_allclose(engine.score_all(np.array([TOKENS]))[0], score(actor.model), atol=1e-4)
-            ((completion,),) = engine.generate([prompt], 1, Sampling(max_new_tokens=12))
-            np.testing.assert_allclose(completion.logprobs, actor.logprobs(prompt, completion, 1.0), atol=1e-4)
+        prompt = make_prompt("1+1=")
+        ((completion,),) = engine.generate([prompt], 1, Sampling(max_new_tokens=12))
+        np.testing.assert_allclose(completion.logprobs, actor.logprobs(prompt, completion, 1.0), atol=1e-4)
 
 
 @pytest.mark.processes
-def test_a_weight_that_vllm_has_no_place_for_is_named(tmp_path: Path) -> None:
+def test_a_weight_that_vllm_has_no_place_for_is_named(tokenizer: Any, tmp_path: Path) -> None:
     model = save_tiny("qwen3", tmp_path / "model", **SIZES | GROUPED | {"head_dim": 32, "attention_bias": True})
-    save_byte_model(tmp_path / "bytes")
-    load_tokenizer(str(tmp_path / "bytes")).save_pretrained(model)
+    tokenizer.save_pretrained(model)
     with started(engine_config(model, tmp_path / "engine.log")) as engine:
         biases = (
             r"2 of the weights that the actor sent were not taken, such as model\.layers\.0\.self_attn\.o_proj\.bias"

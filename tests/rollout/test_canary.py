@@ -66,6 +66,14 @@ class Policy:
         send(self.engine, Source(sent), self.version)
         self.canary.check(self.engine.score_all(self.canary.token_ids), self.model.config)
 
+    def rejects(self, sent: Weights) -> bool:
+        """Whether that fails."""
+        try:
+            self.verify(sent)
+        except EngineError as error:
+            return "the engine holds other weights, or computes otherwise than the actor" in str(error)
+        return False
+
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def loaded(
@@ -105,7 +113,7 @@ def update(weights: Weights, lr: float, seed: int = 2) -> Weights:
 
 
 def test_right_weights_pass_after_each_of_many_updates(policy: Policy) -> None:
-    for step in range(20):
+    for step in range(8):
         policy.take(update(policy.weights, 1e-5, seed=100 + step))
         policy.verify(policy.weights)
 
@@ -169,10 +177,10 @@ FAULTS: dict[str, Callable[[Weights], Weights]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_wrong_weights_are_caught(policy: Policy, fault: Callable[[Weights], Weights]) -> None:
-    with pytest.raises(EngineError, match="the engine holds other weights, or computes otherwise than the actor"):
-        policy.verify(policy.weights | fault(policy.weights))
+def test_wrong_weights_are_caught(policy: Policy) -> None:
+    missed = [name for name, fault in FAULTS.items() if not policy.rejects(policy.weights | fault(policy.weights))]
+    assert missed == []
+    policy.verify(policy.weights)
 
 
 @pytest.mark.parametrize("updates", [1, 3])

@@ -5,17 +5,24 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_models import Actor, engine_config, make_prompt, save_model, send
+import torch
+from engine_models import Actor, Weights, engine_config, make_prompt, save_model, send
 
 from rlightning.errors import EngineDiedError, StreamLostError
 from rlightning.rollout import OnTokens, Sampling
 from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
 from rlightning.rollout.engine_relay import EngineRelay, RelayConnection, RemoteEngine
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.rank_engines import RankEngines
+from rlightning.rollout.weights import WeightSource
+from rlightning.rollout.weights.driver import WeightSender
 from rlightning.rpc import background_loop
 from rlightning.rpc.client import LoopThread
 from rlightning.types import Sample
@@ -187,6 +194,25 @@ def test_idle_seconds_count_serving_engines_without_requests(monkeypatch: pytest
         await test(EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: None), *engines, [])
 
     asyncio.run(start())
+
+
+class NoWeights(WeightSender):
+    """Sends nothing."""
+
+    def fill(self, source: WeightSource) -> Iterator[int]:
+        return iter(())
+
+
+def test_engine_that_comes_back_is_not_waited_for(tmp_path: Path) -> None:
+    """Beside one that is up, also if all were up as the run began, so that it has waited for none."""
+    engines: list[Any] = [SimpleNamespace(is_alive=True, is_up=True, weight_version=None, process=None) for _ in "01"]
+    config = EngineConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
+    run = RankEngines([config], engines, lambda _: NoWeights(), is_colocated=False)
+    run.send_weights(Weights(), 0)
+    engines[0].is_up = False
+    assert not run.is_starting
+    engines[1].is_up = False
+    assert run.is_starting
 
 
 @pytest.fixture(scope="module")
