@@ -102,7 +102,7 @@ GOING = (
 barrier("start")
 # The barrier's own timeout ends the waiting for a store that does not answer.
 intervals.STORE_TIMEOUT, intervals.MIN_STORE_TIMEOUT = 600, 5
-intervals.BARRIER_REPORT_GRACE = 10  # also who is slow answers
+intervals.BARRIER_REPORT_GRACE = 5  # also who is slow answers
 if rank == int(sys.argv[1]):
     shared = cpu_group.connection()
     for other in {0, 1, 2} - {rank}:  # have left the first one and come to the next
