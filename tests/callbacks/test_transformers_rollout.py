@@ -112,7 +112,7 @@ trainer: {accelerator: cpu, max_steps: 2, default_root_dir: run}
 WITHOUT_VLLM = """\
 import sys
 for name in list(sys.modules):  # those of the process that this one may be a fork of
-    if name.split(".")[0] in ("rlightning", "vllm"):
+    if name.split(".")[0] in ("lightning", "rlightning", "vllm"):
         del sys.modules[name]
 sys.modules["vllm"] = None  # as if it were not installed
 from rlightning.__main__ import main
