@@ -299,6 +299,8 @@ def test_command_to_go_on_is_shown_and_works(project: Path, number: signal.Signa
         "--ckpt_path last"
     )
     assert f"The state after step 2 is saved. Go on with:\n  {command}\n" in output
+    if number == signal.SIGINT:
+        return  # it is the same command
     arguments = command.replace("slow.Slow", "rlightning.algorithms.SFT").split()[1:]
     continued = subprocess.run(
         [sys.executable, "-m", "rlightning", *arguments], cwd=project, env=environment(), capture_output=True, text=True
