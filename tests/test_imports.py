@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -190,6 +190,37 @@ def test_workers_files_need_only_msgpack() -> None:
         if others:
             found[str(path.relative_to(PACKAGE))] = sorted(others)
     assert found == {}
+
+
+def imported_first(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """What is imported when a module is: not what its functions import, nor what type checkers alone do."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported(node)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imported_first(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imported_first(list(ast.iter_child_nodes(node)))
+
+
+def test_the_engines_process_knows_no_actor() -> None:
+    waiting = [PACKAGE / "rollout" / "vllm" / f"{name}.py" for name in ("process", "weight_receiver", "scheduler")]
+    seen: dict[Path, list[str]] = {}
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen[path] = list(imported_first(ast.parse(path.read_text(encoding="utf-8")).body))
+        for parts in (name.split(".")[1:] for name in seen[path] if name.startswith("rlightning.")):
+            for length in range(1, len(parts) + 1):
+                module = PACKAGE.joinpath(*parts[:length])
+                waiting += filter(Path.is_file, (module.with_suffix(".py"), module / "__init__.py"))
+    assert PACKAGE / "rpc" / "peer.py" in seen
+    models = PACKAGE / "models"
+    of_configurations = {models / "__init__.py", models / "remote_code.py"}
+    actors = {models, PACKAGE / "module", PACKAGE / "optim", PACKAGE / "algorithms"}
+    assert not [path for path in seen.keys() - of_configurations if not actors.isdisjoint(path.parents)]
+    assert not [name for names in seen.values() for name in names if name.split(".")[0] in ("lightning", "peft")]
 
 
 def test_cli_and_trainer_import_no_concrete_callback() -> None:

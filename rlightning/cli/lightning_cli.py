@@ -175,12 +175,10 @@ class RLCLI(LightningCLI):
             args=args,
         )
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Lightning's commands; completions are written to a file, never returned."""
-        commands = LightningCLI.subcommands()
-        commands["predict"].add("return_predictions")
-        return commands
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The one that is called: the options of Lightning's others take as long. Completions go to a file."""
+        hidden = LightningCLI.subcommands()[self.args[0]]
+        return {self.args[0]: hidden | {"return_predictions"} if self.args[0] == "predict" else hidden}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("fresh_process")
     [
         (2, 2, "with"),
         (1, 2, "without"),
-        *(pytest.param(*sizes, "with", marks=pytest.mark.slow) for sizes in ((1, 1), (2, 1), (1, 2))),
+        pytest.param(1, 1, "with", marks=pytest.mark.slow),
     ],
 )
 def test_heads_store_and_the_others_do_not(

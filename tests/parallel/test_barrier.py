@@ -76,7 +76,7 @@ result["hooks"] = len(heard)
 
 if rank == 1:
     wait_for("gave up", 0, 2)
-note("late", "save", timeout=600 if rank == 1 else 10)
+note("late", "save", timeout=600 if rank == 1 else 6)
 tell("gave up")
 note("after", "next")  # a rank that goes on regardless learns of it at once
 
@@ -89,7 +89,7 @@ leave("met elsewhere")
 connect()
 if rank == 2:
     wait_for("did not meet", 0, 1)
-note("never made", "very first", timeout=10)
+note("never made", "very first", timeout=6)
 tell("did not meet")
 print(json.dumps(result), flush=True)
 leave("is through")
@@ -102,7 +102,7 @@ GOING = (
 barrier("start")
 # The barrier's own timeout ends the waiting for a store that does not answer.
 intervals.STORE_TIMEOUT, intervals.MIN_STORE_TIMEOUT = 600, 5
-intervals.BARRIER_REPORT_GRACE = 10  # also who is slow answers
+intervals.BARRIER_REPORT_GRACE = 5  # also who is slow answers
 if rank == int(sys.argv[1]):
     shared = cpu_group.connection()
     for other in {0, 1, 2} - {rank}:  # have left the first one and come to the next
@@ -111,7 +111,7 @@ if rank == int(sys.argv[1]):
     if sys.argv[2] == "raise":
         raise ValueError("boom")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sys.argv[2]])
-note("gone", "save", timeout=10 if sys.argv[2] == "stop" else 600)
+note("gone", "save", timeout=6 if sys.argv[2] == "stop" else 600)
 print(json.dumps(result), flush=True)
 os._exit(0)  # the group would wait for the missing at its end
 """
@@ -129,9 +129,7 @@ def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one["late missing"] for one in told] == [[1]] * 3
     late = {one["late"] for one in told}
     assert len(late) == 1
-    assert late.pop().startswith(
-        "Barrier 'save' was not reached by rank 1 within 10 s: rank 1 was last seen at barrier"
-    )
+    assert late.pop().startswith("Barrier 'save' was not reached by rank 1 within 6 s: rank 1 was last seen at barrier")
     assert all(one["late seconds"] < 300 for one in told)  # of rank 1's 600, too: it learns of it at once
     assert [one["after"] for one in told] == [one["late"] for one in told]
     assert {one["other name"] for one in told} == {
@@ -139,7 +137,7 @@ def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "They must come to the same ones in one order."
     }
     assert {one["never made"] for one in told} == {
-        "Barrier 'very first' was not reached by rank 2 within 10 s: rank 2 has reached no barrier yet."
+        "Barrier 'very first' was not reached by rank 2 within 6 s: rank 2 has reached no barrier yet."
     }
 
 
@@ -150,7 +148,7 @@ def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (1, "raise", f"Barrier 'save' broke: {CLOSED}; rank 1 was last seen at barrier 'start'"),
         (2, "kill", f"Barrier 'save' broke: {CLOSED}; rank 2 was last seen at barrier 'start'"),
-        (1, "stop", "Barrier 'save' was not reached by rank 1 within 10 s: rank 1 was last seen at barrier 'start'"),
+        (1, "stop", "Barrier 'save' was not reached by rank 1 within 6 s: rank 1 was last seen at barrier 'start'"),
         (0, "kill", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),
         (0, "stop", "Barrier 'save' broke: the ranks' store does not answer. Rank 0, which hosts it"),
     ],

@@ -16,9 +16,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
         "strategy": {"reduce_every_microbatch": False, "reshard_after_forward": False},
         "max_tokens_per_microbatch": ACCUMULATED,
     },
-    "hybrid-accumulated": {"strategy": {"shard_size": 1}, "max_tokens_per_microbatch": ACCUMULATED},
-    "tensor": {"strategy": {"tensor_parallel_size": 2}},
-    "tensor-accumulated": {
+    "tensor": {
         "strategy": {"tensor_parallel_size": 2},
         "max_tokens_per_microbatch": ACCUMULATED,
         "gradient_checkpointing": True,

@@ -66,8 +66,9 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
             assert number.tolist() == [4]
         elif others != "stuck":
             at_work[rank].write_text(str(os.getpid()))
-        if rank == failing:
-            while how != "end" and not all(is_in_call(path) for i, path in enumerate(at_work) if i != rank):
+        if failing in (rank, -1):
+            awaited = [path for i, path in enumerate(at_work) if how != "end" and i != rank == failing]
+            while not all(is_in_call(path) for path in awaited):
                 time.sleep(0.02)
             Path(__file__).with_name("struck").touch()
             if how == "raise":
@@ -107,7 +108,7 @@ sys.stderr.write(f"rank {rank} is through\\n")
 
 
 def run_ranks(folder: Path, failing: int, how: str, others: str, num_ranks: int = 3) -> tuple[list[int], list[str]]:
-    """Exit codes and standard errors of the ranks."""
+    """Exit codes and standard errors of the ranks, of which one fails, or all if ``failing`` is -1."""
     script = folder / "loop.py"
     script.write_text(LOOP)
     ranks = start_ranks(script, num_ranks, str(failing), how, others)
@@ -132,6 +133,14 @@ def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: 
         assert "the interpreter goes" not in error
         # What nothing interrupts is ended when the grace is over, without cleaning up.
         assert (f"rank {rank} cleans up" in error) == (rank == failing or others != "stuck")
+
+
+@pytest.mark.processes
+def test_an_exception_of_all_ranks_has_one_traceback(tmp_path: Path) -> None:
+    codes, errors = run_ranks(tmp_path, -1, "raise", "sleep", num_ranks=2)
+    assert codes == [1, 1], errors
+    assert sum(error.count('raise ValueError("boom")') for error in errors) == 1
+    assert all("cleans up" in error for error in errors)
 
 
 @pytest.mark.processes
@@ -179,10 +188,10 @@ def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_ranks_finishing_at_different_times_do_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_BY_EXEC, "1")  # it is about an interpreter's own end
-    codes, errors = run_ranks(tmp_path, 1, "end", "work")
-    assert codes == [0, 0, 0], errors
+    codes, errors = run_ranks(tmp_path, 0, "end", "work", num_ranks=2)
+    assert codes == [0, 0], errors
     assert [error.splitlines() for error in errors] == [
-        [f"rank {rank} cleans up", f"rank {rank} is through", "the interpreter goes"] for rank in range(3)
+        [f"rank {rank} cleans up", f"rank {rank} is through", "the interpreter goes"] for rank in range(2)
     ]
 
 

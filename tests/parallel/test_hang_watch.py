@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rank_processes import end_ranks, start_ranks
+from waiting import wait_for
 
 from rlightning.parallel.hang_watch import RankState, Status, describe_wait, find_missing, is_known
 from rlightning.parallel.last_seen import find_position
@@ -42,7 +44,8 @@ def hang_here():
         (folder / "writing").rename(folder / "stopped")
         os.kill(os.getpid(), signal.SIGSTOP)
     while how == "loop":
-        pass
+        if hanging == 0:
+            time.sleep(0.05)  # one case that burns a core will do
     while not (folder / "go").exists():
         time.sleep(0.05)
 
@@ -54,7 +57,10 @@ def await_rewards():
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=600))
 with FailureWatch(grace=60, folder=folder):
-    barrier("start")  # the ranks' own start takes its time
+    barrier("start")  # the ranks' own start takes its time, and so does that of other cases
+    (folder / f"ready-{rank}").touch()
+    while not (folder / "begin").exists():
+        time.sleep(0.02)
     intervals.HEARTBEAT_INTERVAL, intervals.SILENT_AFTER, intervals.HANG_GRACE = 0.1, 2, 1
     intervals.WAIT_REPORT_DELAY, intervals.MIN_STORE_TIMEOUT = 2, 2
     set_barrier_timeout({"wait": 600, "work": 5}.get(how, 7))
@@ -80,13 +86,24 @@ def start_program(folder: Path, hanging: int, how: str, others: str) -> "list[su
     return start_ranks(script, 3, str(hanging), how, others)
 
 
-def finish(ranks: "list[subprocess.Popen[str]]") -> tuple[list[int], list[str]]:
-    """Exit codes and standard errors."""
+Outcome = tuple[list[int], list[str]]
+"""Exit codes and standard errors of a program's ranks."""
+
+
+def run_all(cases: Mapping[Path, tuple[int, str, str]]) -> dict[Path, Outcome]:
+    """Run the program in each folder, all at once: most of the time they wait."""
+    programs = {folder: start_program(folder, *case) for folder, case in cases.items()}
+    ranks = [rank for program in programs.values() for rank in program]
     try:
-        errors = [process.communicate(timeout=300)[1] for process in ranks]
+        wait_for(lambda: all((folder / f"ready-{rank}").exists() for folder in cases for rank in range(3)))
+        for folder in cases:
+            (folder / "begin").touch()
+        errors = {
+            folder: [rank.communicate(timeout=300)[1] for rank in program] for folder, program in programs.items()
+        }
     finally:
         end_ranks(ranks)
-    return [process.returncode for process in ranks], errors
+    return {folder: ([rank.returncode for rank in programs[folder]], errors[folder]) for folder in cases}
 
 
 def sections(folder: Path) -> list[str]:
@@ -98,20 +115,32 @@ def sections(folder: Path) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("hanging", "how", "others"),
+    "cases",
     [
-        (0, "stop", "collective"),
-        (1, "loop", "collective"),
-        pytest.param(0, "stop", "barrier", marks=pytest.mark.slow),
-        pytest.param(1, "stop", "collective", marks=pytest.mark.slow),
-        pytest.param(0, "loop", "collective", marks=pytest.mark.slow),
-        pytest.param(1, "stop", "barrier", marks=pytest.mark.slow),
-        pytest.param(0, "loop", "barrier", marks=pytest.mark.slow),
+        [(0, "stop", "collective"), (1, "loop", "collective")],
+        pytest.param(
+            [
+                (0, "stop", "barrier"),
+                (1, "stop", "collective"),
+                (0, "loop", "collective"),
+                (1, "stop", "barrier"),
+                (0, "loop", "barrier"),
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
+    ids=["usual", "others"],
 )
-def test_hanging_rank_is_named_and_run_ends(tmp_path: Path, hanging: int, how: str, others: str) -> None:
+def test_hanging_rank_is_named_and_run_ends(cases: list[tuple[int, str, str]], tmp_path: Path) -> None:
     """The collective's own timeout is ten minutes, and nothing but the watch ends it."""
-    codes, errors = finish(start_program(tmp_path, hanging, how, others))
+    folders = {tmp_path / "-".join(map(str, case)): case for case in cases}
+    for folder in folders:
+        folder.mkdir()
+    for folder, outcome in run_all(folders).items():
+        assert_named(folder, *folders[folder], *outcome)
+
+
+def assert_named(folder: Path, hanging: int, how: str, others: str, codes: list[int], errors: list[str]) -> None:
     living = [rank for rank in range(3) if rank != hanging]
     assert codes[hanging] == (-signal.SIGKILL if how == "stop" else 1), errors
     assert [codes[rank] for rank in living] == [1, 1], errors
@@ -134,30 +163,30 @@ def test_hanging_rank_is_named_and_run_ends(tmp_path: Path, hanging: int, how: s
     state = "does not run, and was last seen" if how == "stop" else "is in hang_here ("
     assert all(place.startswith(state) for _, _, place in found)
 
-    heads = sections(tmp_path)
+    heads = sections(folder)
     assert {f"rank {rank}" for rank in living} <= set(heads)
     observer = 1 if hanging == 0 else 0
     assert (f"rank {hanging}, seen from rank {observer}" if how == "stop" else f"rank {hanging}") in heads
     if how == "loop":
-        assert "in hang_here" in (tmp_path / "stacks.txt").read_text()
+        assert "in hang_here" in (folder / "stacks.txt").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_that_work_each_on_their_own_are_not_ended(tmp_path: Path) -> None:
-    """For 10 s, where a hang ends a run after 6 s."""
-    codes, errors = finish(start_program(tmp_path, -1, "work", "barrier"))
+def test_own_work_is_not_ended_and_own_error_is_shown(tmp_path: Path) -> None:
+    """Ranks that work each on their own, for 10 s, where a hang ends a run after 6 s; a rank 0 that does not run."""
+    work, fail = tmp_path / "work", tmp_path / "fail"
+    work.mkdir()
+    fail.mkdir()
+    outcomes = run_all({work: (-1, "work", "barrier"), fail: (0, "stop", "raise")})
+    codes, errors = outcomes[work]
     assert codes == [0, 0, 0], errors
     all_lines = "".join(errors)
     assert "Waiting: rank 0 has been 2 s in await_engine (" in all_lines
     assert ", perhaps waiting for ranks 1 and 2: rank 1 is in await_rewards (" in all_lines
-    assert "hangs" not in all_lines and sections(tmp_path) == []
+    assert "hangs" not in all_lines and sections(work) == []
 
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_own_error_is_shown_while_rank_0_does_not_run(tmp_path: Path) -> None:
-    codes, errors = finish(start_program(tmp_path, 0, "stop", "raise"))
+    codes, errors = outcomes[fail]
     assert codes == [-signal.SIGKILL, 1, 1], errors
     assert errors[1].count("ValueError: boom") == 1 and "ends because" not in errors[1]
     assert "Traceback" not in errors[2] and "rank 2 ends because rank 0 " in errors[2]
@@ -167,6 +196,7 @@ def test_own_error_is_shown_while_rank_0_does_not_run(tmp_path: Path) -> None:
 def test_sigusr1_to_one_rank_records_stacks_of_all(tmp_path: Path) -> None:
     """Also of the rank that is in a collective, whose main thread takes no signal."""
     ranks = start_program(tmp_path, 0, "wait", "collective")
+    (tmp_path / "begin").touch()
     try:
         while not (tmp_path / "at-work-1").exists():
             assert ranks[1].poll() is None
@@ -177,7 +207,9 @@ def test_sigusr1_to_one_rank_records_stacks_of_all(tmp_path: Path) -> None:
             time.sleep(0.05)
     finally:
         (tmp_path / "go").touch()
-    codes, errors = finish(ranks)
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+        end_ranks(ranks)
+    codes = [rank.returncode for rank in ranks]
     assert codes == [0, 0, 0], errors
     text = (tmp_path / "stacks.txt").read_text()
     assert sorted(sections(tmp_path)) == ["rank 0", "rank 1", "rank 2"]

@@ -70,7 +70,8 @@ class Fails(Callback):
                     world = torch.distributed.group.WORLD
                     usual = world._get_backend(torch.device("cpu")).options._timeout
                     sys.stderr.write(f"a collective ends after {usual.total_seconds():g} s\\n")
-                    _set_pg_timeout(timedelta(seconds=10), world)  # from here on: the ranks' start takes its time
+                    _set_pg_timeout(timedelta(seconds=2), world)  # from here on: the ranks' start takes its time
+                    intervals.HEARTBEAT_INTERVAL, intervals.SILENT_AFTER, intervals.STUCK_GRACE = 0.5, 4, 1
                 torch.distributed.all_reduce(torch.ones(1))
             if self.how == "SIGINT":
                 self.hurry_stop(trainer)
@@ -192,9 +193,7 @@ def failing(
     return process.returncode, output
 
 
-@pytest.mark.parametrize(
-    ("rank", "by"), [(0, "lightning"), pytest.param(1, "lightning", marks=pytest.mark.slow), (1, "torchrun")]
-)
+@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), (1, "torchrun")])
 def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, by: str) -> None:
     code, output = failing(project, f"raise-{rank}-{by}", rank, "raise", by)
     assert code == 1, output
@@ -205,16 +204,14 @@ def test_an_exception_ends_the_run_with_one_traceback(project: Path, rank: int, 
     assert all(f"rank {i} cleans up" in output for i in range(2))
 
 
-@pytest.mark.parametrize(("rank", "by"), [(0, "lightning"), pytest.param(1, "torchrun", marks=pytest.mark.slow)])
-def test_foreseen_error_is_one_line_of_one_rank(project: Path, rank: int, by: str) -> None:
-    run = f"foreseen-{rank}-{by}"
-    code, output = failing(project, run, rank, "foreseen", by)
+def test_foreseen_error_is_one_line_of_one_rank(project: Path) -> None:
+    code, output = failing(project, "foreseen", 1, "foreseen", "torchrun")
     assert code == 1, output
     assert output.count("The engine died twice.") == output.count("error: The engine died twice.\n") == 1
-    assert output.count(f"The trace of this error is in {run}/error.txt.\n") == 1
+    assert output.count("The trace of this error is in foreseen/error.txt.\n") == 1
     assert "on_train_batch_start" not in output and "ends because" not in output
     assert all(f"rank {i} cleans up" in output for i in range(2))
-    kept = (project / run / "error.txt").read_text()
+    kept = (project / "foreseen" / "error.txt").read_text()
     assert "in on_train_batch_start" in kept and "the end of its log" in kept
 
 
@@ -256,12 +253,6 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_an_exception_of_all_ranks_has_one_traceback(project: Path) -> None:
-    code, output = failing(project, "raise-all", -1, "raise", "lightning")
-    assert code == 1
-    assert output.count('raise ValueError("boom")') == 1
-
-
 def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
     code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "400")
     assert code == 130, output
@@ -291,7 +282,7 @@ def test_collective_with_stopped_rank_times_out(project: Path) -> None:
     code, output = failing(project, "stopped", 1, "SIGSTOP", "lightning", *options, others="collective")
     assert code == 1, output
     assert "a collective ends after 1200 s" in output
-    assert "Timed out waiting 10000ms" in output
+    assert "Timed out waiting 2000ms" in output
     assert "rank 1 was last seen at barrier 'next batch', " in output
     assert "rank 0 cleans up" in output
 

@@ -89,10 +89,20 @@ def compare_random_numbers() -> None:
         assert len(set(seeds)) == num_seeds
 
 
-def two_ranks(folder: Path, states: OptimizerStates) -> None:
+def two_ranks(folder: Path) -> None:
     compare_random_numbers()
-    compare_with_one_process(states)
     pose_as_launched(dist.get_rank(), 2, 0)
+    for states in SMALLER:
+        compare_with_one_process(states)
+        resume_on_two_ranks(folder / states, states)
+    intervals.FAILURE_DECISION_DELAY = 600  # each rank raises by itself, the later one too
+    with pytest.raises(ConfigError, match=r"blocks of 62 numbers, and tensor parallelism cuts rows of 62 into .* 31"):
+        strategy, path = FSDP(tensor_parallel_size=2), folder / "odd" / "single.ckpt"
+        train(folder / "odd", 3, devices=2, optimizer_states="8bit", strategy=strategy, ckpt_path=path)
+    dist.barrier()  # the end of one ends the other
+
+
+def resume_on_two_ranks(folder: Path, states: OptimizerStates) -> None:
     sharded: dict[str, Any] = {"devices": 2, "optimizer_states": states}
     in_one_go, _ = train(folder, 4, strategy=FSDP(), **sharded)
     expected = full_weights(in_one_go)
@@ -116,25 +126,23 @@ def two_ranks(folder: Path, states: OptimizerStates) -> None:
         seen = WholeState()
         train(folder, 3, seen, strategy=FSDP(tensor_parallel_size=2), ckpt_path=path, **sharded)
         assert_state_of(path, seen)
-    if states == "8bit":
-        odd = folder / "odd"
-        intervals.FAILURE_DECISION_DELAY = 600  # each rank raises by itself, the later one too
-        with pytest.raises(
-            ConfigError, match=r"blocks of 62 numbers, and tensor parallelism cuts rows of 62 into .* 31"
-        ):
-            train(odd, 3, strategy=FSDP(tensor_parallel_size=2), ckpt_path=odd / "single.ckpt", **sharded)
-        dist.barrier()  # the end of one ends the other
 
 
-@pytest.mark.parametrize("states", SMALLER)
-def test_copies_agree_and_checkpoints_are_exact(states: OptimizerStates, tmp_path: Path) -> None:
-    for folder, sizes in ((tmp_path, SIZES), (tmp_path / "odd", SIZES | {"intermediate_size": 62})):
-        folder.mkdir(exist_ok=True)
-        save_model(folder / "model", **sizes)
-        write_rows(folder)
-        _, trainer = train(folder, 2, optimizer_states=states)
-        trainer.save_checkpoint(folder / "single.ckpt")
-    run_ranks(two_ranks, 2, tmp_path, states)
-    seen = WholeState()
-    train(tmp_path, 3, seen, ckpt_path=tmp_path / "sharded.ckpt", optimizer_states=states)
-    assert_state_of(tmp_path / "sharded.ckpt", seen)
+def train_alone(folder: Path, states: OptimizerStates, **sizes: int) -> None:
+    """Write a checkpoint of two steps in one process."""
+    folder.mkdir()
+    save_model(folder / "model", **SIZES | sizes)
+    write_rows(folder)
+    _, trainer = train(folder, 2, optimizer_states=states)
+    trainer.save_checkpoint(folder / "single.ckpt")
+
+
+def test_copies_agree_and_checkpoints_are_exact(tmp_path: Path) -> None:
+    for states in SMALLER:
+        train_alone(tmp_path / states, states)
+    train_alone(tmp_path / "odd", "8bit", intermediate_size=62)
+    run_ranks(two_ranks, 2, tmp_path)
+    for states in SMALLER:
+        seen, path = WholeState(), tmp_path / states / "sharded.ckpt"
+        train(tmp_path / states, 3, seen, ckpt_path=path, optimizer_states=states)
+        assert_state_of(path, seen)
