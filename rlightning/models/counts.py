@@ -51,13 +51,6 @@ USUAL_FACTOR = 4
 """Of the feed-forward's size to the hidden size, where no name or no value is given."""
 
 
-def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model without memory for its weights, on the meta device."""
-    with torch.device("meta"):
-        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return policy
-
-
 def cache_by_config(
     function: Callable[Concatenate[PreTrainedConfig, P], R],
 ) -> Callable[Concatenate[PreTrainedConfig, P], R]:
@@ -72,6 +65,14 @@ def cache_by_config(
         return results[key]
 
     return find
+
+
+@cache_by_config
+def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model without memory for its weights, on the meta device; the same one for all who ask, to be read."""
+    with torch.device("meta"):
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return policy
 
 
 # Sizes

@@ -185,10 +185,11 @@ def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
 class HalfAsSure(ActorGenerator):
     """Samples like the actor, and says that each token was twice as likely: its importance weight is a half."""
 
-    def _complete(self, *args: Any) -> Sample:
-        sample = super()._complete(*args)
-        sample.logprobs = array("f", [logprob + math.log(2) for logprob in sample.logprobs])
-        return sample
+    def complete(self, *args: Any) -> list[Sample]:
+        samples = super().complete(*args)
+        for sample in samples:
+            sample.logprobs = array("f", [logprob + math.log(2) for logprob in sample.logprobs])
+        return samples
 
 
 class OneBehind(HalfAsSure):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from rank_processes import finish, start_calls
-from tiny import ActorGenerator, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
+from tiny import ActorGenerator, Start, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
 
 from rlightning.algorithms import GRPO
 from rlightning.parallel import DDP
 from rlightning.rollout import Sampling
-from rlightning.types import Branch, Prompt, RolloutBatch, Trajectory, Turn
+from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
 
 pytestmark = pytest.mark.processes
 
@@ -55,19 +56,27 @@ class Branching(ActorGenerator):
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, *_: Any
     ) -> list[list[Trajectory]]:
-        return [[self._attempt(prompt, sample, sampling) for sample in range(num_samples)] for prompt in prompts]
+        starts = [(prompt, number, sampling) for prompt in prompts for number in range(num_samples)]
+        shorter = [
+            (p._replace(index=p.index + 100, token_ids=p.token_ids[max(n - 1, 0) :]), n, s) for p, n, s in starts
+        ]
+        pairs = list(zip(starts, shorter, self.complete(starts), self.complete(shorter), strict=True))
+        return [list(starmap(branching, pairs[n : n + num_samples])) for n in range(0, len(pairs), num_samples)]
 
-    def _attempt(self, prompt: Prompt, number: int, sampling: Sampling) -> Trajectory:
-        if number == 0:
-            return Trajectory.single_turn(prompt, self._complete(prompt, number, sampling))
-        shorter = prompt._replace(index=prompt.index + 100, token_ids=prompt.token_ids[number - 1 :])
-        samples = [self._complete(start, number, sampling) for start in (prompt, shorter)]
-        branches = (Branch(), Branch("history_edited"))
-        for place, (branch, start, sample) in enumerate(zip(branches, (prompt, shorter), samples, strict=True)):
-            branch.append(start.token_ids)
-            branch.append_sample(sample, place)
-        turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in samples)
-        return Trajectory(prompt, branches, turns)
+
+def branching(start: Start, shorter: Start, first: Sample, second: Sample) -> Trajectory:
+    """The first of a group has one branch only."""
+    prompt, number, _ = start
+    if number == 0:
+        return Trajectory.single_turn(prompt, first)
+    branches = (Branch(), Branch("history_edited"))
+    for place, (branch, tokens, sample) in enumerate(
+        zip(branches, (prompt.token_ids, shorter[0].token_ids), (first, second), strict=True)
+    ):
+        branch.append(tokens)
+        branch.append_sample(sample, place)
+    turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in (first, second))
+    return Trajectory(prompt, branches, turns)
 
 
 class WriteResult(Callback):

@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_trajectories import random_groups
 from rank_processes import each_run, finish, start_calls
-from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
+from tiny import ActorGenerator, Start, UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
 from tiny_models import save_tiny
 
 from rlightning.algorithms import GRPO
@@ -139,22 +139,29 @@ class LongPrompts(ActorGenerator):
     """Makes trajectories of two branches, the second of which goes on with the first one's history."""
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, *others: Any) -> list[list[Trajectory]]:
-        sampling = others[0]
-        return [[self._attempt(p, n, sampling) for n in range(num_samples)] for p in prompts]
+        starts = [(prompt, number, others[0]) for prompt in prompts for number in range(num_samples)]
+        firsts = self.complete(starts)
+        histories = [[*p.token_ids, *first.token_ids] for (p, *_), first in zip(starts, firsts, strict=True)]
+        longer = [
+            (p._replace(index=p.index + 50, token_ids=history), number, sampling)
+            for (p, number, sampling), history in zip(starts, histories, strict=True)
+        ]
+        pairs = list(zip(starts, firsts, longer, self.complete(longer), strict=True))
+        return [list(starmap(continued, pairs[n : n + num_samples])) for n in range(0, len(pairs), num_samples)]
 
-    def _attempt(self, prompt: Prompt, number: int, sampling: Any) -> Trajectory:
-        first = self._complete(prompt, number, sampling)
-        if number % 2:
-            return Trajectory.single_turn(prompt, first)
-        history = [*prompt.token_ids, *first.token_ids]
-        second: Sample = self._complete(prompt._replace(index=prompt.index + 50, token_ids=history), number, sampling)
-        branches = (Branch(), Branch("history_edited"))
-        branches[0].append(prompt.token_ids)
-        branches[0].append_sample(first, 0)
-        branches[1].append(history)
-        branches[1].append_sample(second, 1)
-        turns = tuple(Turn({"role": "assistant", "content": one.text}, one) for one in (first, second))
-        return Trajectory(prompt, branches, turns)
+
+def continued(start: Start, first: Sample, longer: Start, second: Sample) -> Trajectory:
+    """Every other one of a group has one branch only."""
+    prompt, number, _ = start
+    if number % 2:
+        return Trajectory.single_turn(prompt, first)
+    branches = (Branch(), Branch("history_edited"))
+    branches[0].append(prompt.token_ids)
+    branches[0].append_sample(first, 0)
+    branches[1].append(longer[0].token_ids)
+    branches[1].append_sample(second, 1)
+    turns = tuple(Turn({"role": "assistant", "content": one.text}, one) for one in (first, second))
+    return Trajectory(prompt, branches, turns)
 
 
 def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **arguments: Any) -> dict[str, Any]:
