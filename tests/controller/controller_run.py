@@ -163,7 +163,7 @@ def train(folder: Path, max_steps: int, strategy: Any, *, ckpt_path: str | None 
         callbacks = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
         seen = {**vars(record), "_trainer": None, "global_step": trainer.global_step, "device_callbacks": callbacks}
         seen |= {"touched": touched, "is_initialized": torch.cuda.is_initialized()}
-        (folder / "part.json").write_text(json.dumps(seen))
+        (folder / "part.json").write_text(json.dumps(seen, default=str))
         (folder / "part.json").rename(folder / "seen.json")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from rank_processes import finish, start_calls
+from rank_processes import each_run, finish, start_calls
 from tiny import ActorGenerator, Start, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
 
 from rlightning.algorithms import GRPO
@@ -105,38 +105,40 @@ def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], n
     trainer.fit(module, make_data(folder))
 
 
-def train_two(folder: Path, model: str, algorithm: str, arguments: dict[str, Any]) -> None:
-    folder.mkdir(exist_ok=True)
-    finish(start_calls(train, 2, folder, model, algorithm, arguments, 2))
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("GRPO", {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
+    "branches": ("GRPO", {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1}),
+    "one group": ("OneGroup", {"updates_per_rollout": 2}),
+    "two optimizers": ("TwoOptimizers", {"updates_per_rollout": 2}),
+    "refills": ("Picky", {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "arguments"),
-    [
-        ("GRPO", {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
-        pytest.param(
-            "GRPO",
-            {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("OneGroup", {"updates_per_rollout": 2}, marks=pytest.mark.slow),
-        ("TwoOptimizers", {"updates_per_rollout": 2}),
-    ],
-)
-def test_two_ranks_are_one(algorithm: str, arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    train(tmp_path / "one", model, algorithm, arguments)
-    train_two(tmp_path / "two", model, algorithm, arguments)
-    one, first, second = (
-        torch.load(tmp_path / name) for name in ("one/weights0.pt", "two/weights0.pt", "two/weights1.pt")
-    )
-    for name, weight in one.items():
-        assert torch.equal(first[name], second[name])
-        torch.testing.assert_close(first[name], weight, atol=1e-10, rtol=0.0)
+def train_cases(folder: Path, model: str) -> None:
+    for name, case in each_run({name: {"case": case} for name, case in CASES.items()}):
+        (folder / name).mkdir(exist_ok=True)
+        train(folder / name, model, *case["case"], 2)
 
 
-def test_refill_needed_by_one_rank_includes_both(model: str, tmp_path: Path) -> None:
-    train_two(tmp_path, model, "Picky", {})
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+@pytest.fixture(scope="module")
+def two(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases, on two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    finish(start_calls(train_cases, 2, folder, model))
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "refills"])
+def test_two_ranks_are_one(name: str, model: str, two: Path, tmp_path: Path) -> None:
+    train(tmp_path, model, *CASES[name])
+    paths = (tmp_path / "weights0.pt", two / name / "weights0.pt", two / name / "weights1.pt")
+    one, first, second = map(torch.load, paths)
+    for parameter, weight in one.items():
+        assert torch.equal(first[parameter], second[parameter])
+        torch.testing.assert_close(first[parameter], weight, atol=1e-10, rtol=0.0)
+
+
+def test_refill_needed_by_one_rank_includes_both(two: Path) -> None:
+    first, second = (json.loads((two / "refills" / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}
     assert second == {"taken": [[2, 3], [5], [8, 9], [12, 13]], "position": 14}

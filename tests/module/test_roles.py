@@ -279,9 +279,21 @@ def test_third_trained_role_has_its_own_optimizer_norm_and_loss(model: str, tmp_
     assert not [name for name in names if "reference" in name]
 
 
-def train_rank(folder: Path, model: str, kind: str, checkpoint: Path) -> Any:
-    """Of a rank, whose head has numbers of its own at first: what a run comes to, then a whole and resumed ones."""
+KINDS = ("fsdp", "ddp")
+
+
+def train_rank(folder: Path, model: str, checkpoint: Path) -> dict[str, Any]:
+    """Of a rank: what it comes to under each strategy."""
     rank = int(os.environ["RANK"])
+    found = {}
+    for kind, _ in each_run({kind: {} for kind in KINDS}):
+        (folder / kind).mkdir(exist_ok=True)
+        found[kind] = train_under(folder / kind, model, rank, kind, checkpoint)
+    return found
+
+
+def train_under(folder: Path, model: str, rank: int, kind: str, checkpoint: Path) -> dict[str, Any]:
+    """Of a rank, whose head has numbers of its own at first: what a run comes to, then a whole and resumed ones."""
     for _ in each_run({"trained": {}}):
         torch.manual_seed(rank)
         module, norms = make("ValueHead", model), GradNorms()
@@ -297,19 +309,33 @@ def check_close(found: list[Any], expected: list[Any]) -> None:
         torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(value), atol=1e-5, rtol=0)
 
 
+@pytest.fixture(scope="module")
+def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``one`` has the checkpoint of one process."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "one").mkdir()
+    train_runs(folder / "one", model)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_rank(folder: Path, model: str) -> Any:
+    """Two ranks, under both strategies."""
+    return finish(start_calls(train_rank, 2, folder, model, folder / "one" / "first.ckpt"))
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_own_parameters_on_two_ranks(kind: str, model: str, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    train_runs(tmp_path / "one", model)
-    first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind, tmp_path / "one" / "first.ckpt"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_parameters_on_two_ranks(kind: str, model: str, folder: Path, by_rank: Any) -> None:
+    first, second = (found[kind] for found in by_rank)
     assert first["start"] != second["start"]
     for rank in (first, second):
         check_trained(first["start"], rank["end"], rank["norms"])
         assert rank["runs"]["second"] == rank["runs"]["whole"] == first["runs"]["whole"]
     # a folder of both ranks' shards, or a file, in one process
-    one = train_runs(tmp_path / "one", model, of_two=tmp_path / "first.ckpt")
+    one = train_runs(folder / "one", model, of_two=folder / kind / "first.ckpt")
     for found in (first["runs"]["whole"], first["runs"]["of_one"], one["of_two"]):
         check_close(found, one["whole"])
-    loaded, saved = (CriticGRPO.load_from_checkpoint(path / "first.ckpt") for path in (tmp_path, tmp_path / "one"))
+    paths = (folder / kind / "first.ckpt", folder / "one" / "first.ckpt")
+    loaded, saved = map(CriticGRPO.load_from_checkpoint, paths)
     check_close([own(loaded)], [own(saved)])
