@@ -143,12 +143,11 @@ class ActorGenerator(Generator):
             for place, logits in zip(going, self._predict([token_ids[place] for place in going]), strict=True):
                 temperature = starts[place][2].temperature
                 chances = (logits / (temperature or 1.0)).softmax(-1)
-                is_random = temperature > 0
-                token = int(chances.multinomial(1, generator=draws[place]) if is_random else logits.argmax())
+                drawn = chances.multinomial(1, generator=draws[place]) if temperature else logits.argmax()
+                token = int(drawn)
                 token_ids[place].append(token)
                 logprobs[place].append(chances[token].log().item())
-            limits = {place: starts[place][2].max_new_tokens for place in going}
-            going = [p for p in going if token_ids[p][-1] != 0 and len(logprobs[p]) < limits[p]]
+            going = [p for p in going if token_ids[p][-1] != 0 and len(logprobs[p]) < starts[p][2].max_new_tokens]
         return [
             make_completion(tokens[-len(of_tokens) :], of_tokens, version)
             for tokens, of_tokens in zip(token_ids, logprobs, strict=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from rank_processes import each_run, finish, start_calls
-from tiny import ActorGenerator, Start, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
+from tiny import ActorGenerator, Start, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.parallel import DDP
@@ -89,11 +89,6 @@ class WriteResult(Callback):
         (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], num_ranks: int = 1) -> None:
     """Three steps of one of the classes above, or GRPO; of trajectories of two branches in the run with a KL term."""
     usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0}
@@ -121,16 +116,16 @@ def train_cases(folder: Path, model: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases, on two ranks."""
     folder = tmp_path_factory.mktemp("two")
-    finish(start_calls(train_cases, 2, folder, model))
+    finish(start_calls(train_cases, 2, folder, model_folder))
     return folder
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "refills"])
-def test_two_ranks_are_one(name: str, model: str, two: Path, tmp_path: Path) -> None:
-    train(tmp_path, model, *CASES[name])
+def test_two_ranks_are_one(name: str, model_folder: str, two: Path, tmp_path: Path) -> None:
+    train(tmp_path, model_folder, *CASES[name])
     paths = (tmp_path / "weights0.pt", two / name / "weights0.pt", two / name / "weights1.pt")
     one, first, second = map(torch.load, paths)
     for parameter, weight in one.items():

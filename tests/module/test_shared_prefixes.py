@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_trajectories import random_groups
 from rank_processes import each_run, finish, start_calls
-from tiny import ActorGenerator, Start, UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
+from tiny import ActorGenerator, Start, UseGenerator, full_weights, make_algorithm, make_data, make_trainer
 from tiny_models import save_tiny
 
 from rlightning.algorithms import GRPO
@@ -175,11 +175,6 @@ def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **argum
     return {"weights": weights, "share": trainer.callback_metrics["attention/shared_share"].item()}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def check_close(got: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(torch.tensor(got["weights"][name]), torch.tensor(weight), rtol=0, atol=1e-6)
@@ -193,8 +188,8 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_a_run_takes_the_same_steps(arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
-    once, alone = (train(tmp_path, model, is_shared, **arguments) for is_shared in (True, False))
+def test_a_run_takes_the_same_steps(arguments: dict[str, Any], model_folder: str, tmp_path: Path) -> None:
+    once, alone = (train(tmp_path, model_folder, is_shared, **arguments) for is_shared in (True, False))
     assert once["share"] > 0.25 and alone["share"] == 0
     check_close(once, alone)
 
@@ -207,11 +202,11 @@ def train_rank(folder: Path, model: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.processes
-def test_two_ranks_take_the_same_steps(model: str, tmp_path: Path) -> None:
-    first, second = finish(start_calls(train_rank, 2, tmp_path, model))
+def test_two_ranks_take_the_same_steps(model_folder: str, tmp_path: Path) -> None:
+    first, second = finish(start_calls(train_rank, 2, tmp_path, model_folder))
     for arguments, one, other in zip(ARGUMENTS, first, second, strict=False):
         assert one["weights"] == other["weights"] and one["share"] > 0.2
-        check_close(one, train(tmp_path / "alone", model, False, **arguments))
+        check_close(one, train(tmp_path / "alone", model_folder, False, **arguments))
 
 
 @settings(max_examples=50, deadline=None)
