@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def train_cases(folder: Path, model: str) -> None:
     for name, case in each_run({name: {"case": case} for name, case in CASES.items()}):
         (folder / name).mkdir(exist_ok=True)
-        train(folder / name, model, *case["case"], 2)
+        train(folder / name, model, *case["case"], num_ranks=2)
 
 
 @pytest.fixture(scope="module")
