@@ -4,7 +4,7 @@ import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlightning.algorithms import GRPO
 from rlightning.data import PromptDataModule
+from rlightning.models.attention import packed_inputs
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import Generator, OnCompleted, Sampling
@@ -112,6 +113,10 @@ async def share_of_ones(completion: str) -> float:
     return completion.count("1") / max(len(completion), 1)
 
 
+Start: TypeAlias = tuple[Prompt, int, Sampling]
+"""What to sample after, the number of the sample, and how."""
+
+
 class ActorGenerator(Generator):
     """Samples from the module's own actor; what it samples depends on weights, prompt and weight version alone."""
 
@@ -122,36 +127,43 @@ class ActorGenerator(Generator):
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
     ) -> list[list[Trajectory]]:
         """Sample ``num_samples`` completions of each prompt."""
-        samples = [
-            [self._complete(prompt, sample, sampling.of(prompt)) for sample in range(num_samples)] for prompt in prompts
-        ]
-        return single_turns(prompts, samples)
+        starts = [(prompt, number, sampling.of(prompt)) for prompt in prompts for number in range(num_samples)]
+        samples = iter(self.complete(starts))
+        return single_turns(prompts, [[next(samples) for _ in range(num_samples)] for _ in prompts])
 
     @torch.no_grad()
-    def _complete(self, prompt: Prompt, sample: int, sampling: Sampling) -> Sample:
+    def complete(self, starts: Sequence[Start]) -> list[Sample]:
+        """Sample after each prompt with these numbers, all at the same time."""
         version = self.module.weight_version
-        random = torch.Generator().manual_seed((version * 1000 + prompt.index) * 1000 + sample)
-        token_ids = list(prompt.token_ids)
-        logprobs: list[float] = []
-        while len(logprobs) < sampling.max_new_tokens and (not logprobs or token_ids[-1] != 0):
-            logits = self._predict(token_ids)
-            if sampling.temperature == 0:
-                token, chances = int(logits.argmax()), logits.softmax(-1)
-            else:
-                chances = (logits / sampling.temperature).softmax(-1)
-                token = int(chances.multinomial(1, generator=random))
-            token_ids.append(token)
-            logprobs.append(chances[token].log().item())
-        return make_completion(token_ids[-len(logprobs) :], logprobs, version)
+        draws = [torch.Generator().manual_seed((version * 1000 + p.index) * 1000 + n) for p, n, _ in starts]
+        token_ids = [list(prompt.token_ids) for prompt, *_ in starts]
+        logprobs: list[list[float]] = [[] for _ in starts]
+        going = list(range(len(starts)))
+        while going:
+            for place, logits in zip(going, self._predict([token_ids[place] for place in going]), strict=True):
+                temperature = starts[place][2].temperature
+                chances = (logits / (temperature or 1.0)).softmax(-1)
+                drawn = chances.multinomial(1, generator=draws[place]) if temperature else logits.argmax()
+                token = int(drawn)
+                token_ids[place].append(token)
+                logprobs[place].append(chances[token].log().item())
+            going = [p for p in going if token_ids[p][-1] != 0 and len(logprobs[p]) < starts[p][2].max_new_tokens]
+        return [
+            make_completion(tokens[-len(of_tokens) :], of_tokens, version)
+            for tokens, of_tokens in zip(token_ids, logprobs, strict=True)
+        ]
 
-    def _predict(self, token_ids: list[int]) -> torch.Tensor:
-        """Logits of the token that comes next: [V]."""
-        length = len(token_ids)
+    def _predict(self, sequences: list[list[int]]) -> torch.Tensor:
+        """Logits of the token that comes next in each: [N, V]."""
         actor = self.module.loaded_actor
-        bounds = torch.tensor([0, length], dtype=torch.int32, device=actor.device)
-        inputs = torch.tensor([token_ids], device=actor.device)
-        logits: torch.Tensor = actor(inputs, use_cache=False, cu_seq_lens_q=bounds, max_length_q=length).logits
-        return logits[0, -1].float().cpu()
+        lengths = torch.tensor([len(tokens) for tokens in sequences])
+        ends = lengths.cumsum(0)
+        tokens = torch.tensor([token for sequence in sequences for token in sequence])
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+        bounds = torch.cat([torch.zeros(1), ends]).to(actor.device, torch.int32)
+        inputs = packed_inputs(tokens.to(actor.device), positions.to(actor.device), bounds, int(lengths.max()))
+        logits: torch.Tensor = actor(**inputs).logits
+        return logits[0, ends.to(logits.device) - 1].float().cpu()
 
 
 class UseGenerator(Callback):

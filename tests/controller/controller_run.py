@@ -2,19 +2,21 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from pretended_cuda import pretend_cuda, touched
 from rank_processes import each_run
 from sft_run import CountSteps
 from tiny import bare_trainer
+from waiting import wait_for
 
 from rlightning.algorithms import SFT
-from rlightning.callbacks import CompletionsTable, RunReport, SaveHF, Throughput
+from rlightning.callbacks import CompletionsTable, ControllerMode, RunReport, SaveHF, Throughput
 from rlightning.controller import RayController
 from rlightning.data import PromptDataModule
 from rlightning.hooks import RLCallback
@@ -127,10 +129,8 @@ def measured(trainer: Any) -> dict[str, float]:
     return {name: float(v) for name, v in metrics if not name.startswith(OF_THROUGHPUT)}
 
 
-def train(
-    folder: Path, max_steps: int, strategy: Any, *, ckpt_path: str | None = None, callbacks: Sequence[Any] = ()
-) -> dict[str, Any]:
-    """Train up to ``max_steps`` with a checkpoint a step and a validation each second step; what was logged."""
+def train(folder: Path, max_steps: int, strategy: Any, *, ckpt_path: str | None = None) -> None:
+    """Train with a checkpoint a step and a validation each second one; ``seen.json`` gets what was logged."""
     folder.mkdir(exist_ok=True)
     source = folder.parent
     module = LoggingSFT(str(source / "model"), prompts_per_step=4, lr=1e-2, warmup_steps=6, weight_decay=0.1)
@@ -145,7 +145,7 @@ def train(
     trainer = bare_trainer(
         folder,
         max_steps,
-        *callbacks,
+        ControllerMode(),
         *observers,
         SaveHF(every_n_steps=2),
         checkpoints,
@@ -159,8 +159,12 @@ def train(
         num_sanity_val_steps=1,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    callbacks = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    return {**vars(record), "_trainer": None, "global_step": trainer.global_step, "device_callbacks": callbacks}
+    if trainer.is_global_zero:
+        callbacks = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        seen = {**vars(record), "_trainer": None, "global_step": trainer.global_step, "device_callbacks": callbacks}
+        seen |= {"touched": touched, "is_initialized": torch.cuda.is_initialized()}
+        (folder / "part.json").write_text(json.dumps(seen, default=str))
+        (folder / "part.json").rename(folder / "seen.json")
 
 
 def make_strategy(num_workers: int = 2, max_restarts: int = 0, **own: Any) -> FSDP | RayController:
@@ -176,11 +180,22 @@ def make_strategy(num_workers: int = 2, max_restarts: int = 0, **own: Any) -> FS
     )
 
 
-def train_each(folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By name, what each run logged; its checkpoints and its Hugging Face folder are in ``FOLDER/NAME``.
+def train_each(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Each run leaves its log, its checkpoints and its Hugging Face folder in ``FOLDER/NAME``.
 
     Args:
         folder: has the model and the rows.
-        runs: the arguments of :func:`train`, by name.
+        runs: the arguments of :func:`train`, by name; one that goes on from a checkpoint waits for its run to end.
     """
-    return {name: train(folder / name, strategy=make_strategy(), **arguments) for name, arguments in each_run(runs)}
+    if "RANK" not in os.environ:
+        pretend_cuda()
+    for name, arguments in each_run(runs):
+        if "ckpt_path" in arguments:
+            wait_for((Path(arguments["ckpt_path"]).parents[1] / "seen.json").exists)
+        train(folder / name, strategy=make_strategy(), **arguments)
+
+
+def train_alone(folder: Path) -> None:
+    """A step by this process itself."""
+    pretend_cuda()
+    train(folder / "alone", 1, "auto")

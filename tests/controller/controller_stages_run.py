@@ -1,4 +1,7 @@
-"""Fit, test and validate in turn under a controller, the workers keeping the weights; all is sent to them twice."""
+"""Fit, test and validate in turn under a controller, the workers keeping the weights; all is sent to them twice.
+
+In the same cluster, before: fast development runs.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -98,8 +101,19 @@ def send_twice(send: Any) -> Any:
     return call
 
 
+def run_fast(folder: Path, lr_schedule: str) -> float:
+    """A fast development run, which is shorter than the schedule's warm-up; the learning rate of its one step."""
+    module = make_algorithm(GRPO, folder / "model", lr=0.3, warmup_steps=3, lr_schedule=lr_schedule)
+    strategy = RayController(num_workers=1, accelerator="cpu", ray_options=RAY_OPTIONS)
+    trainer = bare_trainer(folder, 4, GenerateInWorkers(), strategy=strategy, fast_dev_run=True)
+    trainer.fit(module, PromptDataModule([{"prompt": "1+1="}] * 8, shuffle=False))
+    strategy.close()
+    return float(trainer.callback_metrics["optim/lr"])
+
+
 def run(folder: Path) -> dict[str, Any]:
-    """All stages."""
+    """All stages, and fast development runs."""
+    of_fast_runs = [run_fast(folder, lr_schedule) for lr_schedule in ("linear", "cosine")]
     WorkerGroup._call = send_twice(WorkerGroup._call)  # type: ignore[method-assign]
     rows = Staying({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4))
     data = PromptDataModule(rows, validation={"sums": rows}, predict=rows, shuffle=False)
@@ -142,4 +156,5 @@ def run(folder: Path) -> dict[str, Any]:
         "same": same,
         "refused": list(taken.refused),
         "versions": taken.versions,
+        "of_fast_runs": of_fast_runs,
     }

@@ -32,9 +32,11 @@ from rlightning.controller.commands import (
     WorkerError,
     raise_failure,
 )
+from rlightning.controller.driver import DriverContext
 from rlightning.controller.hook_relay import HookRelay, Relay
 from rlightning.controller.remote_module import ControllerModule
 from rlightning.controller.rtensor import RTensor, fetch_tensors
+from rlightning.controller.worker import Worker
 from rlightning.controller.worker_trainer import WorkerTrainer
 from rlightning.errors import ConfigError
 from rlightning.models import Adapter
@@ -115,6 +117,13 @@ def test_a_failure_is_raised_as_what_it_is() -> None:
         raise_failure(Failed(1, "the engine died", "Traceback ...", exit_code=1, is_first=True))
     with pytest.raises(ConfigError, match=r"^use another$"):
         raise_failure(Failed(0, "use another", "Traceback ...", exit_code=2, is_first=True))
+
+
+def test_a_mistake_in_a_worker_is_one_in_the_controller() -> None:
+    failed = Worker(1, 2, DriverContext.here([]), "1")._describe(ConfigError("value=3 is wrong. Use 4."))
+    assert failed.rank == 1 and failed.is_first
+    with pytest.raises(ConfigError, match=r"^value=3 is wrong\. Use 4\.$"):
+        raise_failure(failed)
 
 
 class Doubling(LightningModule):

@@ -1,19 +1,16 @@
-"""Runs under a controller in a cluster that others have started, and how a run from the command line ends."""
+"""Clusters that cannot be joined, what workers take over of the controller, and how a run with its own cluster ends."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
-from cli_project import environment, make_project, rlightning
+from cli_project import environment, make_project
 from fork_server import START_BY_EXEC
-from ray_nodes import start_nodes
 from waiting import still_running, wait_for
 
 from rlightning.controller import RayController
@@ -21,71 +18,9 @@ from rlightning.controller.cluster import join_cluster
 from rlightning.controller.driver import LONGEST_LIST, DriverContext, list_names
 from rlightning.errors import ConfigError
 from rlightning.parallel.launcher import find_port
-from rlightning.processes.process_table import find_children
+from rlightning.processes.process_table import find_children, identify_process
 
 FIT = ("fit", "--config", "run.yaml", "--trainer.strategy", "ray")
-
-JUDGED = """\
-import json, os
-from pathlib import Path
-
-from rlightning.algorithms import SFT
-
-
-class Judged(SFT):
-    def training_step(self, prompts, batch_idx):
-        super().training_step(prompts, batch_idx)
-        seen = {"key": os.environ["JUDGE_KEY"], "folder": os.getcwd(), "of_cluster": os.environ.get("OF_CLUSTER")}
-        Path("seen.json").write_text(json.dumps(seen))  # into the folder that the run was started from
-"""
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[str]:
-    """A cluster that was started from another folder, with other variables; its address."""
-    ray.shutdown()
-    other = tmp_path / "other"
-    other.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(other)
-        patch.setenv("OF_CLUSTER", "1")
-        nodes = start_nodes({"num_cpus": 2, "object_store_memory": 100 << 20})
-    try:
-        yield nodes.address
-    finally:
-        nodes.shutdown()  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_workers_of_a_cluster_from_elsewhere_get_folder_and_named_variables(
-    elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project = tmp_path / "project"
-    project.mkdir()
-    make_project(project)
-    (project / "judged.py").write_text(JUDGED)
-    monkeypatch.setenv("JUDGE_KEY", "secret-value")
-    monkeypatch.setenv("OTHER_KEY", "secret-too")
-    fit = [*FIT, "--model.class_path", "judged.Judged", "--trainer.strategy.address", elsewhere]
-    options = ["--trainer.max_steps", "1", "--trainer.default_root_dir"]
-
-    done = rlightning(project, *fit, "--trainer.strategy.env", "[JUDGE_KEY]", *options, "runs/named")
-    assert done.returncode == 0, done.stderr
-    seen = json.loads((project / "seen.json").read_text())
-    assert seen == {"key": "secret-value", "folder": str(project), "of_cluster": "1"}
-    [warning] = [line for line in done.stderr.splitlines() if "was not started with this process's environment" in line]
-    assert "OTHER_KEY" in warning and "JUDGE_KEY" not in warning and "trainer.strategy.env" in warning
-    assert (project / "runs/named/checkpoints/last.ckpt").exists()
-
-    failed = rlightning(project, *fit, *options, "runs/unnamed")
-    assert failed.returncode == 1 and "KeyError: 'JUDGE_KEY'" in failed.stderr
-    [warning] = [
-        line for line in failed.stderr.splitlines() if "was not started with this process's environment" in line
-    ]
-    assert "JUDGE_KEY" in warning
-    config = (project / "runs/named/config.yaml").read_text()
-    assert "JUDGE_KEY" in config and "secret" not in done.stderr + failed.stderr + config
 
 
 @pytest.mark.slow
@@ -247,10 +182,9 @@ def test_killed_controller_leaves_no_process_of_ray(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_killed_raylet_ends_run_in_one_line(tmp_path: Path, restarts: str) -> None:
-    strategy = ("--trainer.strategy.max_restarts", restarts)
-    process, output = fit_until_step_2(tmp_path, *strategy)
+def test_killed_raylet_ends_run_in_one_line(tmp_path: Path) -> None:
+    """Whether there may be a restart or not, which is asked for later."""
+    process, output = fit_until_step_2(tmp_path, "--trainer.strategy.max_restarts", "1")
     try:
         [raylet] = [pid for pid, name in find_children(process.pid).items() if name == "raylet"]
         os.kill(raylet, signal.SIGKILL)
@@ -264,81 +198,87 @@ def test_killed_raylet_ends_run_in_one_line(tmp_path: Path, restarts: str) -> No
     assert output.count("error: ") == 1 and "Traceback" not in output, output
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_fast_dev_run_has_a_schedule_that_goes_on(schedule: str, tmp_path: Path) -> None:
-    make_project(tmp_path)
-    options = ["--trainer.fast_dev_run", "true", "--model.warmup_steps", "3", "--model.lr_schedule", schedule]
-    done = rlightning(tmp_path, *FIT, *options, "--trainer.default_root_dir", "run")
-    assert done.returncode == 0, done.stderr
-
-
 RAY_RUN = """
-import os, signal, sys
-from rlightning.controller.cluster import join_cluster
-import ray
-assert join_cluster(None, {"num_cpus": 1, "object_store_memory": 100 << 20})
-print(ray._private.worker.global_worker.node.get_session_dir_path(), flush=True)
-if sys.argv[1] == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.processes
-def test_next_run_removes_what_ray_left_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_TMPDIR")
-    environment = os.environ | {"TMPDIR": "/tmp"}
-    script = tmp_path / "run.py"
-    script.write_text(RAY_RUN)
-
-    def run(how: str) -> Path:
-        done = subprocess.run(
-            [sys.executable, script, how], env=environment, stdout=subprocess.PIPE, text=True, check=False
-        )
-        return Path(done.stdout.strip()).parent
-
-    killed = run("killed")
-    assert killed.name.startswith("rlightning.ray.") and killed.is_dir()
-    assert not run("to its end").exists() and not killed.exists()
-
-
-LOST_RUN = """
 import itertools, os, signal, sys
-from pathlib import Path
 from rlightning.controller import cluster
 import ray
 assert cluster.join_cluster(None, {"num_cpus": 1, "object_store_memory": 100 << 20})
 [node] = cluster._own_nodes.values()
-Path("ids.txt").write_text(f"{node.reaper.pid} {node.raylet}")
-if "slow" in sys.argv:
+print(ray._private.worker.global_worker.node.get_session_dir_path(), node.reaper.pid, node.raylet, flush=True)
+if "killed" in sys.argv:
     os.kill(node.reaper.pid, signal.SIGSTOP)
-if "raylet" in sys.argv:
     os.kill(node.raylet, signal.SIGKILL)
     for number in itertools.count():  # until Ray ends this process, in which nothing looks at the raylet
         ray.put(number)
-os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def run_ray(folder: Path, *arguments: str, exit_code: int, **variables: str) -> tuple[Path, int, int]:
+    """The folder of a process's own cluster, and its reaper and raylet; ``errors.txt`` gets what all of them say."""
+    script = folder / "run.py"
+    script.write_text(RAY_RUN)
+    environ = {**environment(), "TMPDIR": "/tmp", **variables}
+    with (folder / "errors.txt").open("w") as errors:
+        command = [sys.executable, str(script), *arguments]
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
+    assert done.returncode == exit_code
+    session, reaper, raylet = done.stdout.split()
+    return Path(session).parent, int(reaper), int(raylet)
+
+
+@pytest.mark.processes
+def test_what_a_killed_raylet_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that Ray's own threads have ended: the reaper says why, and the next run removes Ray's folder."""
+    monkeypatch.delenv("RAY_TMPDIR")
+    # No fork server, which needs the controller.
+    left, reaper, raylet = run_ray(tmp_path, "killed", exit_code=1, **{START_BY_EXEC: "1"})
+    os.kill(reaper, signal.SIGCONT)  # finds both ended
+    assert still_running([reaper]) == []
+    line = f"error: The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed"
+    assert (tmp_path / "errors.txt").read_text().count(line) == 1
+    assert left.name.startswith("rlightning.ray.") and left.is_dir()
+    own, _, _ = run_ray(tmp_path, exit_code=0)
+    assert not own.exists() and not left.exists()
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "how", ["raylet slow", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raylet", "slow"))]
+    ("log", "goodbye", "dies_first", "says_so"),
+    [
+        ("", b"", True, True),
+        ("", b"", False, False),  # the raylet has ended with the controller
+        ("Raylet IPC connection failed", b"", False, True),  # the other way round
+        ("Raylet IPC connection failed", b".", True, False),  # the controller has said why
+    ],
 )
-def test_line_of_a_killed_raylet_outlives_the_controller(how: str, tmp_path: Path) -> None:
-    script, errors = tmp_path / "run.py", tmp_path / "errors.txt"
-    script.write_text(LOST_RUN)
-    with errors.open("w") as file:
-        command = [sys.executable, str(script), *how.split()]
-        environ = {
-            **environment(),
-            START_BY_EXEC: "1",
-        }  # no fork server, which needs the controller
-        done = subprocess.run(command, cwd=tmp_path, env=environ, stdout=file, stderr=file, check=False)
-    reaper, raylet = map(int, (tmp_path / "ids.txt").read_text().split())
-    if "slow" in how:  # finds both ended
-        os.kill(reaper, signal.SIGCONT)
-    assert still_running([reaper]) == []
-    line = f"error: The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed"
-    assert errors.read_text().count(line) == ("raylet" in how)
-    assert done.returncode == (1 if "raylet" in how else -signal.SIGKILL)
+def test_reaper_kills_agents_and_tells_of_a_raylet_that_died_first(
+    log: str, goodbye: bytes, dies_first: bool, says_so: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "python-core-driver-01_17.log").write_text(log)
+    raylet, agent = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    command = [sys.executable, "-m", "rlightning.controller.reaper", str(tmp_path), "17", str(raylet.pid)]
+    stdin, controller = os.pipe()
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [*command, identify_process(agent.pid)], stdin=stdin, stderr=subprocess.PIPE, env=environment()
+        )
+
+    def end_controller() -> None:
+        os.write(controller, goodbye)
+        os.close(controller)
+
+    if dies_first:
+        reaper = start()
+        raylet.kill()
+        assert agent.wait(300) == -signal.SIGKILL
+        end_controller()
+    else:
+        raylet.kill()
+        end_controller()
+        reaper = start()
+    os.close(stdin)
+    _, said = reaper.communicate(timeout=300)
+    assert (b"its raylet (process %d on this machine) was killed" % raylet.pid in said) == says_so
+    assert reaper.returncode == 0 and agent.wait(300) == -signal.SIGKILL
+    raylet.wait()

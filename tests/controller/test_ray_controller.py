@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from controller_run import train_each
+from controller_run import train_alone, train_each
 from rank_processes import finish, start_calls, start_controller
 from safetensors.torch import load_file
 from sft_run import SIZES, write_rows
@@ -20,27 +20,22 @@ LATER = ("workers-after-step", "ranks-after-step", "workers-after-epoch", "ranks
 """Runs that go on from a checkpoint of the other's."""
 
 
-def run_both(folder: Path, as_ranks: dict[str, Any], as_controller: dict[str, Any]) -> None:
-    """Run the first under FSDP on two ranks, the second under a controller with two workers, at the same time."""
-    calls = [*start_calls(train_each, 2, folder, as_ranks), start_controller(train_each, folder, as_controller)]
-    of_rank_0, _, of_controller = finish(calls)
-    for name, logged in (of_rank_0 | of_controller).items():
-        (folder / name / "seen.json").write_text(json.dumps(logged))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of six steps, four an epoch; then more that go on from the other's second step, and from its first epoch."""
+    """Runs of six steps, four an epoch; then more that go on from the other's second step, and from its first epoch.
+
+    One half under FSDP on two ranks, the other under a controller with two workers, at the same time.
+    """
     folder = tmp_path_factory.mktemp("controller")
     save_model(folder / "model", **SIZES)
     write_rows(folder)
-    run_both(folder, {"ranks": {"max_steps": 6}}, {"workers": {"max_steps": 6}})
-    later: dict[str, dict[str, Any]] = {"ranks": {}, "workers": {}}
+    runs: dict[str, dict[str, Any]] = {name: {name: {"max_steps": 6}} for name in ("ranks", "workers")}
     for name, other in (("ranks", "workers"), ("workers", "ranks")):
         for point, file in (("step", "step=2.ckpt"), ("epoch", "epoch=0.ckpt")):
             path = folder / other / "checkpoints" / file
-            later[name][f"{name}-after-{point}"] = {"max_steps": 6, "ckpt_path": str(path)}
-    run_both(folder, later["ranks"], later["workers"])
+            runs[name][f"{name}-after-{point}"] = {"max_steps": 6, "ckpt_path": str(path)}
+    ranks = start_calls(train_each, 2, folder, runs["ranks"])
+    finish([*ranks, start_controller(train_each, folder, runs["workers"])])
     return folder
 
 
@@ -145,3 +140,17 @@ def test_controller_checkpoint_callback_and_loop_state_match_ranks(folder: Path)
     assert ours["callbacks"]["CountSteps"] == {"num_steps": 3}
     for name in ("PromptDataModule", "loops", "lr_schedulers", "weight_version", "global_step"):
         assert ours[name] == theirs[name], name
+
+
+def test_a_controller_touches_no_device_from_the_first_line_to_the_last(folder: Path) -> None:
+    """Training, validation, saving, logging, resuming, where torch finds a device."""
+    for name in ("workers", "workers-after-step"):
+        found = seen(folder, name)
+        assert (found["touched"], found["is_initialized"]) == ([], False)
+    assert (folder / "workers" / "checkpoints" / "last.ckpt").exists()
+    assert list((folder / "workers").rglob("metrics.csv"))
+
+
+def test_a_process_without_a_controller_is_seen_to_touch_its_device(folder: Path) -> None:
+    finish([start_controller(train_alone, folder)])
+    assert any("isolate_rng" in stack for stack in seen(folder, "alone")["touched"])

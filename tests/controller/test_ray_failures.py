@@ -18,7 +18,7 @@ from waiting import still_running
 
 from rlightning import intervals
 from rlightning.controller.strategy import find_last
-from rlightning.errors import ConfigError, RewardError, find_run_error
+from rlightning.errors import RewardError, find_run_error
 from rlightning.hooks import RLCallback
 from rlightning.parallel.checkpoint_folder import read_whole
 
@@ -48,8 +48,6 @@ class FailOnce(RLCallback):
                 raise ValueError("boom in a worker")
             case "foreseen":
                 raise RewardError("7 of 8 samples have no reward.", "the first failure's trace")
-            case "mistake":
-                raise ConfigError("value=3 is wrong. Use 4.")
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
@@ -142,7 +140,6 @@ def run_all(folder: Path) -> dict[str, Any]:
     return {
         "raise": run(folder, "raise", "raise"),
         "foreseen": run(folder, "foreseen", "foreseen"),
-        "mistake": run(folder, "mistake", "mistake"),
         "die": run(folder, "die", "die"),
         "die-without-checkpoint": run(folder, "die-without-checkpoint", "die", max_restarts=1),
         "stop": run(folder, "stop", "stop", num_workers=1, barrier_timeout=5.0),
@@ -192,11 +189,6 @@ def test_foreseen_error_of_worker_is_one_in_the_controller(outcomes: dict[str, A
     assert outcome["error"] == "ForeseenWorkerError"
     assert outcome["line"] == "worker 1: 7 of 8 samples have no reward."
     assert outcome["text"].count("in on_update_start") == 1 and "the first failure's trace" in outcome["text"]
-
-
-def test_a_mistake_is_one_in_the_controller_too(outcomes: dict[str, Any]) -> None:
-    assert outcomes["mistake"]["error"] == "ConfigError"
-    assert outcomes["mistake"]["text"].rstrip().endswith("ConfigError: value=3 is wrong. Use 4.")
 
 
 @pytest.mark.parametrize("name", ["die", "die-without-checkpoint"])

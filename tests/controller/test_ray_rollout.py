@@ -100,57 +100,65 @@ def test_worker_samples_from_its_engine(two: Path) -> None:
     assert all(step["policy/rollout_gap_max"] < 1e-3 for step in found["steps"])
 
 
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks and, at the same time, four workers that share an engine; then runs with engines in the same cluster.
+
+    A worker that is killed starts again, with an engine of its own and with two that are actors. An engine is ahead of
+    two workers.
+    """
+    folder = tmp_path_factory.mktemp("many")
+    save_model(folder / "model", num_key_value_heads=2)
+    dies: dict[str, Any] = {"num_ranks": 1, "dies": True}
+    runs = {
+        "workers": FOUR,
+        "colocated": dies | {"rollout": {}},
+        "standalone": dies | {"rollout": {"placement": "standalone", "num_engines": 2}},
+        "ahead": {"rollout": {"placement": "standalone", "num_engines": 1, "max_staleness": 1}, "max_steps": 3},
+    }
+    finish([*start_calls(train_each, 4, folder, {"ranks": FOUR}), start_controller(train_each, folder, runs)])
+    return folder
+
+
 @pytest.mark.slow
-def test_data_and_tensor_parallel_workers_match_ranks(tmp_path: Path) -> None:
+def test_data_and_tensor_parallel_workers_match_ranks(many: Path) -> None:
     """Two data-parallel groups of two tensor-parallel ranks, which share an engine: the workers' is an actor."""
-    save_model(tmp_path / "model", num_key_value_heads=2)
-    finish(start_calls(train_each, 4, tmp_path, {"ranks": FOUR}))
-    finish([start_controller(train_each, tmp_path, {"workers": FOUR})])
-    expected, got = seen(tmp_path, "ranks"), seen(tmp_path, "workers")
+    expected, got = seen(many, "ranks"), seen(many, "workers")
     assert got["hooks"] == expected["hooks"]
     for one, other in zip(expected["steps"], got["steps"], strict=True):
         assert other == pytest.approx(one, abs=1e-5)
-    assert_same_weights(tmp_path, 4)
-    heads = [seen(tmp_path, "ranks", rank)["updated"] for rank in (0, 2)]
+    assert_same_weights(many, 4)
+    heads = [seen(many, "ranks", rank)["updated"] for rank in (0, 2)]
     assert got["updated"] == [one + other for one, other in zip(*heads, strict=True)]
-    sampled = [seen(tmp_path, "ranks", rank)["sampled"] for rank in range(4)]
+    sampled = [seen(many, "ranks", rank)["sampled"] for rank in range(4)]
     assert got["sampled"] == [list(chain(*parts)) for parts in zip(*sampled, strict=True)]
     for rank in range(4):
-        lines = (tmp_path / "workers" / f"leftovers{rank}").read_text().splitlines()
+        lines = (many / "workers" / f"leftovers{rank}").read_text().splitlines()
         assert lines == [f"{step} 0 {rank % 2 == 0}" for step in range(2)]
 
 
 @pytest.mark.slow
-def test_standalone_engines_are_actors_of_their_own(two: Path) -> None:
-    """They sample what the colocated ones did, and end with the run; with a staleness they sample ahead."""
-    elsewhere = {"placement": "standalone", "num_engines": 2}
-    ahead = {"rollout": elsewhere | {"max_staleness": 1}, "max_steps": 3}
-    runs = {"colocated": {"rollout": {}}, "standalone": {"rollout": elsewhere}, "ahead": ahead}
-    finish([start_controller(train_each, two, runs)])
-    expected, got = seen(two, "colocated"), seen(two, "standalone")
-    assert got["sampled"] == expected["sampled"]
-    assert got["validations"] == expected["validations"]
-    steps = seen(two, "ahead")["steps"]
-    assert [step["async/age_max"] for step in steps] == [0, 1, 1]
-    assert all("policy/correction_weight" in step for step in steps)
-    for number in range(2):
-        assert (two / "standalone" / f"engine.{number}.log").is_file()
-    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has just ended
-            assert str(two).encode() not in command_line.read_bytes()
-
-
-@pytest.mark.slow
-def test_a_restart_goes_on_with_engines(tmp_path: Path) -> None:
+def test_a_restart_goes_on_with_engines(many: Path) -> None:
     """A worker that is killed takes its engine with it; an actor's goes on. What the step had sampled comes again."""
-    save_model(tmp_path / "model")
-    one: dict[str, Any] = {"num_ranks": 1, "dies": True, "rollout": {}}
-    runs = {"colocated": one, "standalone": one | {"rollout": {"placement": "standalone"}}}
-    finish([start_controller(train_each, tmp_path, runs)])
-    for name in runs:
-        found, engines = seen(tmp_path, name), json.loads((tmp_path / name / "engines.json").read_text())
+    for name in ("colocated", "standalone"):
+        found, engines = seen(many, name), json.loads((many / name / "engines.json").read_text())
         first, lost, again = found["sampled"]
         assert lost == again != first
         assert len(found["steps"]) == 2 and engines["left"] == []
         assert (engines["kept"] == engines["before"]) == (name == "standalone")
-    assert seen(tmp_path, "colocated")["sampled"] == seen(tmp_path, "standalone")["sampled"]
+
+
+@pytest.mark.slow
+def test_standalone_engines_are_actors_of_their_own(many: Path) -> None:
+    """They sample what the colocated ones did, and end with the run; with a staleness they sample ahead."""
+    expected, got = seen(many, "colocated"), seen(many, "standalone")
+    assert got["sampled"] == expected["sampled"]
+    assert got["validations"] == expected["validations"]
+    for number in range(2):
+        assert (many / "standalone" / f"engine.{number}.log").is_file()
+    steps = seen(many, "ahead")["steps"]
+    assert [step["async/age_max"] for step in steps] == [0, 1, 1]
+    assert all("policy/correction_weight" in step for step in steps)
+    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            assert str(many).encode() not in command_line.read_bytes()

@@ -182,8 +182,8 @@ def test_a_worker_that_is_gone_is_named(cluster: None) -> None:
     ray.kill(lives)
 
 
-def set_patience(worker: Any, seconds: float) -> None:
-    ray.get(worker.run.remote(lambda: setattr(tensor_store.tensor_store(), "patience", seconds)))
+def set_full_timeout(worker: Any, seconds: float) -> None:
+    ray.get(worker.run.remote(lambda: setattr(tensor_store.tensor_store(), "full_timeout", seconds)))
 
 
 def test_full_store_names_labels_and_waits_for_release(cluster: None) -> None:
@@ -192,11 +192,11 @@ def test_full_store_names_labels_and_waits_for_release(cluster: None) -> None:
     full = (
         r"'update' would store 1,048,576 bytes .* max_bytes=3,145,728.*'rollout': 2 x, 2,097,152 bytes; 'values': 1 x"
     )
-    set_patience(worker, 0.1)
+    set_full_timeout(worker, 0.1)
     with pytest.raises(StoreFullError, match=full):
         ray.get(worker.store_zeros.remote(MB, "update"))
     assert live(worker) == (3, 3 * MB)
-    set_patience(worker, 120)
+    set_full_timeout(worker, 120)
     for _ in range(20):  # each asks for room at once, while the news of letting go is under way
         kept[0] = None
         kept[0] = ray.get(worker.store_zeros.remote(MB, "update"))

@@ -2,19 +2,20 @@
 
 import json
 from collections.abc import Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from rank_processes import finish, start_calls
-from tiny import ActorGenerator, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
+from rank_processes import each_run, finish, start_calls
+from tiny import ActorGenerator, Start, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.parallel import DDP
 from rlightning.rollout import Sampling
-from rlightning.types import Branch, Prompt, RolloutBatch, Trajectory, Turn
+from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
 
 pytestmark = pytest.mark.processes
 
@@ -55,19 +56,27 @@ class Branching(ActorGenerator):
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, *_: Any
     ) -> list[list[Trajectory]]:
-        return [[self._attempt(prompt, sample, sampling) for sample in range(num_samples)] for prompt in prompts]
+        starts = [(prompt, number, sampling) for prompt in prompts for number in range(num_samples)]
+        shorter = [
+            (p._replace(index=p.index + 100, token_ids=p.token_ids[max(n - 1, 0) :]), n, s) for p, n, s in starts
+        ]
+        pairs = list(zip(starts, shorter, self.complete(starts), self.complete(shorter), strict=True))
+        return [list(starmap(branching, pairs[n : n + num_samples])) for n in range(0, len(pairs), num_samples)]
 
-    def _attempt(self, prompt: Prompt, number: int, sampling: Sampling) -> Trajectory:
-        if number == 0:
-            return Trajectory.single_turn(prompt, self._complete(prompt, number, sampling))
-        shorter = prompt._replace(index=prompt.index + 100, token_ids=prompt.token_ids[number - 1 :])
-        samples = [self._complete(start, number, sampling) for start in (prompt, shorter)]
-        branches = (Branch(), Branch("history_edited"))
-        for place, (branch, start, sample) in enumerate(zip(branches, (prompt, shorter), samples, strict=True)):
-            branch.append(start.token_ids)
-            branch.append_sample(sample, place)
-        turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in samples)
-        return Trajectory(prompt, branches, turns)
+
+def branching(start: Start, shorter: Start, first: Sample, second: Sample) -> Trajectory:
+    """The first of a group has one branch only."""
+    prompt, number, _ = start
+    if number == 0:
+        return Trajectory.single_turn(prompt, first)
+    branches = (Branch(), Branch("history_edited"))
+    for place, (branch, tokens, sample) in enumerate(
+        zip(branches, (prompt.token_ids, shorter[0].token_ids), (first, second), strict=True)
+    ):
+        branch.append(tokens)
+        branch.append_sample(sample, place)
+    turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in (first, second))
+    return Trajectory(prompt, branches, turns)
 
 
 class WriteResult(Callback):
@@ -78,11 +87,6 @@ class WriteResult(Callback):
         torch.save(copy_weights(pl_module), folder / f"weights{trainer.global_rank}.pt")
         result = {"taken": getattr(pl_module, "taken", None), "position": trainer.datamodule.stream.position}
         (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], num_ranks: int = 1) -> None:
@@ -96,38 +100,40 @@ def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], n
     trainer.fit(module, make_data(folder))
 
 
-def train_two(folder: Path, model: str, algorithm: str, arguments: dict[str, Any]) -> None:
-    folder.mkdir(exist_ok=True)
-    finish(start_calls(train, 2, folder, model, algorithm, arguments, 2))
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("GRPO", {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
+    "branches": ("GRPO", {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1}),
+    "one group": ("OneGroup", {"updates_per_rollout": 2}),
+    "two optimizers": ("TwoOptimizers", {"updates_per_rollout": 2}),
+    "refills": ("Picky", {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "arguments"),
-    [
-        ("GRPO", {}),  # in the first step the ranks would cut their own completions into 4 and 3 micro-batches
-        pytest.param(
-            "GRPO",
-            {"updates_per_rollout": 3, "prompts_per_step": 6, "epochs_per_rollout": 2, "kl_coef": 0.1},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("OneGroup", {"updates_per_rollout": 2}, marks=pytest.mark.slow),
-        ("TwoOptimizers", {"updates_per_rollout": 2}),
-    ],
-)
-def test_two_ranks_are_one(algorithm: str, arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    train(tmp_path / "one", model, algorithm, arguments)
-    train_two(tmp_path / "two", model, algorithm, arguments)
-    one, first, second = (
-        torch.load(tmp_path / name) for name in ("one/weights0.pt", "two/weights0.pt", "two/weights1.pt")
-    )
-    for name, weight in one.items():
-        assert torch.equal(first[name], second[name])
-        torch.testing.assert_close(first[name], weight, atol=1e-10, rtol=0.0)
+def train_cases(folder: Path, model: str) -> None:
+    for name, case in each_run({name: {"case": case} for name, case in CASES.items()}):
+        (folder / name).mkdir(exist_ok=True)
+        train(folder / name, model, *case["case"], num_ranks=2)
 
 
-def test_refill_needed_by_one_rank_includes_both(model: str, tmp_path: Path) -> None:
-    train_two(tmp_path, model, "Picky", {})
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+@pytest.fixture(scope="module")
+def two(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases, on two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    finish(start_calls(train_cases, 2, folder, model_folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "refills"])
+def test_two_ranks_are_one(name: str, model_folder: str, two: Path, tmp_path: Path) -> None:
+    train(tmp_path, model_folder, *CASES[name])
+    paths = (tmp_path / "weights0.pt", two / name / "weights0.pt", two / name / "weights1.pt")
+    one, first, second = map(torch.load, paths)
+    for parameter, weight in one.items():
+        assert torch.equal(first[parameter], second[parameter])
+        torch.testing.assert_close(first[parameter], weight, atol=1e-10, rtol=0.0)
+
+
+def test_refill_needed_by_one_rank_includes_both(two: Path) -> None:
+    first, second = (json.loads((two / "refills" / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}
     assert second == {"taken": [[2, 3], [5], [8, 9], [12, 13]], "position": 14}

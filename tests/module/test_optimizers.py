@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from sharded_net import OddNet, make_net, run_ranks, shard_net
-from tiny import copy_weights, make_data, make_trainer, save_model, share_of_ones
+from tiny import copy_weights, make_data, make_trainer, share_of_ones
 from torch.optim import LBFGS, SGD, AdamW, Muon, SparseAdam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -41,11 +41,6 @@ def by_shape(module: Own) -> tuple[list[torch.nn.Parameter], list[torch.nn.Param
     """Matrices and vectors."""
     parameters = list(module.loaded_actor.parameters())
     return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def run(

@@ -13,7 +13,7 @@ import torch
 from equivalence_run import RandomGenerator
 from lightning.pytorch import Callback
 from rank_processes import each_run, finish, start_calls
-from tiny import VOCABULARY, UseGenerator, make_algorithm, make_data, make_trainer, save_model
+from tiny import VOCABULARY, UseGenerator, make_algorithm, make_data, make_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -152,11 +152,6 @@ def run(folder: Path, module: GRPO, *callbacks: Callback, steps: int = STEPS, fi
     return made
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def check_trained(start: dict[str, Any], end: dict[str, Any], norms: list[float]) -> None:
     """AdamW moves a number by lr a step, against a gradient that does not change."""
     for name, value in start.items():
@@ -166,8 +161,8 @@ def check_trained(start: dict[str, Any], end: dict[str, Any], norms: list[float]
 
 
 @pytest.mark.long
-def test_own_parameters_are_trained_and_counted_in_norm(model: str, tmp_path: Path) -> None:
-    module, norms = make("ValueHead", model), GradNorms()
+def test_own_parameters_are_trained_and_counted_in_norm(model_folder: str, tmp_path: Path) -> None:
+    module, norms = make("ValueHead", model_folder), GradNorms()
     start = own(module)
     trainer = run(tmp_path, module, norms)
     check_trained(start, own(module), norms.norms)
@@ -178,9 +173,9 @@ def test_own_parameters_are_trained_and_counted_in_norm(model: str, tmp_path: Pa
 
 @pytest.mark.long
 def test_late_parameter_is_named_once_and_left_out_of_norm(
-    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module, norms = make("LateHead", model), GradNorms()
+    module, norms = make("LateHead", model_folder), GradNorms()
     start = own(module)
     with caplog.at_level(logging.WARNING, "rlightning"):
         run(tmp_path, module, norms)
@@ -228,12 +223,12 @@ def train_runs(folder: Path, model: str, seed: int = 0, kind: str | None = None,
 
 
 @pytest.mark.long
-def test_own_parameters_resume_to_the_same_bits(model: str, tmp_path: Path) -> None:
-    runs = train_runs(tmp_path, model)
+def test_own_parameters_resume_to_the_same_bits(model_folder: str, tmp_path: Path) -> None:
+    runs = train_runs(tmp_path, model_folder)
     whole = runs["whole"]
     assert runs["second"] == whole
     torch.manual_seed(0)
-    start = make("CriticGRPO", model)
+    start = make("CriticGRPO", model_folder)
     start.configure_model()
     critic = {"critic.embedding.weight", "critic.value.weight", "critic.value.bias"}
     assert set(own(start)) == {"scale", "value.weight", "value.bias"} | critic
@@ -263,8 +258,8 @@ class ClippedNorms(GradNorms):
 
 
 @pytest.mark.long
-def test_third_trained_role_has_its_own_optimizer_norm_and_loss(model: str, tmp_path: Path) -> None:
-    module, norms = make("CriticGRPO", model, kl_coef=0.1), ClippedNorms()
+def test_third_trained_role_has_its_own_optimizer_norm_and_loss(model_folder: str, tmp_path: Path) -> None:
+    module, norms = make("CriticGRPO", model_folder, kl_coef=0.1), ClippedNorms()
     trainer = run(tmp_path, module, norms)
     assert trainer.global_step == module.weight_version == STEPS
     assert [len(group["params"]) for group in trainer.optimizers[1].param_groups] == [2, 1]
@@ -279,9 +274,21 @@ def test_third_trained_role_has_its_own_optimizer_norm_and_loss(model: str, tmp_
     assert not [name for name in names if "reference" in name]
 
 
-def train_rank(folder: Path, model: str, kind: str, checkpoint: Path) -> Any:
-    """Of a rank, whose head has numbers of its own at first: what a run comes to, then a whole and resumed ones."""
+KINDS = ("fsdp", "ddp")
+
+
+def train_rank(folder: Path, model: str, checkpoint: Path) -> dict[str, Any]:
+    """Of a rank: what it comes to under each strategy."""
     rank = int(os.environ["RANK"])
+    found = {}
+    for kind, _ in each_run({kind: {} for kind in KINDS}):
+        (folder / kind).mkdir(exist_ok=True)
+        found[kind] = train_under(folder / kind, model, rank, kind, checkpoint)
+    return found
+
+
+def train_under(folder: Path, model: str, rank: int, kind: str, checkpoint: Path) -> dict[str, Any]:
+    """Of a rank, whose head has numbers of its own at first: what a run comes to, then a whole and resumed ones."""
     for _ in each_run({"trained": {}}):
         torch.manual_seed(rank)
         module, norms = make("ValueHead", model), GradNorms()
@@ -297,19 +304,33 @@ def check_close(found: list[Any], expected: list[Any]) -> None:
         torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(value), atol=1e-5, rtol=0)
 
 
+@pytest.fixture(scope="module")
+def folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``one`` has the checkpoint of one process."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "one").mkdir()
+    train_runs(folder / "one", model_folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_rank(folder: Path, model_folder: str) -> Any:
+    """Two ranks, under both strategies."""
+    return finish(start_calls(train_rank, 2, folder, model_folder, folder / "one" / "first.ckpt"))
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_own_parameters_on_two_ranks(kind: str, model: str, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    train_runs(tmp_path / "one", model)
-    first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind, tmp_path / "one" / "first.ckpt"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_parameters_on_two_ranks(kind: str, model_folder: str, folder: Path, by_rank: Any) -> None:
+    first, second = (found[kind] for found in by_rank)
     assert first["start"] != second["start"]
     for rank in (first, second):
         check_trained(first["start"], rank["end"], rank["norms"])
         assert rank["runs"]["second"] == rank["runs"]["whole"] == first["runs"]["whole"]
     # a folder of both ranks' shards, or a file, in one process
-    one = train_runs(tmp_path / "one", model, of_two=tmp_path / "first.ckpt")
+    one = train_runs(folder / "one", model_folder, of_two=folder / kind / "first.ckpt")
     for found in (first["runs"]["whole"], first["runs"]["of_one"], one["of_two"]):
         check_close(found, one["whole"])
-    loaded, saved = (CriticGRPO.load_from_checkpoint(path / "first.ckpt") for path in (tmp_path, tmp_path / "one"))
+    paths = (folder / kind / "first.ckpt", folder / "one" / "first.ckpt")
+    loaded, saved = map(CriticGRPO.load_from_checkpoint, paths)
     check_close([own(loaded)], [own(saved)])

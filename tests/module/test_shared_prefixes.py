@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_trajectories import random_groups
 from rank_processes import each_run, finish, start_calls
-from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
+from tiny import ActorGenerator, Start, UseGenerator, full_weights, make_algorithm, make_data, make_trainer
 from tiny_models import save_tiny
 
 from rlightning.algorithms import GRPO
@@ -139,22 +139,29 @@ class LongPrompts(ActorGenerator):
     """Makes trajectories of two branches, the second of which goes on with the first one's history."""
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, *others: Any) -> list[list[Trajectory]]:
-        sampling = others[0]
-        return [[self._attempt(p, n, sampling) for n in range(num_samples)] for p in prompts]
+        starts = [(prompt, number, others[0]) for prompt in prompts for number in range(num_samples)]
+        firsts = self.complete(starts)
+        histories = [[*p.token_ids, *first.token_ids] for (p, *_), first in zip(starts, firsts, strict=True)]
+        longer = [
+            (p._replace(index=p.index + 50, token_ids=history), number, sampling)
+            for (p, number, sampling), history in zip(starts, histories, strict=True)
+        ]
+        pairs = list(zip(starts, firsts, longer, self.complete(longer), strict=True))
+        return [list(starmap(continued, pairs[n : n + num_samples])) for n in range(0, len(pairs), num_samples)]
 
-    def _attempt(self, prompt: Prompt, number: int, sampling: Any) -> Trajectory:
-        first = self._complete(prompt, number, sampling)
-        if number % 2:
-            return Trajectory.single_turn(prompt, first)
-        history = [*prompt.token_ids, *first.token_ids]
-        second: Sample = self._complete(prompt._replace(index=prompt.index + 50, token_ids=history), number, sampling)
-        branches = (Branch(), Branch("history_edited"))
-        branches[0].append(prompt.token_ids)
-        branches[0].append_sample(first, 0)
-        branches[1].append(history)
-        branches[1].append_sample(second, 1)
-        turns = tuple(Turn({"role": "assistant", "content": one.text}, one) for one in (first, second))
-        return Trajectory(prompt, branches, turns)
+
+def continued(start: Start, first: Sample, longer: Start, second: Sample) -> Trajectory:
+    """Every other one of a group has one branch only."""
+    prompt, number, _ = start
+    if number % 2:
+        return Trajectory.single_turn(prompt, first)
+    branches = (Branch(), Branch("history_edited"))
+    branches[0].append(prompt.token_ids)
+    branches[0].append_sample(first, 0)
+    branches[1].append(longer[0].token_ids)
+    branches[1].append_sample(second, 1)
+    turns = tuple(Turn({"role": "assistant", "content": one.text}, one) for one in (first, second))
+    return Trajectory(prompt, branches, turns)
 
 
 def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **arguments: Any) -> dict[str, Any]:
@@ -166,11 +173,6 @@ def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **argum
     trainer.fit(module, make_data(folder))
     weights = {name: weight.tolist() for name, weight in full_weights(module.loaded_actor).items()}
     return {"weights": weights, "share": trainer.callback_metrics["attention/shared_share"].item()}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def check_close(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -186,8 +188,8 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_a_run_takes_the_same_steps(arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
-    once, alone = (train(tmp_path, model, is_shared, **arguments) for is_shared in (True, False))
+def test_a_run_takes_the_same_steps(arguments: dict[str, Any], model_folder: str, tmp_path: Path) -> None:
+    once, alone = (train(tmp_path, model_folder, is_shared, **arguments) for is_shared in (True, False))
     assert once["share"] > 0.25 and alone["share"] == 0
     check_close(once, alone)
 
@@ -200,11 +202,11 @@ def train_rank(folder: Path, model: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.processes
-def test_two_ranks_take_the_same_steps(model: str, tmp_path: Path) -> None:
-    first, second = finish(start_calls(train_rank, 2, tmp_path, model))
+def test_two_ranks_take_the_same_steps(model_folder: str, tmp_path: Path) -> None:
+    first, second = finish(start_calls(train_rank, 2, tmp_path, model_folder))
     for arguments, one, other in zip(ARGUMENTS, first, second, strict=False):
         assert one["weights"] == other["weights"] and one["share"] > 0.2
-        check_close(one, train(tmp_path / "alone", model, False, **arguments))
+        check_close(one, train(tmp_path / "alone", model_folder, False, **arguments))
 
 
 @settings(max_examples=50, deadline=None)

@@ -114,7 +114,7 @@ def train(folder: Path, model: str, algorithm: str, kind: str | None = None, **a
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
+    return save_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
 def distance(first: dict[str, Any], second: dict[str, Any]) -> float:
@@ -186,19 +186,29 @@ def test_masked_sequences_are_skipped(model: str, tmp_path: Path) -> None:
     assert module.skippable_sequences(batch).tolist() == [False, False]
 
 
-def train_rank(folder: Path, model: str, kind: str) -> dict[str, Any]:
+KINDS = ("ddp", "fsdp")
+
+
+def train_rank(folder: Path, model: str) -> dict[str, dict[str, Any]]:
     names = ("HalfAlike", "ComputesAll", "InLargeMicrobatches", "OfFirstRank")
-    runs: dict[str, dict[str, Any]] = {name: {} for name in names}
-    runs["InLargeMicrobatches"] = {"updates_per_rollout": 2}
-    folder = folder / os.environ["RANK"]
-    folder.mkdir(exist_ok=True)
-    return {name: train(folder / name, model, name, kind, **arguments) for name, arguments in each_run(runs)}
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    for run, of_run in each_run({f"{kind} {name}": {"kind": kind, "name": name} for kind in KINDS for name in names}):
+        kind, name = of_run["kind"], of_run["name"]
+        arguments = {"updates_per_rollout": 2} if name == "InLargeMicrobatches" else {}
+        found[kind][name] = train(folder / f"{run} {os.environ['RANK']}", model, name, kind, **arguments)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank(model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two ranks, under both strategies."""
+    return finish(start_calls(train_rank, 2, tmp_path_factory.mktemp("ranks"), model))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_skipping_on_two_ranks_gives_the_same_bits(kind: str, model: str, tmp_path: Path) -> None:
-    first, second = finish(start_calls(train_rank, 2, tmp_path, model, kind))
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipping_on_two_ranks_gives_the_same_bits(kind: str, model: str, by_rank: Any, tmp_path: Path) -> None:
+    first, second = (found[kind] for found in by_rank)
     for rank in (first, second):
         check_skipped(rank["HalfAlike"], rank["ComputesAll"])
         assert rank["HalfAlike"]["computed"] == [4, 0, 4]

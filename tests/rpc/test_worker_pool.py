@@ -111,7 +111,7 @@ def test_cancelled_call_ends_in_its_process(tmp_path: Path) -> None:
     [
         ("exit", 300.0, r"test worker ended before it was ready \(exit code 5\)"),
         ("raise", 300.0, "test worker could not be set up: ValueError: raise"),
-        ("hold", 5.0, "test worker was not ready after 5 s"),
+        ("hold", 2.0, "test worker was not ready after 2 s"),
     ],
 )
 def test_worker_that_cannot_start_fails_all_calls(tmp_path: Path, setup: str, timeout: float, reason: str) -> None:
