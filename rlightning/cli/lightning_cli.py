@@ -175,12 +175,11 @@ class RLCLI(LightningCLI):
             args=args,
         )
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Lightning's commands; completions are written to a file, never returned."""
-        commands = LightningCLI.subcommands()
-        commands["predict"].add("return_predictions")
-        return commands
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # of which Lightning has a static one
+        """The command that is given, as a parser of each takes long; predictions go to a file, never returned."""
+        command = self.args[0]
+        skipped = {"return_predictions"} if command == "predict" else set()
+        return {command: LightningCLI.subcommands()[command] | skipped}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
