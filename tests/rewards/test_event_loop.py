@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import judges
@@ -80,23 +81,27 @@ def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunn
     assert len(judges.client.loops) == 1
 
 
+@dataclass
 class Clock:
-    """The time of an event loop of the test's own, which the test moves on."""
+    """The time of an event loop, which the test moves on.
 
-    def __init__(self) -> None:
-        self.shift = 0.0
+    Attributes:
+        shift: seconds before the machine's.
+    """
 
-    def monotonic(self) -> float:
+    shift: float = 0.0
+
+    def time(self) -> float:
         return time.monotonic() + self.shift
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """Of the test's own loop of rewards."""
     clock = Clock()
     monkeypatch.setattr(event_loop, "_threads", [])
-    monkeypatch.setattr(event_loop, "time", clock)
     thread = event_loop.free_thread()
-    monkeypatch.setattr(thread.loop, "time", clock.monotonic)
+    monkeypatch.setattr(thread.loop, "time", clock.time)
     yield clock
     thread.close()
 
