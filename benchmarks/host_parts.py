@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import rewards
 import torch
 from make_model import make_tokenizer
 
@@ -250,17 +251,7 @@ def parquet(size: Size) -> Work:
     return Work(run, batch.num_tokens)
 
 
-def trivial_reward(completion: str) -> float:
-    """A sync one, which runs in worker processes."""
-    return float(len(completion) % 2)
-
-
-async def trivial_async_reward(completion: str) -> float:
-    """An async one, which runs on the event loop."""
-    return float(len(completion) % 2)
-
-
-def rewards(size: Size, function: Callable[..., Any]) -> Work:
+def score(size: Size, function: Callable[..., Any]) -> Work:
     """``RewardRunner.score`` on a tenth of the completions, with one worker, which has been started."""
     few = Size(max(size.num_prompts // CALLS_SHARE, 1) * SAMPLES_PER_PROMPT, size.num_tokens)
     batch = make_batch(few, texts=True)
@@ -271,12 +262,12 @@ def rewards(size: Size, function: Callable[..., Any]) -> Work:
 
 def sync_rewards(size: Size) -> Work:
     """A sync reward function."""
-    return rewards(size, trivial_reward)
+    return score(size, rewards.trivial_reward)
 
 
 def async_rewards(size: Size) -> Work:
     """An async reward function."""
-    return rewards(size, trivial_async_reward)
+    return score(size, rewards.trivial_async_reward)
 
 
 PARTS: dict[str, Callable[[Size], Work]] = {

@@ -112,11 +112,17 @@ def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
     Returns:
         Type hints by name; a dict in place of a hint for a group of keys.
     """
-    if isinstance(source, ArgumentParser):
-        parser = source
-    else:
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(source, fail_untyped=False, instantiate=False)
+    return _parameters_of_parser(source) if isinstance(source, ArgumentParser) else _parameters_of_class(source)
+
+
+@cache
+def _parameters_of_class(kind: type) -> dict[str, Any]:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, fail_untyped=False, instantiate=False)
+    return _parameters_of_parser(parser)
+
+
+def _parameters_of_parser(parser: ArgumentParser) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for action in parser._actions:
         *groups, name = action.dest.split(".")

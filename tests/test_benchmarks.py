@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,6 +14,7 @@ from fork_server import START_BY_EXEC
 from programs import read_csv, run_python
 
 pytestmark = pytest.mark.processes
+RunBenchmark = Callable[[str, str], str]
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
@@ -21,30 +24,44 @@ SCRIPTS = (
 )
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_benchmark_says_what_it_takes(name: str, tmp_path: Path) -> None:
-    shown = run_python(BENCHMARKS / f"{name}.py", "--help", folder=tmp_path).stdout
-    assert f" benchmarks/{name}.py" in shown  # the command, from its docstring
-    assert list(tmp_path.iterdir()) == []
+SHOW_HELP = """
+import contextlib, io, json, runpy, sys
+shown = {}
+for path in sys.argv[1:]:
+    sys.argv = [path, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        runpy.run_path(path, run_name="__main__")
+    shown[path] = text.getvalue()
+print(json.dumps(shown))
+"""
 
 
-def run_benchmark(name: str, options: str, folder: Path) -> str:
-    """A benchmark's standard output, run on the CPU with a tiny model."""
-    usual = ("--device", "cpu", "--model", "tiny", "--out", "out")
-    return run_python(BENCHMARKS / f"{name}.py", *usual, *shlex.split(options), folder=folder).stdout
+def test_each_benchmark_says_what_it_takes(tmp_path: Path) -> None:
+    program, folder = tmp_path / "show_help.py", tmp_path / "empty"
+    program.write_text(SHOW_HELP)
+    folder.mkdir()
+    paths = [str(BENCHMARKS / f"{name}.py") for name in SCRIPTS]
+    done = run_python(program, *paths, folder=folder, environment={**os.environ, "PYTHONPATH": str(BENCHMARKS)})
+    shown = json.loads(done.stdout)
+    assert {name for name in SCRIPTS if f" benchmarks/{name}.py" not in shown[str(BENCHMARKS / f"{name}.py")]} == set()
+    assert list(folder.iterdir()) == []  # the command is in each, from its docstring; nothing was written
 
 
-@pytest.mark.slow
-def test_variants_of_an_update_are_forks_that_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(START_BY_EXEC, "1")  # it forks itself, and profiles its forks
-    options = "--tokens 2500 --max-new-tokens 64 --microbatch-tokens 1024 --steps 2 --warm-up 1 --variable --profile"
-    run_benchmark("update", f"{options} --try lr=1e-5 rate=3 -- --model.compile false", tmp_path)
-    good, bad = read_csv(tmp_path / "out" / "table.csv")
-    assert float(good["update, s"]) > 0 and good["later"] == "0" and good["end"] == "ok"
-    assert bad["update, s"] == "" and "model.rate: there is no such key" in bad["end"]
-    files = {path.name for path in (tmp_path / "out" / "1").iterdir()}
-    assert files >= {"run.yaml", "run.log", "kernels.json.gz", "kernels.md", "host.json.gz", "host.txt"}
-    assert "aten::" in (tmp_path / "out" / "1" / "host.txt").read_text()
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gets the tiny model, which the first benchmark makes."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def run_benchmark(tmp_path: Path, models: Path) -> RunBenchmark:
+    """Runs a benchmark with options on the CPU, with a tiny model; returns its standard output."""
+
+    def run(name: str, options: str) -> str:
+        usual = ("--device", "cpu", "--model", "tiny", "--models", models, "--out", "out")
+        return run_python(BENCHMARKS / f"{name}.py", *usual, *shlex.split(options), folder=tmp_path).stdout
+
+    return run
 
 
 def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
@@ -66,9 +83,9 @@ def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_benchmark_compares_with_trl_if_installed(tmp_path: Path) -> None:
+def test_benchmark_compares_with_trl_if_installed(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
     options = "--work variable --prompts 4 --samples 2 --max-new-tokens 24 --steps 2 --microbatch-tokens 512"
-    printed = run_benchmark("compare_trl", f"{options} --trl '{{}}' -- --model.compile false", tmp_path)
+    printed = run_benchmark("compare_trl", f"{options} --trl '{{}}' -- --model.compile false")
     rows = read_csv(tmp_path / "out" / "table.csv")
     assert rows[0]["side"] == "rlightning, 512 tokens" and float(rows[0]["tokens/s"]) > 0
     assert 1 <= float(rows[0]["mean length"]) <= float(rows[0]["longest"]) <= 24
@@ -79,18 +96,33 @@ def test_benchmark_compares_with_trl_if_installed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_cost_grows_by_length_and_by_sequences(tmp_path: Path) -> None:
+def test_cost_grows_by_length_and_by_sequences(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
     options = "--lengths 140 160 --sequences 4 8 --samples 2 --microbatch-tokens 512 -- --model.compile false"
-    run_benchmark("growth", options, tmp_path)
+    run_benchmark("growth", options)
     rows = read_csv(tmp_path / "out" / "table.csv")
     assert [(row["sequences"], row["tokens each"]) for row in rows] == [("4", "140"), ("4", "160"), ("8", "140")]
     assert float(rows[0]["by attention"]) == float(rows[2]["by attention"]) == 1 < float(rows[1]["by attention"])
 
 
 @pytest.mark.slow
-def test_peaks_and_the_longest_context_are_beside_the_plan(tmp_path: Path) -> None:
+def test_variants_of_an_update_are_forks_that_may_fail(
+    run_benchmark: RunBenchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(START_BY_EXEC, "1")  # it forks itself, and profiles its forks
+    options = "--tokens 2500 --max-new-tokens 64 --microbatch-tokens 1024 --steps 2 --warm-up 1 --variable --profile"
+    run_benchmark("update", f"{options} --try lr=1e-5 rate=3 -- --model.compile false")
+    good, bad = read_csv(tmp_path / "out" / "table.csv")
+    assert float(good["update, s"]) > 0 and good["later"] == "0" and good["end"] == "ok"
+    assert bad["update, s"] == "" and "model.rate: there is no such key" in bad["end"]
+    files = {path.name for path in (tmp_path / "out" / "1").iterdir()}
+    assert files >= {"run.yaml", "run.log", "kernels.json.gz", "kernels.md", "host.json.gz", "host.txt"}
+    assert "aten::" in (tmp_path / "out" / "1" / "host.txt").read_text()
+
+
+@pytest.mark.slow
+def test_peaks_and_the_longest_context_are_beside_the_plan(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
     options = "--part longest --prompts 2 --samples 2 --positions 1024 --device-memory 8GB --steps 1"
-    run_benchmark("memory_table", f"{options} -- --model.compile false", tmp_path)
+    run_benchmark("memory_table", f"{options} -- --model.compile false")
     (row,) = json.loads((tmp_path / "out" / "longest" / "rows.json").read_text())
     assert (row["planned longest"], row["tried"], row["end"]) == (1024, 768, "ok")
     phases = [peak["phase"] for peak in read_csv(tmp_path / "out" / "tiny" / "longest" / "peaks-0.csv")]
@@ -98,8 +130,8 @@ def test_peaks_and_the_longest_context_are_beside_the_plan(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_readmes_file_runs_with_another_model(tmp_path: Path) -> None:
-    run_benchmark("defaults", "--prompts 2 --max-new-tokens 96 --steps 2 -- --model.compile false", tmp_path)
+def test_the_readmes_file_runs_with_another_model(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
+    run_benchmark("defaults", "--prompts 2 --max-new-tokens 96 --steps 2 -- --model.compile false")
     (row,) = read_csv(tmp_path / "out" / "table.csv")
     assert (row["model"], row["devices"], row["steps"], row["end"]) == ("tiny", "1", "2", "ok")
     seconds = [float(row[name]) for name in ("step, s", "generate, s", "update, s", "of it engine's start, s")]
@@ -111,22 +143,22 @@ def test_the_readmes_file_runs_with_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_measured_beside_full_training(tmp_path: Path) -> None:
+def test_adapters_are_measured_beside_full_training(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
     options = "--awake --full --prompts 2 --max-new-tokens 48 --steps 2 --adapter '{\"rank\": 4}'"
-    said = run_benchmark("adapters", f"{options} -- --model.compile false", tmp_path)
+    said = run_benchmark("adapters", f"{options} -- --model.compile false")
     (row,) = json.loads((tmp_path / "out" / "rows.json").read_text())
     assert (row["model"], row["trained"], row["engine"], row["end"]) == ("tiny", "rank 4", "sleeps", "ok")
     assert all(row[name] > 0 for name in ("step, s", "update, s", "sync, ms", "planned"))
     assert "| tiny | - | rank 4 | sleeps | update |" in said
     full = row | {"trained": "all", "step, s": 2 * row["step, s"]}
     (tmp_path / "out" / "rows.json").write_text(json.dumps([row, full]))
-    run_benchmark("adapters", "--model --awake --full", tmp_path)  # of what is there already
+    run_benchmark("adapters", "--model --awake --full")  # of what is there already
     assert [line["x full"] for line in read_csv(tmp_path / "out" / "table.csv")] == ["0.5", "1.0"]
 
 
 @pytest.mark.slow
-def test_the_canary_is_asked_about_right_and_wrong_weights(tmp_path: Path) -> None:
-    said = run_benchmark("canary", "--syncs 44", tmp_path)
+def test_the_canary_is_asked_about_right_and_wrong_weights(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
+    said = run_benchmark("canary", "--syncs 44")
     (row,) = read_csv(tmp_path / "out" / "table.csv")
     assert (row["model"], row["syncs"], row["false alarms"], row["end"]) == ("tiny", "44", "0", "ok")
     assert float(row["largest distance / noise"]) < 1.2 and float(row["largest errors"]) < 6
@@ -141,9 +173,9 @@ def test_the_canary_is_asked_about_right_and_wrong_weights(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_memory_is_traced_by_step_through_the_real_command(tmp_path: Path) -> None:
+def test_memory_is_traced_by_step_through_the_real_command(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
     options = "--steps 2 --arms before_wake_too --prompts 2 --samples 2 --shortest 4 --longest 40"
-    said, out = run_benchmark("colocated_memory", options, tmp_path), tmp_path / "out"
+    said, out = run_benchmark("colocated_memory", options), tmp_path / "out"
     assert said.startswith("| run | steps | ")
     assert (out / "table.md").read_text() == said
     assert {path.name for path in out.glob("*.*")} >= {"table.csv", "steps.csv", "steps.md", "curve.svg"}

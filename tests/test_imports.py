@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -32,13 +33,24 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and called(node.func).endswith("import_module"):
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def called(function: ast.expr) -> str:
+    """The last part of the name that a call gives, if it gives one."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+@cache
+def imports_of(source: str) -> tuple[str, ...]:
+    """The dotted names that a source imports."""
+    return tuple(imported(ast.parse(source)))
 
 
 def imports_any(source: str, *packages: str) -> list[str]:
     """Those of a source's imports that are one of ``packages`` or inside one."""
-    return [n for n in imported(ast.parse(source)) if any(f"{n}.".startswith(f"{p}.") for p in packages)]
+    return [n for n in imports_of(source) if any(f"{n}.".startswith(f"{p}.") for p in packages)]
 
 
 MEETINGS = {"barrier", "monitored_barrier"}
@@ -71,7 +83,7 @@ def raw_synchronizations(source: str) -> list[str]:
             is_strategy = node.attr == "barrier" and owner.rpartition(".")[2] in STRATEGIES
             if owner not in own and not is_strategy:
                 found.append(ast.unparse(node))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+        elif isinstance(node, ast.Call) and called(node.func) == "getattr" and len(node.args) > 1:
             name = node.args[1]
             if isinstance(name, ast.Constant) and name.value in MEETINGS | WAITS:
                 found.append(ast.unparse(node))

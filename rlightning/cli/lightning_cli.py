@@ -175,10 +175,11 @@ class RLCLI(LightningCLI):
             args=args,
         )
 
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The one that is called: the options of Lightning's others take as long. Completions go to a file."""
-        hidden = LightningCLI.subcommands()[self.args[0]]
-        return {self.args[0]: hidden | {"return_predictions"} if self.args[0] == "predict" else hidden}
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # of which Lightning has a static one
+        """The command that is given, as a parser of each takes long; predictions go to a file, never returned."""
+        command = self.args[0]
+        skipped = {"return_predictions"} if command == "predict" else set()
+        return {command: LightningCLI.subcommands()[command] | skipped}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""

@@ -114,8 +114,13 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
 
     def trace_layer(kind: int, decoder: Decoder) -> tuple[Bytes, Bytes]:
         """What a layer of a kind adds, and what there is beside the layers."""
-        two, three = (_trace(config, decoder, [kind] * number, tokens, longest) for number in (2, 3))
+        two, three = (
+            _trace(reduce([kind] * number), replace(decoder, is_compiled=False), tokens, longest) for number in (2, 3)
+        )
         return three - two, 3 * two - 2 * three
+
+    def reduce(layers: list[int]) -> PreTrainedConfig:
+        return shrink(config, layers, decoder.tensor_parallel_size)
 
     layers, rest = np.zeros(4), np.full(4, -np.inf)
     for kind, count in group_layers(config).items():
@@ -123,7 +128,8 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
         if decoder.is_compiled:
             is_checkpointed = decoder.gradient_checkpointing
             eager = trace_layer(kind, replace(decoder, gradient_checkpointing=False))[0] if is_checkpointed else layer
-            saved = max(eager @ KEPT - trace_compiled(config, decoder, kind, tokens, longest), 0)
+            compiled = trace_compiled(reduce([kind]), replace(decoder, gradient_checkpointing=False), tokens, longest)
+            saved = max(eager @ KEPT - compiled, 0)
             if is_checkpointed:  # the backward has the activations of a layer at a time
                 beside -= saved * BACKWARD
             else:
@@ -133,10 +139,12 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     return ActivationBytes(*(layers + rest).tolist())
 
 
-def _trace(config: PreTrainedConfig, decoder: Decoder, layers: list[int], tokens: int, longest: int) -> Bytes:
-    with _fake_model(config, decoder, layers, tokens, longest) as (model, inputs, live):
+@cache_by_config
+def _trace(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> Bytes:
+    """What all layers of a :func:`shrink`-ed configuration take, eager; models that differ in their number share it."""
+    with _fake_model(config, decoder, tokens, longest) as (model, inputs, live):
         if decoder.gradient_checkpointing:
-            checkpoint_layers(model, len(layers))
+            checkpoint_layers(model, config.get_text_config().num_hidden_layers)
         for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted elsewhere
         with decoder.autocast(), torch.no_grad():
@@ -156,8 +164,9 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, tokens: int, longest: int) -> int:
-    """Return the bytes that a layer of a kind keeps for its backward once it is compiled, its result included."""
+@cache_by_config
+def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> int:
+    """Return the bytes that the one layer of a :func:`shrink`-ed configuration keeps for its backward, compiled."""
     given: dict[str, Any] = {}
     num_bytes = 0
 
@@ -171,7 +180,7 @@ def trace_compiled(config: PreTrainedConfig, decoder: Decoder, kind: int, tokens
         num_bytes = sum(size for storage, size in _storages(results).items() if storage not in inputs)
         return boxed_nop(gm, example_inputs)
 
-    with _fake_model(config, decoder, [kind], tokens, longest) as (model, inputs, _), decoder.autocast():
+    with _fake_model(config, decoder, tokens, longest) as (model, inputs, _), decoder.autocast():
         (layer,) = decoder_layers(model)
         hook = layer.register_forward_pre_hook(take, with_kwargs=True)
         model.base_model(**inputs)
@@ -197,10 +206,9 @@ def _storages(nodes: Iterable[object]) -> dict[int, int]:
 
 @contextmanager
 def _fake_model(
-    config: PreTrainedConfig, decoder: Decoder, layers: list[int], tokens: int, longest: int
+    config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int
 ) -> Iterator[tuple[PreTrainedModel, dict[str, Any], "LiveBytes"]]:
-    """The model with the given layers, and its inputs; inside, tensors have no memory, and their bytes are counted."""
-    config = shrink(config, layers, decoder.tensor_parallel_size)
+    """The model and its inputs; inside, tensors have no memory, and their bytes are counted."""
     length = min(longest, tokens)
     try:
         # While a strategy has a model made, tensors are by default on its device, which autocast here does not know.

@@ -11,7 +11,6 @@ import itertools
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -38,12 +37,12 @@ class CallRunner:
             ``intervals.WORKER_POLL_INTERVAL`` that the loop is free.
 
     Attributes:
-        last_beat: when the loop was last free, as time.monotonic() counts.
+        last_beat: when the loop was last free, by its own time.
         lost_seconds: for which the loop was not, in all.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
-        self.last_beat, self.lost_seconds = time.monotonic(), 0.0
+        self.last_beat, self.lost_seconds = loop.time(), 0.0
         self._loop, self._show = loop, show
         track_tasks(loop, show)
         loop.call_soon(self._beat)
@@ -78,7 +77,7 @@ class CallRunner:
         await self._loop.shutdown_asyncgens()
 
     def _beat(self) -> None:
-        now = time.monotonic()
+        now = self._loop.time()
         self.lost_seconds += max(now - self.last_beat - intervals.WORKER_POLL_INTERVAL, 0.0)
         self.last_beat = now
         self._show(0, False)
@@ -92,9 +91,9 @@ class CallRunner:
 
     async def _wait(self, future: "asyncio.Future[Outcome]", timeout: float) -> None:
         """Wait for a call for the seconds of its timeout, those not counted in which another blocked the loop."""
-        start, lost = time.monotonic(), self.lost_seconds
+        start, lost = self._loop.time(), self.lost_seconds
         while not future.done():
-            left = start + timeout + self.lost_seconds - lost - time.monotonic()
+            left = start + timeout + self.lost_seconds - lost - self._loop.time()
             if left <= 0:
                 return
             # Not wait_for: that waits on for a function which ignores its cancellation.
@@ -165,7 +164,7 @@ class RewardThread(LoopThread):
     @property
     def blocked_seconds(self) -> float:
         """Seconds for which the loop has not been free."""
-        return time.monotonic() - self.runner.last_beat
+        return self.loop.time() - self.runner.last_beat
 
     def close(self) -> None:
         """See :class:`LoopThread`; a blocked loop cannot be closed."""

@@ -186,9 +186,8 @@ class EngineConnection(ABC):
         except asyncio.CancelledError:  # by close()
             pass
         except EngineError as refusal:
-            error, how = refusal, "was refused"  # it would not exit by itself
+            error = refusal
         except Exception as problem:  # such as arguments that are no plain data
-            how = "was refused"
             log.debug("The engine failed.", exc_info=True)
             error = EngineError(f"The engine cannot be used: {type(problem).__name__}: {cut_line(problem)}")
         try:

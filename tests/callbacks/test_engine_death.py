@@ -18,6 +18,7 @@ from tiny import VOCABULARY
 from rlightning.data import ValidationSet
 from rlightning.errors import EngineError, EngineStartError, find_run_error
 from rlightning.hooks import RLCallback
+from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.vllm.launcher import EngineProcess
@@ -208,13 +209,24 @@ def test_an_engine_that_cannot_start_is_not_started_twice(
     assert len(assassin.sessions) == 1 and in_session(assassin.sessions[0]) == []
 
 
-def test_arguments_that_vllm_refuses_are_a_line(model_folder: str, tmp_path: Path) -> None:
+def test_arguments_that_vllm_refuses_are_a_line(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    wait = ManagedProcess.wait
+
+    def note(self: ManagedProcess, seconds: float) -> int | None:
+        waits.append(seconds)
+        return wait(self, seconds)
+
+    monkeypatch.setattr(ManagedProcess, "wait", note)
     trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_dtype": "nonsense"}))
     with pytest.raises(
         EngineStartError, match=r"^vLLM refuses the engine's arguments, .*cache_dtype='nonsense': Input"
     ) as caught:
         trainer.fit(make_module(model_folder), make_data(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
+    assert waits[0] == 0.0, "its process would not end by itself"
 
 
 class MoveEditAndKill(RLCallback):

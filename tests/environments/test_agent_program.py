@@ -252,12 +252,13 @@ def test_a_child_that_holds_its_pipes_delays_nothing(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_program_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     program = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    trainer = (
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(
         "import asyncio, os, sys\nfrom rlightning.environments.agent_command import run_process\n"
         f"command = [sys.executable, '-c', {program!r}]\n"
         "asyncio.run(run_process(command, stdin=b'', folder='.', environment=os.environ))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", trainer], cwd=Path(__file__).parents[2])
+    process = subprocess.Popen([sys.executable, str(trainer)])
     wait_for(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
     process.kill()
     process.wait()

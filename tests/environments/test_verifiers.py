@@ -6,7 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,32 +41,32 @@ def python() -> str:
     return make_interpreter()
 
 
-@pytest.fixture(scope="module")
-def make(python: str) -> Iterator[Any]:
-    """Makes environments that stay, and attempts tasks in them; ``change`` sets attributes of one for an attempt."""
-    loop = LoopThread("test")
-    made: dict[str, Verifiers] = {}
+class Attempts:
+    """Attempts tasks in environments that stay, one for each of the arguments that were given."""
 
-    def make(
-        *texts: str,
-        folder: Path,
-        given: dict[str, Any] | None = None,
-        change: dict[str, Any] | None = None,
-        **arguments: Any,
+    def __init__(self, python: str) -> None:
+        self.python, self.made, self.loop = python, dict[str, Verifiers](), LoopThread("test")
+
+    def environment(self, given: dict[str, Any] | None = None) -> Verifiers:
+        arguments: dict[str, Any] = {"taskset": "number_tasks", "python": self.python, "renderer": "qwen3"}
+        return self.made.setdefault(str(given), Verifiers(**arguments | (given or {})))
+
+    def __call__(
+        self, *texts: str, folder: Path, given: dict[str, Any] | None = None, **arguments: Any
     ) -> list[Trajectory]:
-        arguments_ = {"taskset": "number_tasks", "python": python, "renderer": "qwen3", **(given or {})}
-        environment = made.setdefault(str(given), Verifiers(**arguments_))
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in (change or {}).items():
-                patch.setattr(environment, name, value)
-            return attempt(loop, environment, folder, *texts, **arguments)
+        return attempt(self.loop, self.environment(given), folder, *texts, **arguments)
+
+
+@pytest.fixture(scope="module")
+def make(python: str) -> Iterator[Attempts]:
+    attempts = Attempts(python)
 
     async def close() -> None:
-        await asyncio.gather(*(environment.close() for environment in made.values()))
+        await asyncio.gather(*(environment.close() for environment in attempts.made.values()))
 
-    yield make
-    loop.run(close())
-    loop.close()
+    yield attempts
+    attempts.loop.run(close())
+    attempts.loop.close()
 
 
 def skip_without_registry(trajectory: Trajectory) -> None:
@@ -88,7 +89,7 @@ def said(trajectory: Any) -> list[str]:
     ],
 )
 def test_each_sampled_token_is_trained_once(
-    make: Any, tmp_path: Path, task: int, turns: list[str], branches: list[str], reward: float
+    make: Attempts, tmp_path: Path, task: int, turns: list[str], branches: list[str], reward: float
 ) -> None:
     (one,) = make(*turns, folder=tmp_path, task=task)
     assert (one.status, one.reward, one.error) == ("finished", reward, None)
@@ -98,13 +99,13 @@ def test_each_sampled_token_is_trained_once(
 
 
 @pytest.mark.slow
-def test_trajectories_of_a_group_run_at_the_same_time(make: Any, tmp_path: Path) -> None:
+def test_trajectories_of_a_group_run_at_the_same_time(make: Attempts, tmp_path: Path) -> None:
     trajectories = make(*["7"] * 6, folder=tmp_path, num_trajectories=6, delay=1.0)
     assert [(one.status, one.reward, said(one)) for one in trajectories] == [("finished", 2.0, ["7"])] * 6
 
 
 @pytest.mark.slow
-def test_hangman_is_played_over_several_turns_with_a_tool(make: Any, python: str, tmp_path: Path) -> None:
+def test_hangman_is_played_over_several_turns_with_a_tool(make: Attempts, python: str, tmp_path: Path) -> None:
     (snippet,) = re.findall(r"```yaml\n(.*?)```", PAGE.partition("\n## Packages: verifiers\n")[2], re.DOTALL)
     given = yaml.safe_load(snippet)["environment"]["init_args"]
     given |= {"python": python, "num_tasks": 2, "variables": write_words(tmp_path / "nltk")}
@@ -121,7 +122,7 @@ def test_hangman_is_played_over_several_turns_with_a_tool(make: Any, python: str
 
 
 @pytest.mark.slow
-def test_a_simulated_user_is_sampled_and_not_trained(make: Any, tmp_path: Path) -> None:
+def test_a_simulated_user_is_sampled_and_not_trained(make: Attempts, tmp_path: Path) -> None:
     roles = {"assistant": {"harness": {"id": "null"}}, "user": {"max_turns": 3}}
     given = {"environment": "user-sim", "roles": roles}
     (one,) = make("Please say 7.", "It is 7", "###DONE###", folder=tmp_path, given=given)
@@ -142,31 +143,57 @@ def test_a_simulated_user_is_sampled_and_not_trained(make: Any, tmp_path: Path) 
     ],
 )
 def test_agents_that_are_trained(
-    make: Any, tmp_path: Path, change: dict[str, Any], turns: list[str], reward: float, traces: Any
+    make: Attempts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    turns: list[str],
+    reward: float,
+    traces: Any,
 ) -> None:
-    (one,) = make("7", "5", folder=tmp_path, given={"environment": "two_seats"}, change=change)
+    given = {"environment": "two_seats"}
+    for name, value in change.items():
+        monkeypatch.setattr(make.environment(given), name, value)
+    (one,) = make("7", "5", folder=tmp_path, given=given)
     assert (one.status, one.reward, said(one), one.traces) == ("finished", reward, turns, traces)
     assert [branch.reason for branch in one.branches] == ["start", "started_over"][: len(turns)]
     assert (one.metrics["first/said"], one.metrics["second/said"]) == (1.0, 0.0)
 
 
 @pytest.mark.slow
-def test_an_episode_that_broke_or_timed_out_has_no_reward(make: Any, tmp_path: Path) -> None:
+def test_an_episode_that_broke_has_no_reward(make: Attempts, tmp_path: Path) -> None:
     (one,) = make("7", folder=tmp_path, task=3)
     assert (one.status, one.reward) == ("failed", None) and "the scorer's service is down" in str(one.error)
     (one,) = make(folder=tmp_path, task={"answer": "7", "prompt": 5})
     assert (one.status, one.reward) == ("failed", None) and "verifiers refused the task" in str(one.error)
-    for own, run_s in ((None, 9.0), (9.0, 90.0)):
-        (one,) = make("7", folder=tmp_path, task=4, change={"timeout": own}, timeout=run_s)
+
+
+@pytest.mark.slow
+def test_an_episode_that_timed_out_has_no_reward(
+    make: Attempts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the run's deadline, the environment's and verifiers' own; each has 10 s to say its turn, at the same time."""
+    make("7", folder=tmp_path)  # the server is there
+    monkeypatch.setattr(make.environment(), "timeout", 12.0)
+    task = {"prompt": "Say 7.", "answer": "7", "what": "slow"}
+    cases: dict[str, dict[str, Any]] = {
+        "It took more than 10 s.": {"task": task, "timeout": 10.0},
+        "The episode took more than 12 s.": {"task": task},
+        "A deadline of verifiers' has passed.": {"task": task | {"timeout": {"agent": 10.0}}},
+    }
+    with ThreadPoolExecutor(len(cases)) as pool:
+        found = [
+            pool.submit(make, "7", folder=tmp_path / str(number), **case) for number, case in enumerate(cases.values())
+        ]
+    for reason, future in zip(cases, found, strict=True):
+        (one,) = future.result()
         assert (one.status, one.reward, said(one)) == ("timeout", None, ["7"])
-    verifiers_own = {"roles": {"agent": {"timeout": {"rollout": 6.0}}}}
-    (one,) = make("7", folder=tmp_path, task=4, given=verifiers_own)
-    assert (one.status, one.reward, one.error) == ("timeout", None, "A deadline of verifiers' has passed.")
+        assert reason in str(one.error)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked_before", [False, True])
-def test_a_history_without_room_truncates(make: Any, tmp_path: Path, asked_before: bool) -> None:
+def test_a_history_without_room_truncates(make: Attempts, tmp_path: Path, asked_before: bool) -> None:
     if asked_before:  # renderers keeps the limit of its first request, and leaves it to the endpoint to refuse
         make("7", folder=tmp_path)
     (one,) = make("7", folder=tmp_path, task=5, max_length=1000)
@@ -174,29 +201,36 @@ def test_a_history_without_room_truncates(make: Any, tmp_path: Path, asked_befor
 
 
 @pytest.mark.slow
-def test_a_dead_engine_ends_the_run(make: Any, tmp_path: Path) -> None:
+def test_a_dead_engine_ends_the_run(make: Attempts, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="gone"):
         make(folder=tmp_path, error=EngineError("The engine is gone."))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "ended (SIGKILL)"), (signal.SIGSTOP, "did not respond")])
-def test_a_server_that_ends_or_hangs_is_replaced(make: Any, tmp_path: Path, number: int, how: str) -> None:
+def test_a_server_that_ends_or_hangs_is_replaced(make: Attempts, tmp_path: Path) -> None:
     pids: list[int] = []
 
-    async def strike(environment: Verifiers) -> None:
-        server = environment._get_servers().servers[0]
-        server.launch = server.launch._replace(hang_timeout=8.0 if number is signal.SIGSTOP else 600.0)
-        while not server.runs:
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(2.0)
-        assert server.pid is not None
-        pids.append(server.pid)
-        os.kill(server.pid, number)
+    def strike(number: int) -> Callable[[Verifiers, ScriptedSampler], Any]:
+        async def during(environment: Verifiers, sampler: ScriptedSampler) -> None:
+            server = environment._get_servers().servers[0]
+            while not sampler.histories:  # the episode is under way
+                await asyncio.sleep(0.02)
+            assert server.pid is not None
+            pids.append(server.pid)
+            if number == signal.SIGSTOP:
+                server.launch = server.launch._replace(hang_timeout=1.0)
+            os.kill(server.pid, number)
 
-    (one,) = make("7", folder=tmp_path, task=4, during=strike)
-    assert (one.status, one.reward) == ("failed", None) and how in str(one.error)
-    assert still_running(pids) == []
+        return during
+
+    (one,) = make("7", folder=tmp_path, task=4, during=strike(signal.SIGSTOP))
+    assert (one.status, one.reward) == ("failed", None) and "did not respond for 1 s" in str(one.error)
+    servers = make.environment()._servers
+    assert servers is not None
+    servers.servers[0].launch = servers.servers[0].launch._replace(hang_timeout=600.0)
+    (one,) = make("7", folder=tmp_path, task=4, during=strike(signal.SIGKILL))
+    assert (one.status, one.reward) == ("failed", None) and "ended (SIGKILL)" in str(one.error)
+    assert len(set(pids)) == 2 and still_running(pids) == []
     (one,) = make("7", folder=tmp_path)
     assert (one.status, one.reward) == ("finished", 2.0)
 

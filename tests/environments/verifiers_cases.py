@@ -64,13 +64,13 @@ def attempt(
     timeout: float | None = 120.0,
     delay: float = 0.0,
     error: Exception | None = None,
-    during: Callable[[Verifiers], Any] | None = None,
+    during: Callable[[Verifiers, ScriptedSampler], Any] | None = None,
 ) -> list[Trajectory]:
     """Attempt a task with a policy that says these texts.
 
     Args:
         loop: of the environment, whose servers stay.
-        during: awaited while the trajectories are made.
+        during: awaited while the trajectories are made, with the policy's sampler.
     """
     tokenizer = make_tokenizer("qwen3")
     tokenizer.save_pretrained(folder)
@@ -83,7 +83,7 @@ def attempt(
 
     async def run() -> Any:
         await environment.check()
-        other = asyncio.ensure_future(during(environment)) if during is not None else None
+        other = asyncio.ensure_future(during(environment, sampler)) if during is not None else None
         outcomes = await environment.run_group(prompt, group)
         if other is not None:
             await other

@@ -191,5 +191,6 @@ def test_a_default_device_changes_nothing() -> None:
     """Lightning makes models with the strategy's device as the default one."""
     decoder = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=False)
     expected = measure_activations(SMALL, decoder, 256, 128)
+    other = Qwen3Config(**SMALL.to_dict() | {"bos_token_id": 7})  # what was measured of the same one is remembered
     with torch.device("meta"):
-        assert measure_activations(SMALL, decoder, 256, 128) == expected
+        assert measure_activations(other, decoder, 256, 128) == expected

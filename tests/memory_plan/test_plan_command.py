@@ -10,7 +10,7 @@ from cli_project import environment
 from planned import QWEN3
 from programs import run_python
 
-from rlightning.cli.plan import count_devices, plan
+from rlightning.cli.plan import count_devices, parse_work, plan
 from rlightning.errors import ConfigError
 from rlightning.memory_plan.devices import DEVICES, read_device_memory, split_device_memory
 from rlightning.parallel.device import GIB
@@ -105,7 +105,7 @@ def test_options_are_those_of_fit(project: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("nested", [[], ["--trainer.strategy.worker_strategy", "fsdp2"]])
 def test_a_controllers_plan_is_that_of_its_workers(project: Path, nested: list[str]) -> None:
-    options = ["--config", "run.yaml", "--device-memory", "80GB", "--trainer.strategy"]
+    options = ["--config", "run.yaml", *NOT_COMPILED, "--device-memory", "80GB", "--trainer.strategy"]
     workers = plan([*options, "fsdp2", "--trainer.devices", "4"])
     assert plan([*options, "ray", "--trainer.strategy.num_workers", "4", *nested]) == workers
     assert "4 ranks, shards of 4" in workers
@@ -113,7 +113,7 @@ def test_a_controllers_plan_is_that_of_its_workers(project: Path, nested: list[s
 
 @pytest.mark.long
 def test_sft_has_no_engine(project: Path) -> None:
-    options = ["--model", "SFT", "--model.model", "model", *NOT_COMPILED]
+    options = ["--model", "SFT", "--model.model", "model", "--model.max_tokens_per_microbatch", "1280", *NOT_COMPILED]
     text = plan(["--config", "run.yaml", *options, "--device-memory", "80GB"])
     assert "engine" not in text and "sync" not in text
 
@@ -122,10 +122,10 @@ def test_sft_has_no_engine(project: Path) -> None:
 def test_prompts_without_a_limit_are_planned_by_the_models_positions(project: Path) -> None:
     config = {**json.loads((project / "model" / "config.json").read_text()), "max_position_embeddings": 1100}
     (project / "model" / "config.json").write_text(json.dumps(config))
-    options = ["--config", "run.yaml", "--data.max_prompt_tokens", "null", *NOT_COMPILED, "--device-memory", "80GB"]
-    assert "sequences of up to 1,100," in plan(options)  # 76 of a prompt, 1,024 of a completion
+    options = ["--config", "run.yaml", "--data.max_prompt_tokens", "null"]
+    assert parse_work(["fit", *options]).longest == 1100  # 76 of a prompt, 1,024 of a completion
     with pytest.raises(ConfigError, match=r"max_new_tokens=1100 leaves a model of 1100 positions no room for a prompt"):
-        plan([*options, "--rollout.max_new_tokens", "1100"])
+        parse_work(["fit", *options, "--rollout.max_new_tokens", "1100"])
 
 
 @pytest.mark.parametrize(

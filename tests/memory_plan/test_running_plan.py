@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import bare_trainer, make_data, save_model, share_of_ones, write_sums
+from tiny import bare_trainer, make_data, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout, TransformersRollout, VLLMRollout
@@ -26,17 +26,17 @@ ROLLOUT = {"max_new_tokens": 40, "gpu_memory_utilization": 0.3, "sleep": False, 
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> tuple[Any, Any]:
+def run(model_folder: str, tmp_path: Path) -> tuple[Any, Any]:
     """A trainer and a module that are about to load their models."""
-    module = GRPO(save_model(tmp_path / "model"), rewards=[share_of_ones], **MODULE)  # type: ignore[arg-type]
+    module = GRPO(model_folder, rewards=[share_of_ones], **MODULE)  # type: ignore[arg-type]
     trainer = bare_trainer(tmp_path, 3, VLLMRollout(**ROLLOUT), precision="bf16-mixed")  # type: ignore[arg-type]
     trainer.datamodule = make_data(tmp_path)  # type: ignore[attr-defined]  # as fit() does
     return trainer, module
 
 
-def test_a_run_plans_what_its_configuration_says(run: tuple[Any, Any], tmp_path: Path) -> None:
+def test_a_run_plans_what_its_configuration_says(run: tuple[Any, Any], model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
-        f"model: {{class_path: GRPO, init_args: {{model: {tmp_path / 'model'}, "
+        f"model: {{class_path: GRPO, init_args: {{model: {model_folder}, "
         "rewards: [rlightning.rewards.exact_match], "
         + ", ".join(f"{name}: {value}" for name, value in MODULE.items())
         + f"}}}}\ndata: {{train: {write_sums(tmp_path)}, max_prompt_tokens: 16}}\n"
@@ -145,8 +145,8 @@ class CriticGRPO(GRPO):
         return super().configure_roles() | {"critic": critic, "judge": ModelRole(load=self.load_actor)}
 
 
-def test_a_run_plans_the_roles_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = CriticGRPO(save_model(tmp_path / "model"), rewards=[share_of_ones], **MODULE)  # type: ignore[arg-type]
+def test_a_run_plans_the_roles_of_its_module(model_folder: str, tmp_path: Path) -> None:
+    module = CriticGRPO(model_folder, rewards=[share_of_ones], **MODULE)  # type: ignore[arg-type]
     rollout = TransformersRollout(max_new_tokens=40, max_sequences=24)
     work = read_run(bare_trainer(tmp_path, 3, rollout, precision="bf16-mixed"), module)
     config = module.model_config

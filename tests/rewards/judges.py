@@ -144,17 +144,6 @@ async def end_oddly(completion: str) -> float:
     return 1.0
 
 
-async def block_in_task(completion: str) -> float:
-    """Blocks the loop in a task of its own, for three seconds."""
-
-    async def compute() -> None:
-        if completion == "block":
-            time.sleep(3.0)
-
-    await asyncio.gather(compute(), client.ask())
-    return 1.0
-
-
 async def hold_on(folder: str) -> float:
     """Waits for ever; when it is cancelled it takes a moment to clean up."""
     (Path(folder) / "begun").touch()

@@ -1,7 +1,12 @@
 """Async reward functions that cannot be sent to a process of their own: one event loop of this one, and its end."""
 
+import asyncio
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import judges
@@ -76,11 +81,51 @@ def test_exit_and_cancellation_in_a_call_cost_their_sample(make_runner: MakeRunn
     assert len(judges.client.loops) == 1
 
 
-@pytest.mark.long
-def test_block_by_a_task_costs_its_sample_only(make_runner: MakeRunner) -> None:
-    runner = make_runner(RewardFunction(unsendable(judges.block_in_task), timeout=2.0))
+@dataclass
+class Clock:
+    """The time of an event loop, which the test moves on.
+
+    Attributes:
+        shift: seconds before the machine's.
+    """
+
+    shift: float = 0.0
+
+    def time(self) -> float:
+        return time.monotonic() + self.shift
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """Of the test's own loop of rewards."""
+    clock = Clock()
+    monkeypatch.setattr(event_loop, "_threads", [])
+    thread = event_loop.free_thread()
+    monkeypatch.setattr(thread.loop, "time", clock.time)
+    yield clock
+    thread.close()
+
+
+def test_block_by_a_task_costs_its_sample_only(clock: Clock, make_runner: MakeRunner) -> None:
+    """The loop is blocked until the block has been found, for longer than others may take: that is not their time."""
+    released = threading.Event()
+
+    async def block_in_task(completion: str) -> float:
+        async def compute() -> None:
+            if completion == "block":
+                clock.shift += 90.0
+                released.wait()
+
+        await asyncio.gather(compute(), judges.client.ask())
+        return 1.0
+
+    runner = make_runner(RewardFunction(block_in_task, timeout=60.0))
     for _ in range(2):
-        assert values(score(runner, ["a", "b", "block", "c", "d"]).rewards) == [1.0, 1.0, None, 1.0, 1.0]
+        released.clear()
+        outcomes = [runner._pool.submit(0, {"completion": text}) for text in ("a", "b", "block", "c", "d")]
+        outcomes[2].add_done_callback(lambda _: released.set())
+        assert [outcome.result(600).value for outcome in outcomes] == [1.0, 1.0, None, 1.0, 1.0]
+        assert "blocked its event loop for more than its timeout=60 s" in str(outcomes[2].result().error)
     assert len(judges.client.loops) == 1
 
 

@@ -107,8 +107,9 @@ class EngineProcess(EngineConnection):
             return EngineDiedError("The engine has been closed.")
         loop = asyncio.get_running_loop()
         try:
-            # One that has closed its connection is about to exit by itself.
-            grace = intervals.ENGINE_EXIT_GRACE if how == "died" else 0.0
+            # One that has closed its connection is about to exit by itself; one that refuses its arguments serves on.
+            is_leaving = how == "died" and (self._peer is None or self._peer.closed.done())
+            grace = intervals.ENGINE_EXIT_GRACE if is_leaving else 0.0
             code = await loop.run_in_executor(None, self._process.wait, grace)
             await loop.run_in_executor(None, self._process.terminate)
             return self._explain(how, code)

@@ -1,0 +1,129 @@
+"""The endpoint's other routes: tokens, texts, Anthropic's messages and OpenAI's responses."""
+
+import asyncio
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from agent_cases import finish, run, serve, texts, trained
+from endpoint_cases import CALL, END, TOOL, USER, make
+
+
+def test_tokens_go_in_and_out_as_they_are() -> None:
+    policy, sampler, tokenizer = make("One.", "Two.", "Three.")
+
+    async def talk() -> None:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+            client.headers["Authorization"] = f"Bearer {session.key}"
+            parameters = {"max_tokens": 9, "stop_token_ids": [7], "logprobs": 1, "skip_special_tokens": False}
+            history = [5, 6, 7]
+
+            async def generate(token_ids: list[int]) -> list[int]:
+                body = {"model": "any", "token_ids": token_ids, "sampling_params": parameters, "cache_salt": "x"}
+                choice = (await client.post("/inference/v1/generate", json=body)).json()["choices"][0]
+                names = [one["token"] for one in choice["logprobs"]["content"]]
+                assert names == [f"token_id:{token}" for token in choice["token_ids"]]
+                assert {one["logprob"] for one in choice["logprobs"]["content"]} == {-0.5}
+                assert choice["finish_reason"] == "stop"
+                return list(choice["token_ids"])
+
+            first = await generate(history)
+            await generate([*history, *first, 8, 9])
+            await generate([*history, 8])
+            body = {"token_ids": [5], "sampling_params": {"top_k": 5}}
+            assert (await client.post("/inference/v1/generate", json=body)).json()["error"]["param"] == "top_k"
+            assert sampler.samplings[0].stop_token_ids == (7,) and sampler.samplings[0].max_new_tokens == 9
+
+    asyncio.run(talk())
+    trajectory = finish(policy)
+    assert [branch.reason for branch in trajectory.branches] == ["start", "history_edited"]
+    assert trained(trajectory, tokenizer) == [f"One.{END}Two.{END}", f"Three.{END}"]
+
+
+def test_texts_go_on_from_their_tokens() -> None:
+    policy, sampler, tokenizer = make("One.", "Two.")
+    sampler.end = ""
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        first = (await client.completions.create(model="any", prompt="A:", logprobs=1)).choices[0]
+        assert "".join(first.logprobs.tokens) == first.text == "One."  # type: ignore[union-attr,arg-type]
+        await client.completions.create(model="any", prompt=f"A:{first.text}\nB:")
+
+    trajectory = run(policy, use)
+    assert texts(trajectory, tokenizer) == ["A:One.\nB:Two."] and trained(trajectory, tokenizer) == ["One.Two."]
+
+
+def test_a_stop_string_that_the_client_writes_itself_is_read_once() -> None:
+    policy, sampler, tokenizer = make("Thought\nObservation:", "Two.")
+    sampler.end = ""
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        first = await client.completions.create(model="any", prompt="A:", stop="\nObservation:")
+        assert first.choices[0].text == "Thought"
+        await client.completions.create(model="any", prompt="A:Thought\nObservation: 42")
+
+    trajectory = run(policy, use)
+    assert texts(trajectory, tokenizer) == ["A:Thought\nObservation: 42Two."]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
+    policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.")
+    schema = TOOL["function"]
+    tool = {"name": "add", "description": schema["description"], "input_schema": schema["parameters"]}
+
+    async def talk() -> None:
+        async with (
+            serve(policy) as (session, url),
+            anthropic.AsyncAnthropic(base_url=url, api_key=session.key) as client,
+        ):
+            arguments: Any = {"model": "any", "max_tokens": 64, "system": "Add.", "tools": [tool]}
+
+            async def create(messages: Any) -> Any:
+                if not stream:
+                    return await client.messages.create(messages=messages, **arguments)
+                async with client.messages.stream(messages=messages, **arguments) as events:
+                    return await events.get_final_message()
+
+            first = await create([USER])
+            assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+            assert first.stop_reason == "tool_use" and first.content[2].input == {"a": 1, "b": 2}
+            result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": "3"}
+            second = await create(
+                [USER, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+            )
+            assert second.content[0].text == "It is 3." and second.stop_reason == "end_turn"
+            with pytest.raises(anthropic.BadRequestError, match="top_k=3 is not supported"):
+                await client.messages.create(messages=[USER], extra_body={"top_k": 3}, **arguments)  # type: ignore[list-item]
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.with_options(api_key="no").messages.create(messages=[USER], **arguments)  # type: ignore[list-item]
+
+    asyncio.run(talk())
+    assert trained(finish(policy), tokenizer) == [f"<think>\nhm\n</think>\n\nLet me.\n{CALL}{END}It is 3.{END}"]
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_responses_with_tools_are_one_branch(is_stored: bool) -> None:
+    policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.", "Yes.")
+    tool = {"type": "function", "strict": False, **TOOL["function"]}
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        arguments: Any = {"model": "any", "instructions": "Add.", "tools": [tool]}
+        first = await client.responses.create(input="1+2?", **arguments)
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        call: Any = first.output[2]
+        answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        if is_stored:
+            second = await client.responses.create(input=[answer], previous_response_id=first.id, **arguments)
+        else:
+            items: Any = [USER, *(item.model_dump() for item in first.output), answer]
+            async with client.responses.stream(input=items, **arguments) as stream:
+                second = await stream.get_final_response()
+        assert second.output_text == "It is 3." and second.usage is not None
+        more: Any = {"input": "Sure?", "previous_response_id": second.id}
+        assert (await client.responses.create(**more, **arguments)).output_text == "Yes."
+
+    trajectory = run(policy, use)
+    assert trained(trajectory, tokenizer) == [f"<think>\nhm\n</think>\n\nLet me.\n{CALL}{END}It is 3.{END}Yes.{END}"]
