@@ -110,9 +110,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def train_cases(folder: Path, model: str) -> None:
-    for name, case in each_run({name: {"case": case} for name, case in CASES.items()}):
+    for name, _ in each_run({name: {} for name in CASES}):
         (folder / name).mkdir(exist_ok=True)
-        train(folder / name, model, *case["case"], num_ranks=2)
+        algorithm, arguments = CASES[name]
+        train(folder / name, model, algorithm, arguments, 2)
 
 
 @pytest.fixture(scope="module")
