@@ -10,8 +10,8 @@ import logging
 import math
 import secrets
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -68,6 +68,7 @@ class RecordedPolicy:
         has_reached_limit: whether the last request was longer than a sequence may be.
         failure: the first error of the sampler's, after which nothing of the trajectory is worth anything.
         progress: what the environment has made of the trajectory so far, for one that runs out of time.
+        on_turn: called with each turn that has been sampled.
         num_requested: turns that have been asked for.
         num_constrained: turns whose distribution a request has changed otherwise than by the temperature.
     """
@@ -87,6 +88,7 @@ class RecordedPolicy:
         self.num_constrained = 0
         self.failure: Exception | None = None
         self.progress: Outcome | None = None
+        self.on_turn: Callable[[], None] = lambda: None
         self._sampler, self._request, self._number, self._attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
         self._num_parts = 0
@@ -114,7 +116,7 @@ class RecordedPolicy:
         It records on its own; ``recorder.extend`` makes that part of this trajectory.
         """
         part = RecordedPolicy(self._sampler, self.chat_format, self._request, self._number, self.max_length)
-        part.temperature = self.temperature
+        part.temperature, part.on_turn = self.temperature, lambda: self.on_turn()
         part.num_requested = self._num_parts << PART_BITS  # draws from streams of its own
         self._num_parts += 1
         return part
@@ -208,6 +210,7 @@ class RecordedPolicy:
             raise
         self.has_reached_limit = False
         self.num_constrained += num_samples if sampling.json_schema is not None else 0
+        self.on_turn()
         return self.recorder.record(reservation, samples, observations, messages)
 
     async def _sample(
@@ -262,6 +265,7 @@ class RecordedGroup:
         max_length: as of it.
         timeout: seconds that a trajectory may take; None: any time.
         max_requeues: how often a trajectory that was lost with its worker is made again.
+        turn_timeout: seconds that one of its turns may take; None: any time.
 
     Attributes:
         num_requeues: of all trajectories.
@@ -277,8 +281,11 @@ class RecordedGroup:
         max_length: int,
         timeout: float | None,
         max_requeues: int = 0,
+        *,
+        turn_timeout: float | None = None,
     ) -> None:
         self._sampler, self._chat_format, self._request = sampler, chat_format, request
+        self._turn_timeout = turn_timeout
         self._max_length, self._timeout, self._max_requeues = max_length, timeout, max_requeues
         self._samplers = [TimedSampler(sampler) for _ in range(request.num_trajectories)]
         self._policies = [self._make_policy(number) for number in range(request.num_trajectories)]
@@ -342,7 +349,7 @@ class RecordedGroup:
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
         try:
-            async with asyncio.timeout(self._timeout) as deadline:
+            async with asyncio.timeout(self._timeout) as deadline, _turns_within(self._turn_timeout, policy) as turn:
                 return await _run_unless_failed(run, policy)
         except LimitReachedError as error:
             return Outcome(status="truncated", error=cut(str(error)))
@@ -357,9 +364,10 @@ class RecordedGroup:
         except Exception as error:
             if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
                 raise  # such as the sampler's: no trajectory can go on
-            if isinstance(error, TimeoutError) and deadline.expired():
+            if isinstance(error, TimeoutError) and (deadline.expired() or turn.expired()):
+                what, limit = ("It", self._timeout) if deadline.expired() else ("A turn", self._turn_timeout)
                 made = policy.progress or Outcome()
-                return replace(made, status="timeout", error=f"It took more than {self._timeout:g} s.")
+                return replace(made, status="timeout", error=f"{what} took more than {limit:g} s.")
             return self.fail(error)
 
     def fail(self, error: Exception | str, details: str = "") -> Outcome:
@@ -384,6 +392,22 @@ class RecordedGroup:
             trajectory.timings |= sampler.timings
             trajectories.append(trajectory)
         return trajectories
+
+
+@asynccontextmanager
+async def _turns_within(seconds: float | None, policy: RecordedPolicy) -> AsyncIterator[asyncio.Timeout]:
+    """Raise a TimeoutError if a turn of the policy's, or the time after the last one, takes longer."""
+    async with asyncio.timeout(seconds) as deadline:
+
+        def begin_turn() -> None:
+            if seconds is not None and not deadline.expired():
+                deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+
+        policy.on_turn = begin_turn
+        try:
+            yield deadline
+        finally:
+            policy.on_turn = lambda: None
 
 
 async def _run_unless_failed(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:

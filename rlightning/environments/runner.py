@@ -42,6 +42,7 @@ class EnvironmentRunner:
         environments: one, or several by the names that prompts have in their column ``environment``; None: SingleTurn.
         max_length: tokens of the longest sequence.
         timeout: seconds that a trajectory may take; None: any time.
+        turn_timeout: seconds that one of its turns may take; None: any time.
         max_requeues: how often a trajectory is made again whose worker process ended or hung.
 
     Attributes:
@@ -58,12 +59,14 @@ class EnvironmentRunner:
         *,
         max_length: int,
         timeout: float | None = None,
+        turn_timeout: float | None = None,
         prompt_format: PromptFormat = USUAL,
         max_requeues: int = 0,
     ) -> None:
         self._sampler, self._chat_format = sampler, ChatFormat(tokenizer, prompt_format=prompt_format)
         self._environments = SingleTurn() if environments is None else environments
-        self._max_length, self._timeout, self._max_requeues = max_length, timeout, max_requeues
+        self._max_length, self._timeout, self._turn_timeout = max_length, timeout, turn_timeout
+        self._max_requeues = max_requeues
         self.num_requeues = 0
         self.first_failure: tuple[str, str] | None = None
         self.loop = LoopThread("environments")
@@ -156,7 +159,13 @@ class EnvironmentRunner:
         task.add_done_callback(self._forget)
         started_at = monotonic()
         group = RecordedGroup(
-            self._sampler, self._chat_format, request, self._max_length, self._timeout, self._max_requeues
+            self._sampler,
+            self._chat_format,
+            request,
+            self._max_length,
+            self._timeout,
+            self._max_requeues,
+            turn_timeout=self._turn_timeout,
         )
         self._groups[group] = request.prompt.index
         try:
