@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.types.trajectory import Outcome, Prompt, Sample
@@ -63,11 +63,22 @@ class Policy(Protocol):
             LimitReachedError: the sequence is as long as it may be.
         """
 
-    async def report(self, outcome: Outcome) -> None:
+    async def report(self, outcome: Outcome, state: object = None) -> None:
         """Hand over what the trajectory has come to so far, which is kept if it runs out of time.
 
         Args:
             outcome: with the rewards and metrics so far.
+            state: from which :meth:`resume` goes on here, where a run is resumed from a checkpoint: texts, numbers,
+                bytes, lists and mappings. None: the one before stays.
+
+        Raises:
+            TypeError: the state holds something else.
+        """
+
+    async def resume(self) -> Any:
+        """Return the state to go on from, with the turns that were sampled until it was handed over.
+
+        Called before the first turn, by an environment that hands over states; None: the trajectory begins.
         """
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:

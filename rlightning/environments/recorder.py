@@ -44,6 +44,18 @@ class RecordedTurn(NamedTuple):
     end: int
 
 
+class Mark(NamedTuple):
+    """How much a recorder had recorded at some time.
+
+    Attributes:
+        num_turns: of it.
+        num_tokens: of each of its branches.
+    """
+
+    num_turns: int
+    num_tokens: list[int]
+
+
 class Recorder:
     """The turns and branches of one trajectory.
 
@@ -58,6 +70,22 @@ class Recorder:
         self._is_started = False
         self._reserved: set[int] = set()
         """``id`` of branches that a request is about to extend."""
+
+    @classmethod
+    def load(cls, branches: Sequence[Branch], turns: Sequence[Turn]) -> "Recorder":
+        """Return one that has recorded these."""
+        recorder = cls()
+        recorder.branches, recorder.turns, recorder._is_started = list(branches), list(turns), bool(branches)
+        return recorder
+
+    def mark(self) -> "Mark":
+        """Return how much is recorded now."""
+        return Mark(len(self.turns), [len(branch.token_ids) for branch in self.branches])
+
+    def until(self, mark: "Mark") -> tuple[list[Branch], list[Turn]]:
+        """Return the branches and turns that were recorded until a mark. Another thread may call it."""
+        branches = [branch.first(count) for branch, count in zip(self.branches, mark.num_tokens, strict=False)]
+        return branches, self.turns[: mark.num_turns]
 
     @property
     def num_sampled(self) -> int:

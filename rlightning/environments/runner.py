@@ -7,14 +7,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rlightning import intervals
 from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import Environment
 from rlightning.environments.outcomes import check_outcome
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.single_turn import SingleTurn
+from rlightning.environments.snapshots import SavedTrajectory
 from rlightning.errors import ConfigError, RunError
 from rlightning.foreign_text import describe_error
 from rlightning.rollout import TokenSampler
@@ -73,6 +76,8 @@ class EnvironmentRunner:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._groups: dict[RecordedGroup, int] = {}
+        self._submitted: WeakKeyDictionary[Future[list[Trajectory]], RecordedGroup] = WeakKeyDictionary()
+        self._has_reported_loss = False
         self._last_report = 0.0
         self._is_closed = False
 
@@ -86,7 +91,37 @@ class EnvironmentRunner:
             ConfigError: the prompt names no environment of the run.
         """
         environment = find_environment(self._environments, request.prompt)
-        return self.loop.submit(self._attempt(request, environment))
+        group = RecordedGroup(
+            self._sampler,
+            self._chat_format,
+            request,
+            self._max_length,
+            self._timeout,
+            self._max_requeues,
+            turn_timeout=self._turn_timeout,
+        )
+        future = self.loop.submit(self._attempt(request, environment, group))
+        self._submitted[future] = group
+        return future
+
+    def save(self, future: "Future[list[Trajectory]]") -> list[SavedTrajectory | None] | None:
+        """Return the trajectories of a prompt as far as a resumed run can go on with them, for a checkpoint.
+
+        Args:
+            future: that :meth:`submit` has returned.
+
+        Returns:
+            As :meth:`RecordedGroup.save`; None if it can with none.
+        """
+        group = self._submitted[future]
+        saved = group.save()
+        if not self._has_reported_loss and group.loses_turns:
+            self._has_reported_loss = True
+            log.info(
+                "Checkpoints do not keep the turns of some trajectories that are under way: their environment has no "
+                "snapshot() and restore(state), and a resumed run begins them again."
+            )
+        return saved if any(saved) else None
 
     def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
         """Cancel prompts, and return when nothing of them is requested of the sampler any more."""
@@ -152,21 +187,12 @@ class EnvironmentRunner:
             _, pending = await asyncio.wait(cancelled, timeout=intervals.CANCEL_GRACE)
             self._abandoned |= pending  # of environments that ignore that they are cancelled
 
-    async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
+    async def _attempt(self, request: GroupRequest, environment: Environment, group: RecordedGroup) -> list[Trajectory]:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         started_at = monotonic()
-        group = RecordedGroup(
-            self._sampler,
-            self._chat_format,
-            request,
-            self._max_length,
-            self._timeout,
-            self._max_requeues,
-            turn_timeout=self._turn_timeout,
-        )
         self._groups[group] = request.prompt.index
         try:
             outcomes = read_outcomes(await environment.run_group(request.prompt, group), request.num_trajectories)

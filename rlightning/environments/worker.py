@@ -63,9 +63,13 @@ class RemotePolicy:
         """See :meth:`Policy.sample`."""
         return _read_sample(await self._request("sample", [int(token) for token in token_ids]))
 
-    async def report(self, outcome: Outcome) -> None:
+    async def report(self, outcome: Outcome, state: object = None) -> None:
         """See :meth:`Policy.report`."""
-        await self._request("report", [getattr(outcome, field.name) for field in fields(Outcome)])
+        await self._request("report", [getattr(outcome, field.name) for field in fields(Outcome)], state)
+
+    async def resume(self) -> Any:
+        """See :meth:`Policy.resume`."""
+        return await self._request("resume")
 
     async def _request(self, method: str, *arguments: Any) -> Any:
         with raise_limits():

@@ -163,6 +163,14 @@ class Branch(Buffers):
         self.weight_versions.extend(array("i", [-1]) * count)
         self.turns.extend(array("i", [turn]) * count)
 
+    def first(self, count: int) -> Branch:
+        """Return a copy of the first tokens."""
+        copy = Branch(self.reason)
+        for name, values in self.attributes().items():
+            if isinstance(values, array):
+                setattr(copy, name, values[:count])
+        return copy
+
     def append_sample(self, sample: Sample, turn: int) -> None:
         """Add the tokens that a turn was sampled as; they are trained here.
 

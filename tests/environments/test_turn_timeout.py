@@ -8,7 +8,8 @@ import pytest
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.environments import Environment, Policy
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.types import Outcome, Prompt, Sample, Trajectory
@@ -98,5 +99,5 @@ def test_the_trajectorys_own_limit_is_named_where_it_comes_first() -> None:
 
 
 def test_a_limit_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rollout.turn_timeout=0 must be above 0 seconds"):
+    with pytest.raises(ConfigError, match=r"rollout\.turn_timeout=0 must be above 0 seconds"):
         TransformersRollout(turn_timeout=0)
