@@ -88,7 +88,7 @@ class RecordedPolicy:
         max_length: int,
         attempt: int = 0,
     ) -> None:
-        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder()
+        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(self._decode)
         self.temperature: float | None = None
         self.has_reached_limit = False
         self.num_constrained, self.has_snapshots = 0, False
@@ -187,7 +187,8 @@ class RecordedPolicy:
     def load(self, saved: SavedTrajectory) -> None:
         """Continue a trajectory after the turns that were saved."""
         made = from_plain(saved["trajectory"], self._request.prompt)
-        self.recorder, settings = Recorder.load(made.branches, made.turns), saved["settings"]
+        self.recorder.load(made.branches, made.turns)
+        settings = saved["settings"]
         self._tools, self._attempt, self.temperature = settings["tools"], settings["attempt"], settings["temperature"]
         self.num_requested, self.num_constrained = settings["num_requested"], settings["num_constrained"]
         self.has_reached_limit = settings["has_reached_limit"]
@@ -206,6 +207,9 @@ class RecordedPolicy:
         branches, turns = self.recorder.until(mark)
         trajectory = to_plain(Trajectory(self._request.prompt, tuple(branches), tuple(turns)))
         return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": outcome_to_plain(outcome)}
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self.chat_format.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -5,7 +5,7 @@ again. Requests of one trajectory may be under way at the same time: a branch be
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,24 +59,25 @@ class Mark(NamedTuple):
 class Recorder:
     """The turns and branches of one trajectory.
 
+    Args:
+        decode: returns the text of tokens.
+
     Attributes:
         branches: in the order in which they began.
         turns: in the order in which they ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
         self.branches: list[Branch] = []
         self.turns: list[Turn] = []
         self._is_started = False
         self._reserved: set[int] = set()
         """``id`` of branches that a request is about to extend."""
 
-    @classmethod
-    def load(cls, branches: Sequence[Branch], turns: Sequence[Turn]) -> "Recorder":
-        """Return one that has recorded these."""
-        recorder = cls()
-        recorder.branches, recorder.turns, recorder._is_started = list(branches), list(turns), bool(branches)
-        return recorder
+    def load(self, branches: Sequence[Branch], turns: Sequence[Turn]) -> None:
+        """Have these recorded, and nothing else."""
+        self.branches, self.turns, self._is_started = list(branches), list(turns), bool(branches)
 
     def mark(self) -> "Mark":
         """Return how much is recorded now."""
@@ -168,13 +169,14 @@ class Recorder:
 
     def _find_reason(self, history: list[int]) -> BranchReason:
         """Return why a history begins a new branch, as far as its tokens tell."""
-        for branch in self.branches:
-            known = branch.token_ids
-            first = branch.is_sampled.index(1)
-            if list(known[:first]) == history[:first]:
-                is_changed = any(one != other for one, other in zip(known, history, strict=False))
-                return "history_edited" if is_changed else "sampled_again"
-        return "started_over"
+        known = [list(branch.token_ids) for branch in self.branches]
+        if any(tokens[: len(history)] == history[: len(tokens)] for tokens in known):
+            return "sampled_again"
+        text = self._decode(history)
+        if any(text.startswith(self._decode(tokens)) for tokens in known):
+            return "retokenized"
+        prompts = [tokens[: one.is_sampled.index(1)] for one, tokens in zip(self.branches, known, strict=True)]
+        return "history_edited" if any(history[: len(prompt)] == prompt for prompt in prompts) else "started_over"
 
 
 def _begins(history: list[int], branch: Branch) -> bool:
