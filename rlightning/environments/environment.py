@@ -63,6 +63,20 @@ class Policy(Protocol):
             LimitReachedError: the sequence is as long as it may be.
         """
 
+    async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
+        """Have the policy's engine answer a conversation that is no part of the trajectory, such as a judge's.
+
+        What it samples is not recorded, and not trained.
+
+        Args:
+            messages: of the conversation.
+            temperature: that the answer is sampled at; 0: the most likely token each time.
+            max_new_tokens: that the answer is cut at; None: the run's.
+
+        Raises:
+            LimitReachedError: the conversation is as long as a sequence may be.
+        """
+
     async def report(self, outcome: Outcome, state: object = None) -> None:
         """Hand over what the trajectory has come to so far, which is kept if it runs out of time.
 

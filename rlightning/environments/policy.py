@@ -99,7 +99,7 @@ class RecordedPolicy:
         self._session = secrets.token_hex(8)
         self._kept: tuple[Mark, dict[str, Any], Any] | None = None
         self._resumable: SavedTrajectory | None = None
-        self._num_parts = 0
+        self._num_parts = self._num_asked = 0
         self._tools: list[Message] | None = None
         self.num_requested = 0
 
@@ -161,6 +161,22 @@ class RecordedPolicy:
         """See :meth:`Policy.sample`."""
         (turn,) = await self.sample_turns(token_ids, self.sampling)
         return turn.sample
+
+    async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
+        """See :meth:`Policy.ask`."""
+        history = self.chat_format.render(messages)
+        room = min(max_new_tokens or self.sampling.max_new_tokens, self.max_length - len(history))
+        if room < 1:
+            raise LimitReachedError(f"{len(history)} tokens leave no room in {self.max_length}.")
+        seed = mix_seed(self.stream, "ask", self._num_asked)
+        self._num_asked += 1
+        sampling = Sampling(temperature=temperature, max_new_tokens=room, seed=seed)
+        try:
+            (sample,) = await self._sampler.sample(history, sampling, num_samples=1, session=None)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+        return Reply(sample, self.chat_format.parse(sample.token_ids, None, prompt_ids=history))
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
         """See :meth:`Policy.report`."""
@@ -301,23 +317,28 @@ class RecordedPolicy:
         samples = [turn.sample for turn in turns if turn.sample is not None]
         is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
         is_usual = self.temperature in (None, self.sampling.temperature)
-        reward, turn_rewards, traces = outcome.reward, outcome.turn_rewards, read_traces(outcome.traces)
-        if reward is None and turn_rewards:
-            reward = math.fsum(turn_rewards)
-        elif reward is None and traces:
-            reward = math.fsum(trace.reward for trace in traces) / len(traces)
         return Trajectory(
             prompt if is_usual else prompt._replace(temperature=self.temperature),
             tuple(self.recorder.branches),
             tuple(turns),
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,
-            reward=reward,
-            turn_rewards=turn_rewards,
+            reward=total_reward(outcome),
+            turn_rewards=outcome.turn_rewards,
             metrics=outcome.metrics | ({CONSTRAINED: float(self.num_constrained)} if self.num_constrained else {}),
             timings={"trajectory": seconds},
             error=outcome.error,
-            traces=traces,
+            traces=read_traces(outcome.traces),
         )
+
+
+def total_reward(outcome: Outcome) -> float | None:
+    """Return the reward of a trajectory, which may be of its parts; None if it has none."""
+    traces = read_traces(outcome.traces)
+    if outcome.reward is not None:
+        return outcome.reward
+    if outcome.turn_rewards:
+        return math.fsum(outcome.turn_rewards)
+    return math.fsum(trace.reward for trace in traces) / len(traces) if traces else None
 
 
 def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:

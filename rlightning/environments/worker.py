@@ -53,11 +53,11 @@ class RemotePolicy:
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
-        sample, message = await self._request("chat", None if tools is None else list(tools), *observations)
-        content, reasoning, calls, errors, places = message
-        tool_calls = tuple(ToolCall(*call) for call in calls)
-        said = AssistantMessage(content, reasoning, tool_calls, tuple(errors), tuple(places))
-        return Reply(_read_sample(sample), said)
+        return _read_reply(await self._request("chat", None if tools is None else list(tools), *observations))
+
+    async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
+        """See :meth:`Policy.ask`."""
+        return _read_reply(await self._request("ask", temperature, max_new_tokens, *messages))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""
@@ -74,6 +74,13 @@ class RemotePolicy:
     async def _request(self, method: str, *arguments: Any) -> Any:
         with raise_limits():
             return await self._trainer.call("request", self._key, method, *arguments)
+
+
+def _read_reply(sent: list[Any]) -> Reply:
+    sample, message = sent
+    content, reasoning, calls, errors, places = message
+    tool_calls = tuple(ToolCall(*call) for call in calls)
+    return Reply(_read_sample(sample), AssistantMessage(content, reasoning, tool_calls, tuple(errors), tuple(places)))
 
 
 def _read_sample(sent: list[Any]) -> Sample:

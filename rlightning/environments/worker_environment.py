@@ -235,13 +235,17 @@ def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
         reply = await get(policy.chat(*observations, tools=tools))
         return [_to_plain(reply), reply.message]
 
+    async def ask(temperature: float, max_new_tokens: int | None, *messages: Message) -> list[Any]:
+        reply = await get(policy.ask(*messages, temperature=temperature, max_new_tokens=max_new_tokens))
+        return [_to_plain(reply), reply.message]
+
     async def sample(token_ids: list[int]) -> list[Any]:
         return _to_plain(await get(policy.sample(token_ids)))
 
     async def report(outcome: list[Any], state: object) -> None:
         await policy.report(Outcome(*outcome), state)
 
-    return {"chat": chat, "sample": sample, "report": report, "resume": policy.resume}
+    return {"chat": chat, "ask": ask, "sample": sample, "report": report, "resume": policy.resume}
 
 
 def _to_plain(sample: Sample) -> list[Any]:
