@@ -354,8 +354,6 @@ class VLLMRollout(RolloutCallback):
         if global_rank() == COLLECTOR_RANK:
             self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
 
-    # Sampling
-
     def seeded_sampling(self, device: torch.device) -> Sampling:
         """Return how training completions are sampled: on a GPU without the run's seed, which slows vLLM."""
         return with_run_seed(self.sampling, device)
