@@ -73,6 +73,9 @@ class RolloutCallback(RLCallback, Generator):
             ``environment`` names one; None: a prompt is completed once. In YAML it is a section beside ``rollout``.
         trajectory_timeout: seconds that an environment may take for a trajectory, which else counts as not sampled;
             None: any time. The one completion of each prompt without an environment has no such limit.
+        turn_timeout: seconds that a turn of a trajectory may take, the environment's part and the engine's together:
+            from the policy's last turn, or the beginning, until its next turn has been sampled, or the end. Beyond it
+            the trajectory ends as by ``trajectory_timeout``; None: any time.
         max_requeues: how often a trajectory is made again whose worker process ended or hung, before it counts as not
             sampled.
         max_failed_share: of a step's trajectories, refills included; when more have failed, the run ends with the
@@ -99,20 +102,24 @@ class RolloutCallback(RLCallback, Generator):
         verify_tolerance: float = MAX_DISTANCE,
         environment: Environment | Mapping[str, Environment] | None = None,
         trajectory_timeout: float | None = 3600.0,
+        turn_timeout: float | None = None,
         max_requeues: int = 2,
         max_failed_share: float = 0.5,
         verify_trajectories: bool = False,
     ) -> None:
         super().__init__()
-        is_timeout = trajectory_timeout is None or trajectory_timeout > 0
         check_rules(
             {
-                f"rollout.trajectory_timeout={trajectory_timeout} must be above 0 seconds": is_timeout,
+                f"rollout.{name}={seconds} must be above 0 seconds": seconds is None or seconds > 0
+                for name, seconds in (("trajectory_timeout", trajectory_timeout), ("turn_timeout", turn_timeout))
+            }
+            | {
                 f"rollout.max_requeues={max_requeues} must be at least 0": max_requeues >= 0,
                 f"rollout.max_failed_share={max_failed_share} must be from 0 to 1": 0 <= max_failed_share <= 1,
             }
         )
-        self.environment, self.trajectory_timeout = environment, trajectory_timeout
+        self.environment = environment
+        self.trajectory_timeout, self.turn_timeout = trajectory_timeout, turn_timeout
         self.max_requeues, self.max_failed_share = max_requeues, max_failed_share
         self.verify_trajectories = verify_trajectories
         self.sampling = Sampling(
@@ -191,6 +198,7 @@ class RolloutCallback(RLCallback, Generator):
             self.environment,
             max_length=self.max_sequence_length,
             timeout=self.trajectory_timeout,
+            turn_timeout=self.turn_timeout,
             prompt_format=self.prompt_format,
             max_requeues=self.max_requeues,
         )

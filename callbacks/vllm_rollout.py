@@ -341,6 +341,8 @@ class VLLMRollout(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """What is in flight, so that a resumed run loses no prompt and repeats none."""
+        if self._collector is not None:
+            self._collector.save_progress()
         # As PromptDataModule does: between the update and our on_train_batch_end other callbacks may save, too.
         epoch_loop = getattr(getattr(self._loop, "fit_loop", None), "epoch_loop", None)
         progress = None if epoch_loop is None else epoch_loop.batch_progress.current
@@ -351,8 +353,6 @@ class VLLMRollout(RolloutCallback):
         """Go on with what was in flight."""
         if global_rank() == COLLECTOR_RANK:
             self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
-
-    # Sampling
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
         """Return how training completions are sampled: on a GPU without the run's seed, which slows vLLM."""

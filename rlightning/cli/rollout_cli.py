@@ -137,6 +137,7 @@ class RolloutCLI(RLCLI):
             rollout.environment,
             max_length=max_length,
             timeout=rollout.trajectory_timeout,
+            turn_timeout=rollout.turn_timeout,
             max_requeues=rollout.max_requeues,
         )
         futures: list[Future[list[Trajectory]]] = []

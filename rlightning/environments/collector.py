@@ -16,6 +16,7 @@ from rlightning import intervals
 from rlightning.environments.failures import EnvironmentTotals
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
+from rlightning.environments.snapshots import SavedTrajectory
 from rlightning.environments.verification import Gap, TrajectoryVerifier
 from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.parallel.cpu_group import barrier_timeout
@@ -188,9 +189,12 @@ class Collector:
             settings = sampling_settings(num_samples, sampling)
             self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
             flight.add(request for handed, _ in received.values() for request in handed)
-            for group in flight.waiting[: max(max(plan.room, num_wanted) - flight.num_started, 0)]:
+            resumed = [group for group in flight.running if group not in self._running.values()]
+            waiting = flight.waiting[: max(max(plan.room, num_wanted) - flight.num_started, 0)]
+            for group in waiting:
                 group.first_weight_version, group.settings = version, settings
-                self._running[self._submit(group.prompt, group.stream, num_samples, sampling)] = group
+            for group in [*resumed, *waiting]:
+                self._running[self._submit(group.prompt, group.stream, num_samples, sampling, group.saved)] = group
 
         def is_done() -> bool:
             self._finish_groups()
@@ -203,9 +207,13 @@ class Collector:
 
         try:
             self._wait(is_done)
-        except BaseException:
+        except Exception:
             self._cancel_verification()
             self._requeue_all()
+            raise
+        except BaseException:  # a signal: the run may be resumed
+            self._cancel_verification()
+            self._suspend()
             raise
         groups: dict[int, list[list[Trajectory]]] = {}
         if self._runner is not None:
@@ -214,9 +222,20 @@ class Collector:
                 groups[rank], taken = taken[:number], taken[number:]
         return next(iter(all_to_all_objects(groups, name="trajectories").values()))
 
+    def save_progress(self) -> None:
+        """Have a checkpoint keep how far the groups are that are under way."""
+        if self._runner is not None:
+            for future, group in list(self._running.items()):
+                if future.done() and future.exception() is None:
+                    del self._running[future]
+                    self.in_flight.finish(group, future.result())
+                else:
+                    group.saved = self._runner.save(future)
+
     def close(self) -> None:
         """Cancel what is under way; what is in flight stays known. May be called twice."""
         if self._runner is not None:
+            self.save_progress()
             self._runner.cancel(self._running)
             self._runner.close()
 
@@ -257,9 +276,16 @@ class Collector:
             self._verification.cancel()
             self._verification = None
 
-    def _submit(self, prompt: Prompt, stream: int, num_samples: int, sampling: Sampling) -> Future[list[Trajectory]]:
+    def _submit(
+        self,
+        prompt: Prompt,
+        stream: int,
+        num_samples: int,
+        sampling: Sampling,
+        saved: Sequence[SavedTrajectory | None] | None = None,
+    ) -> Future[list[Trajectory]]:
         assert self._runner is not None
-        future = self._runner.submit(GroupRequest(prompt, group_sampling(sampling, prompt, stream), num_samples))
+        future = self._runner.submit(GroupRequest(prompt, group_sampling(sampling, prompt, stream), num_samples, saved))
         future.add_done_callback(lambda _: self.has_changed.set())
         return future
 
@@ -284,6 +310,14 @@ class Collector:
         self._runner.cancel(self._running)
         self._running = {}
         return num_groups
+
+    def _suspend(self) -> None:
+        """Cancel what is under way; a later call goes on with what can be gone on with."""
+        if self._runner is not None:
+            self.save_progress()
+            self._runner.cancel(self._running)
+            self._running = {}
+            self.in_flight.suspend()
 
     def _finish_groups(self) -> None:
         for group, trajectories in _pop_done(self._running):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.types.trajectory import Outcome, Prompt, Sample
@@ -63,11 +63,36 @@ class Policy(Protocol):
             LimitReachedError: the sequence is as long as it may be.
         """
 
-    async def report(self, outcome: Outcome) -> None:
+    async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
+        """Have the policy's engine answer a conversation that is no part of the trajectory, such as a judge's.
+
+        What it samples is not recorded, and not trained.
+
+        Args:
+            messages: of the conversation.
+            temperature: that the answer is sampled at; 0: the most likely token each time.
+            max_new_tokens: that the answer is cut at; None: the run's.
+
+        Raises:
+            LimitReachedError: the conversation is as long as a sequence may be.
+        """
+
+    async def report(self, outcome: Outcome, state: object = None) -> None:
         """Hand over what the trajectory has come to so far, which is kept if it runs out of time.
 
         Args:
             outcome: with the rewards and metrics so far.
+            state: from which :meth:`resume` goes on here, where a run is resumed from a checkpoint: texts, numbers,
+                bytes, lists and mappings. None: the one before stays.
+
+        Raises:
+            TypeError: the state holds something else.
+        """
+
+    async def resume(self) -> Any:
+        """Return the state to go on from, with the turns that were sampled until it was handed over.
+
+        Called before the first turn, by an environment that hands over states; None: the trajectory begins.
         """
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:

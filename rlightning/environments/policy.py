@@ -5,29 +5,32 @@ tokenized alone, in the form that the chat template gives them. A caller that re
 in which nothing of before is trained again.
 """
 
-import asyncio
 import logging
 import math
 import secrets
-import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 from typing import Any
 
-from rlightning import intervals
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.environment import LimitReachedError, Policy, Reply, TrajectoryLostError
+from rlightning.environments.environment import LimitReachedError, Reply
 from rlightning.environments.messages import AssistantMessage, Message
-from rlightning.environments.outcomes import check_outcome
-from rlightning.environments.recorder import RecordedTurn, Recorder
-from rlightning.environments.timing import TimedSampler
-from rlightning.errors import RequestRefusedError, RunError, StreamLostError
-from rlightning.foreign_text import cut, cut_line, describe_error
+from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
+from rlightning.environments.snapshots import SavedTrajectory, copy_plain, outcome_from_plain, outcome_to_plain
+from rlightning.errors import RequestRefusedError, StreamLostError
+from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
 from rlightning.seeds import mix_seed
-from rlightning.types.trajectory import BranchReason, Outcome, Prompt, Sample, Trajectory, read_traces
+from rlightning.types.trajectory import (
+    BranchReason,
+    Outcome,
+    Prompt,
+    Sample,
+    Trajectory,
+    from_plain,
+    read_traces,
+    to_plain,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +48,13 @@ class GroupRequest:
         prompt: the one.
         sampling: how; its seed is the group's own.
         num_trajectories: attempts.
+        saved: the trajectories as a checkpoint had them (:meth:`RecordedGroup.save`), to go on from; None: they begin.
     """
 
     prompt: Prompt
     sampling: Sampling
     num_trajectories: int
+    saved: Sequence[SavedTrajectory | None] | None = None
 
 
 class RecordedPolicy:
@@ -68,6 +73,8 @@ class RecordedPolicy:
         has_reached_limit: whether the last request was longer than a sequence may be.
         failure: the first error of the sampler's, after which nothing of the trajectory is worth anything.
         progress: what the environment has made of the trajectory so far, for one that runs out of time.
+        has_snapshots: whether the environment hands over states from which it can go on.
+        on_turn: called with each turn that has been sampled.
         num_requested: turns that have been asked for.
         num_constrained: turns whose distribution a request has changed otherwise than by the temperature.
     """
@@ -81,15 +88,18 @@ class RecordedPolicy:
         max_length: int,
         attempt: int = 0,
     ) -> None:
-        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder()
+        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(self._decode)
         self.temperature: float | None = None
         self.has_reached_limit = False
-        self.num_constrained = 0
+        self.num_constrained, self.has_snapshots = 0, False
         self.failure: Exception | None = None
         self.progress: Outcome | None = None
+        self.on_turn: Callable[[], None] = lambda: None
         self._sampler, self._request, self._number, self._attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
-        self._num_parts = 0
+        self._kept: tuple[Mark, dict[str, Any], Any] | None = None
+        self._resumable: SavedTrajectory | None = None
+        self._num_parts = self._num_asked = 0
         self._tools: list[Message] | None = None
         self.num_requested = 0
 
@@ -114,7 +124,7 @@ class RecordedPolicy:
         It records on its own; ``recorder.extend`` makes that part of this trajectory.
         """
         part = RecordedPolicy(self._sampler, self.chat_format, self._request, self._number, self.max_length)
-        part.temperature = self.temperature
+        part.temperature, part.on_turn = self.temperature, lambda: self.on_turn()
         part.num_requested = self._num_parts << PART_BITS  # draws from streams of its own
         self._num_parts += 1
         return part
@@ -152,9 +162,81 @@ class RecordedPolicy:
         (turn,) = await self.sample_turns(token_ids, self.sampling)
         return turn.sample
 
-    async def report(self, outcome: Outcome) -> None:
+    async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
+        """See :meth:`Policy.ask`."""
+        history = self.chat_format.render(messages)
+        room = min(max_new_tokens or self.sampling.max_new_tokens, self.max_length - len(history))
+        if room < 1:
+            raise LimitReachedError(f"{len(history)} tokens leave no room in {self.max_length}.")
+        seed = mix_seed(self.stream, "ask", self._num_asked)
+        self._num_asked += 1
+        sampling = Sampling(temperature=temperature, max_new_tokens=room, seed=seed)
+        try:
+            (sample,) = await self._sampler.sample(history, sampling, num_samples=1, session=None)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+        return Reply(sample, self.chat_format.parse(sample.token_ids, None, prompt_ids=history))
+
+    async def report(self, outcome: Outcome, state: object = None) -> None:
         """See :meth:`Policy.report`."""
         self.progress = outcome
+        if state is not None:
+            self._kept = self.recorder.mark(), self._settings(), copy_plain(state, "the state")
+
+    async def resume(self) -> Any:
+        """See :meth:`Policy.resume`."""
+        self.has_snapshots = True
+        saved, self._resumable = self._resumable, None
+        if saved is None:
+            return None
+        self.load(saved)
+        self._kept = self.recorder.mark(), self._settings(), saved["state"]
+        return copy_plain(saved["state"], "the state")
+
+    # Checkpoints
+
+    def offer(self, saved: SavedTrajectory) -> None:
+        """Have :meth:`resume` go on from what :meth:`save` has returned; else the trajectory begins."""
+        self._resumable = saved
+
+    def load(self, saved: SavedTrajectory) -> None:
+        """Continue a trajectory after the turns that were saved."""
+        made = from_plain(saved["trajectory"], self._request.prompt)
+        self.recorder.load(made.branches, made.turns)
+        settings = saved["settings"]
+        self._tools, self._attempt, self.temperature = settings["tools"], settings["attempt"], settings["temperature"]
+        self.num_requested, self.num_constrained = settings["num_requested"], settings["num_constrained"]
+        self.has_reached_limit = settings["has_reached_limit"]
+        self.progress = outcome_from_plain(settings["progress"])
+
+    def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
+        """Return the trajectory in plain types; None if no state was handed over. Another thread may call it.
+
+        Args:
+            outcome: of one that has ended; None: it is under way, and is returned as of its last state.
+        """
+        kept = self._kept if outcome is None else (self.recorder.mark(), self._settings(), None)
+        if kept is None:
+            return self._resumable
+        mark, settings, state = kept
+        branches, turns = self.recorder.until(mark)
+        trajectory = to_plain(Trajectory(self._request.prompt, tuple(branches), tuple(turns)))
+        return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": outcome_to_plain(outcome)}
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self.chat_format.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "tools": self._tools,
+            "attempt": self._attempt,
+            "temperature": self.temperature,
+            "num_requested": self.num_requested,
+            "num_constrained": self.num_constrained,
+            "has_reached_limit": self.has_reached_limit,
+            "progress": outcome_to_plain(self.progress),
+        }
 
     async def sample_turns(
         self,
@@ -192,6 +274,7 @@ class RecordedPolicy:
             seed = mix_seed(seed, "attempt", self._attempt) if self._attempt else seed
             sampling = replace(sampling, seed=seed if is_first else mix_seed(seed, "turn", self.num_requested))
         self.num_requested += num_samples
+        self._resumable = None  # the environment has begun anew
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             try:
@@ -208,6 +291,7 @@ class RecordedPolicy:
             raise
         self.has_reached_limit = False
         self.num_constrained += num_samples if sampling.json_schema is not None else 0
+        self.on_turn()
         return self.recorder.record(reservation, samples, observations, messages)
 
     async def _sample(
@@ -233,170 +317,28 @@ class RecordedPolicy:
         samples = [turn.sample for turn in turns if turn.sample is not None]
         is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
         is_usual = self.temperature in (None, self.sampling.temperature)
-        reward, turn_rewards, traces = outcome.reward, outcome.turn_rewards, read_traces(outcome.traces)
-        if reward is None and turn_rewards:
-            reward = math.fsum(turn_rewards)
-        elif reward is None and traces:
-            reward = math.fsum(trace.reward for trace in traces) / len(traces)
         return Trajectory(
             prompt if is_usual else prompt._replace(temperature=self.temperature),
             tuple(self.recorder.branches),
             tuple(turns),
             "truncated" if outcome.status == "finished" and is_cut else outcome.status,
-            reward=reward,
-            turn_rewards=turn_rewards,
+            reward=total_reward(outcome),
+            turn_rewards=outcome.turn_rewards,
             metrics=outcome.metrics | ({CONSTRAINED: float(self.num_constrained)} if self.num_constrained else {}),
             timings={"trajectory": seconds},
             error=outcome.error,
-            traces=traces,
+            traces=read_traces(outcome.traces),
         )
 
 
-class RecordedGroup:
-    """A :class:`~rlightning.environments.environment.PolicyGroup` that records the trajectories of a prompt.
-
-    Args:
-        sampler: as of :class:`RecordedPolicy`.
-        chat_format: as of it.
-        request: as of it.
-        max_length: as of it.
-        timeout: seconds that a trajectory may take; None: any time.
-        max_requeues: how often a trajectory that was lost with its worker is made again.
-
-    Attributes:
-        num_requeues: of all trajectories.
-        first_failure: of them in a line, and its traceback; None without any.
-        started_at: when each began that runs, by its number, of the monotonic clock.
-    """
-
-    def __init__(
-        self,
-        sampler: TokenSampler,
-        chat_format: ChatFormat,
-        request: GroupRequest,
-        max_length: int,
-        timeout: float | None,
-        max_requeues: int = 0,
-    ) -> None:
-        self._sampler, self._chat_format, self._request = sampler, chat_format, request
-        self._max_length, self._timeout, self._max_requeues = max_length, timeout, max_requeues
-        self._samplers = [TimedSampler(sampler) for _ in range(request.num_trajectories)]
-        self._policies = [self._make_policy(number) for number in range(request.num_trajectories)]
-        self.num_requeues = 0
-        self.first_failure: tuple[str, str] | None = None
-        self.started_at: dict[int, float] = {}
-
-    def _make_policy(self, number: int, attempt: int = 0) -> RecordedPolicy:
-        sampler = self._samplers[number]
-        return RecordedPolicy(sampler, self._chat_format, self._request, number, self._max_length, attempt)
-
-    async def sample_all(self) -> list[Outcome]:
-        """See :meth:`PolicyGroup.sample_all`."""
-        token_ids, sampling = self._request.prompt.token_ids, self._request.sampling
-        samples = await self._sampler.sample(token_ids, sampling, num_samples=len(self._policies), session=None)
-        for policy, sample in zip(self._policies, samples, strict=True):
-            policy.record(token_ids, sample)
-        return [Outcome() for _ in samples]
-
-    async def run_each(
-        self,
-        run: Callable[[Policy], Awaitable[Outcome]],
-        places: AbstractAsyncContextManager[object] | None = None,
-    ) -> list[Outcome]:
-        """See :meth:`PolicyGroup.run_each`."""
-
-        async def run_in_place(number: int) -> Outcome:
-            async with places or nullcontext():
-                self.started_at[number] = monotonic()
-                try:
-                    with self._samplers[number].timing():
-                        return await self._run_again(run, number)
-                finally:
-                    del self.started_at[number]
-
-        tasks = [asyncio.ensure_future(run_in_place(number)) for number in range(len(self._policies))]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:  # if one of them has ended the run, the others ask for nothing more
-            running = [task for task in tasks if not task.done()]
-            for task in running:
-                task.cancel()
-            if running:
-                await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
-
-    async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
-        """Make a trajectory, again if it was lost: within the budget, unless another one is known to be the cause."""
-        attempt = num_caused = 0
-        while True:
-            try:
-                return await self._run(run, self._policies[number])
-            except TrajectoryLostError as error:
-                num_caused += error.is_cause
-                if num_caused > self._max_requeues:
-                    return self.fail(str(error), error.details)
-                line = cut_line(str(error))
-            attempt += 1
-            self.num_requeues += 1
-            log.warning("A trajectory of prompt %d is requeued: %s", self._request.prompt.index, line)
-            self._policies[number] = self._make_policy(number, attempt)
-
-    async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
-        try:
-            async with asyncio.timeout(self._timeout) as deadline:
-                return await _run_unless_failed(run, policy)
-        except LimitReachedError as error:
-            return Outcome(status="truncated", error=cut(str(error)))
-        except TrajectoryLostError:
-            raise
-        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
-            # Of the environment's own, which would end the loop, or reach the trainer without a text.
-            return self.fail(f"it raised {describe_error(error)}")
-        except Exception as error:
-            if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
-                raise  # such as the sampler's: no trajectory can go on
-            if isinstance(error, TimeoutError) and deadline.expired():
-                made = policy.progress or Outcome()
-                return replace(made, status="timeout", error=f"It took more than {self._timeout:g} s.")
-            return self.fail(error)
-
-    def fail(self, error: Exception | str, details: str = "") -> Outcome:
-        """Return the outcome of a trajectory that has failed, see :func:`failed_outcome`."""
-        if self.first_failure is None and isinstance(error, Exception):
-            self.first_failure = describe_error(error), "".join(traceback.format_exception(error))
-        return failed_outcome(self._request.prompt, error, details)
-
-    def finish(self, outcomes: Sequence[Outcome], seconds: float) -> list[Trajectory]:
-        """Return the trajectories.
-
-        Args:
-            outcomes: of each.
-            seconds: that the group took.
-        """
-        errors = (outcome.error or "" for outcome in outcomes if outcome.status == "failed")
-        if self.first_failure is None and (error := next(errors, None)) is not None:
-            self.first_failure = error.strip().rpartition("\n")[2], error
-        trajectories = []
-        for policy, sampler, outcome in zip(self._policies, self._samplers, outcomes, strict=True):
-            trajectory = policy.finish(outcome, seconds)
-            trajectory.timings |= sampler.timings
-            trajectories.append(trajectory)
-        return trajectories
-
-
-async def _run_unless_failed(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
-    """Make a trajectory; the first failure of its sampler's is raised, whatever the environment has made of it."""
-    try:
-        outcome = check_outcome(await run(policy))
-    except Exception as error:
-        if policy.failure is None or policy.failure is error:
-            raise
-        raise policy.failure from None  # error may have been raised from it
-    if policy.failure is not None:
-        raise policy.failure
-    return outcome
+def total_reward(outcome: Outcome) -> float | None:
+    """Return the reward of a trajectory, which may be of its parts; None if it has none."""
+    traces = read_traces(outcome.traces)
+    if outcome.reward is not None:
+        return outcome.reward
+    if outcome.turn_rewards:
+        return math.fsum(outcome.turn_rewards)
+    return math.fsum(trace.reward for trace in traces) / len(traces) if traces else None
 
 
 def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:

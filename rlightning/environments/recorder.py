@@ -5,7 +5,7 @@ again. Requests of one trajectory may be under way at the same time: a branch be
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,20 +44,49 @@ class RecordedTurn(NamedTuple):
     end: int
 
 
+class Mark(NamedTuple):
+    """How much a recorder had recorded at some time.
+
+    Attributes:
+        num_turns: of it.
+        num_tokens: of each of its branches.
+    """
+
+    num_turns: int
+    num_tokens: list[int]
+
+
 class Recorder:
     """The turns and branches of one trajectory.
+
+    Args:
+        decode: returns the text of tokens.
 
     Attributes:
         branches: in the order in which they began.
         turns: in the order in which they ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
         self.branches: list[Branch] = []
         self.turns: list[Turn] = []
         self._is_started = False
         self._reserved: set[int] = set()
         """``id`` of branches that a request is about to extend."""
+
+    def load(self, branches: Sequence[Branch], turns: Sequence[Turn]) -> None:
+        """Have these recorded, and nothing else."""
+        self.branches, self.turns, self._is_started = list(branches), list(turns), bool(branches)
+
+    def mark(self) -> "Mark":
+        """Return how much is recorded now."""
+        return Mark(len(self.turns), [len(branch.token_ids) for branch in self.branches])
+
+    def until(self, mark: "Mark") -> tuple[list[Branch], list[Turn]]:
+        """Return the branches and turns that were recorded until a mark. Another thread may call it."""
+        branches = [branch.first(count) for branch, count in zip(self.branches, mark.num_tokens, strict=False)]
+        return branches, self.turns[: mark.num_turns]
 
     @property
     def num_sampled(self) -> int:
@@ -140,13 +169,14 @@ class Recorder:
 
     def _find_reason(self, history: list[int]) -> BranchReason:
         """Return why a history begins a new branch, as far as its tokens tell."""
-        for branch in self.branches:
-            known = branch.token_ids
-            first = branch.is_sampled.index(1)
-            if list(known[:first]) == history[:first]:
-                is_changed = any(one != other for one, other in zip(known, history, strict=False))
-                return "history_edited" if is_changed else "sampled_again"
-        return "started_over"
+        known = [list(branch.token_ids) for branch in self.branches]
+        if any(tokens[: len(history)] == history[: len(tokens)] for tokens in known):
+            return "sampled_again"
+        text = self._decode(history)
+        if any(text.startswith(self._decode(tokens)) for tokens in known):
+            return "retokenized"
+        prompts = [tokens[: one.is_sampled.index(1)] for one, tokens in zip(self.branches, known, strict=True)]
+        return "history_edited" if any(history[: len(prompt)] == prompt for prompt in prompts) else "started_over"
 
 
 def _begins(history: list[int], branch: Branch) -> bool:

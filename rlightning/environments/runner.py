@@ -7,14 +7,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rlightning import intervals
 from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import Environment
 from rlightning.environments.outcomes import check_outcome
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.single_turn import SingleTurn
+from rlightning.environments.snapshots import SavedTrajectory
 from rlightning.errors import ConfigError, RunError
 from rlightning.foreign_text import describe_error
 from rlightning.rollout import TokenSampler
@@ -42,6 +45,7 @@ class EnvironmentRunner:
         environments: one, or several by the names that prompts have in their column ``environment``; None: SingleTurn.
         max_length: tokens of the longest sequence.
         timeout: seconds that a trajectory may take; None: any time.
+        turn_timeout: seconds that one of its turns may take; None: any time.
         max_requeues: how often a trajectory is made again whose worker process ended or hung.
 
     Attributes:
@@ -58,18 +62,22 @@ class EnvironmentRunner:
         *,
         max_length: int,
         timeout: float | None = None,
+        turn_timeout: float | None = None,
         prompt_format: PromptFormat = USUAL,
         max_requeues: int = 0,
     ) -> None:
         self._sampler, self._chat_format = sampler, ChatFormat(tokenizer, prompt_format=prompt_format)
         self._environments = SingleTurn() if environments is None else environments
-        self._max_length, self._timeout, self._max_requeues = max_length, timeout, max_requeues
+        self._max_length, self._timeout, self._turn_timeout = max_length, timeout, turn_timeout
+        self._max_requeues = max_requeues
         self.num_requeues = 0
         self.first_failure: tuple[str, str] | None = None
         self.loop = LoopThread("environments")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._groups: dict[RecordedGroup, int] = {}
+        self._submitted: WeakKeyDictionary[Future[list[Trajectory]], RecordedGroup] = WeakKeyDictionary()
+        self._has_reported_loss = False
         self._last_report = 0.0
         self._is_closed = False
 
@@ -83,7 +91,37 @@ class EnvironmentRunner:
             ConfigError: the prompt names no environment of the run.
         """
         environment = find_environment(self._environments, request.prompt)
-        return self.loop.submit(self._attempt(request, environment))
+        group = RecordedGroup(
+            self._sampler,
+            self._chat_format,
+            request,
+            self._max_length,
+            self._timeout,
+            self._max_requeues,
+            turn_timeout=self._turn_timeout,
+        )
+        future = self.loop.submit(self._attempt(request, environment, group))
+        self._submitted[future] = group
+        return future
+
+    def save(self, future: "Future[list[Trajectory]]") -> list[SavedTrajectory | None] | None:
+        """Return the trajectories of a prompt as far as a resumed run can go on with them, for a checkpoint.
+
+        Args:
+            future: that :meth:`submit` has returned.
+
+        Returns:
+            As :meth:`RecordedGroup.save`; None if it can with none.
+        """
+        group = self._submitted[future]
+        saved = group.save()
+        if not self._has_reported_loss and group.loses_turns:
+            self._has_reported_loss = True
+            log.info(
+                "Checkpoints do not keep the turns of some trajectories that are under way: their environment has no "
+                "snapshot() and restore(state), and a resumed run begins them again."
+            )
+        return saved if any(saved) else None
 
     def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
         """Cancel prompts, and return when nothing of them is requested of the sampler any more."""
@@ -149,15 +187,12 @@ class EnvironmentRunner:
             _, pending = await asyncio.wait(cancelled, timeout=intervals.CANCEL_GRACE)
             self._abandoned |= pending  # of environments that ignore that they are cancelled
 
-    async def _attempt(self, request: GroupRequest, environment: Environment) -> list[Trajectory]:
+    async def _attempt(self, request: GroupRequest, environment: Environment, group: RecordedGroup) -> list[Trajectory]:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         started_at = monotonic()
-        group = RecordedGroup(
-            self._sampler, self._chat_format, request, self._max_length, self._timeout, self._max_requeues
-        )
         self._groups[group] = request.prompt.index
         try:
             outcomes = read_outcomes(await environment.run_group(request.prompt, group), request.num_trajectories)

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.messages import Message
-from rlightning.environments.step_object import Closing, StepObject
+from rlightning.environments.step_object import Closing, StepObject, read_state
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
 METHODS = ("reset", "step")
 """That the user's object must have; it may have ``close`` too."""
+STATE = ("object", "observations", "rewards", "metrics")
+"""Parts of a state in a checkpoint."""
 RULE = "Define reset(prompt) and step(message), or gymnasium's."
 
 
@@ -34,6 +36,8 @@ class StepEnvironment(Environment):
       message or a list of messages. Numbers in ``info`` become metrics of the trajectory.
     - A ``reset`` that takes ``options`` is gymnasium's: it gets the prompt's index as its ``seed`` and the columns as
       its ``options``, and ``step`` gets the text of the policy's turn alone.
+    - ``snapshot()``, if it has one, returns plain data, by which ``restore(state)`` has another object go on after its
+      own ``reset``: a trajectory that was under way when a checkpoint was written goes on after its last turn.
 
     The trajectory's reward is the sum of its turns' rewards; None if none of them is a number. What is not async runs
     in a thread, the same one during a trajectory.
@@ -101,6 +105,10 @@ class StepEnvironment(Environment):
         observations = [] if first is None else read_messages(first, "reset")
         metrics = read_metrics(info, "reset")
         rewards: list[float | None] = []
+        saved = await policy.resume() if game.has_snapshots else None
+        if saved is not None:
+            snapshot, observations, rewards, metrics = read_state(saved, *STATE)
+            await game.restore(snapshot)
         status: Status | None = None
         while status is None:
             try:
@@ -115,10 +123,16 @@ class StepEnvironment(Environment):
             step = read_step(await game.call("step", text if is_gymnasium else message))
             rewards.append(step.reward)
             metrics |= step.metrics
-            await policy.report(make_outcome(rewards, "timeout", metrics))
             status = step.status or ("truncated" if len(rewards) == self.max_turns else None)
             observations = [] if status else read_messages(step.observation, "step")
+            state = None if status else await save(game, observations, rewards, metrics)
+            await policy.report(make_outcome(rewards, "timeout", metrics), state)
         return make_outcome(rewards, status, metrics)
+
+
+async def save(game: StepObject, *parts: Any) -> dict[str, Any] | None:
+    """Return the state of a trajectory; None if the object cannot go on from it."""
+    return dict(zip(STATE, [await game.call("snapshot"), *parts], strict=True)) if game.has_snapshots else None
 
 
 class Step(NamedTuple):

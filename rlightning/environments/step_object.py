@@ -16,11 +16,15 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from rlightning import intervals
+from rlightning.environments.environment import TrajectoryLostError
 from rlightning.foreign_text import describe_error
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SNAPSHOT_METHODS = ("snapshot", "restore")
+"""That an object may have: the first returns plain data, by which the second has another object go on."""
 
 
 async def await_user_code(work: Awaitable[T]) -> T:
@@ -106,6 +110,24 @@ class StepObject:
         returned = await self._thread.run(lambda: method(*arguments, **named))
         return await await_user_code(returned) if inspect.isawaitable(returned) else returned
 
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether the object can go on from a snapshot of another one."""
+        return all(callable(getattr(self.made, name, None)) for name in SNAPSHOT_METHODS)
+
+    async def restore(self, state: Any) -> None:
+        """Have the object go on from what another one's ``snapshot`` has returned.
+
+        Raises:
+            TrajectoryLostError: it does not.
+        """
+        try:
+            await self.call("restore", state)
+        except Exception as error:
+            raise TrajectoryLostError(
+                f"{type(self.made).__name__}.restore() raised {describe_error(error)}", is_cause=False
+            ) from error
+
     async def close(self) -> None:
         """Call the object's ``close``, if it has one, after the call that the thread is in; an error is logged."""
 
@@ -122,6 +144,17 @@ class StepObject:
             log.warning("%s could not be closed after a trajectory: %s", kind, describe_error(error), exc_info=True)
         finally:
             self._thread.end()
+
+
+def read_state(state: Any, *names: str) -> list[Any]:
+    """Return the parts of a state that an environment has handed over.
+
+    Raises:
+        TrajectoryLostError: it is another environment's.
+    """
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        raise TrajectoryLostError("its snapshot is another environment's", is_cause=False)
+    return [state[name] for name in names]
 
 
 async def _call_here(function: Callable[[], T]) -> T:

@@ -1,6 +1,6 @@
 """How long trajectories wait for the engine, and for their environment."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
@@ -16,12 +16,13 @@ class TimedSampler(TokenSampler):
 
     Args:
         sampler: samples.
+        before: timings of the part of the trajectory that an earlier run has made.
     """
 
-    def __init__(self, sampler: TokenSampler) -> None:
-        self._sampler = sampler
-        self._seconds: float | None = None
-        self._engine_seconds = 0.0
+    def __init__(self, sampler: TokenSampler, before: Mapping[str, float] | None = None) -> None:
+        self._sampler, before = sampler, before or {}
+        self._seconds, self._engine_seconds = before.get("trajectory"), before.get("engine", 0.0)
+        self._began_at: float | None = None
         self._num_requests, self._requested_at = 0, 0.0
 
     @property
@@ -32,19 +33,24 @@ class TimedSampler(TokenSampler):
     @property
     def timings(self) -> dict[str, float]:
         """Seconds of the trajectory, of the engine, and of the environment; nothing of one that was not timed."""
-        if self._seconds is None:
+        if self._seconds is None and self._began_at is None:
             return {}
-        engine = min(self._engine_seconds, self._seconds)
-        return {"trajectory": self._seconds, "engine": engine, "environment": self._seconds - engine}
+        seconds = self._count_seconds()
+        engine = min(self._engine_seconds, seconds)
+        return {"trajectory": seconds, "engine": engine, "environment": seconds - engine}
+
+    def _count_seconds(self) -> float:
+        began_at = self._began_at
+        return (self._seconds or 0.0) + (0.0 if began_at is None else monotonic() - began_at)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
         """Within, the trajectory is made."""
-        started_at = monotonic()
+        self._began_at = monotonic()
         try:
             yield
         finally:
-            self._seconds = monotonic() - started_at
+            self._seconds, self._began_at = self._count_seconds(), None
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None

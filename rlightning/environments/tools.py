@@ -10,6 +10,7 @@ import inspect
 import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,14 @@ from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
-from rlightning.environments.step_object import Closing, SerialThread, StepObject, await_user_code
+from rlightning.environments.step_object import (
+    SNAPSHOT_METHODS,
+    Closing,
+    SerialThread,
+    StepObject,
+    await_user_code,
+    read_state,
+)
 from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
 from rlightning.errors import ConfigError, cause_chain, check_rules, did_you_mean
 from rlightning.foreign_text import cut, describe_error
@@ -29,6 +37,8 @@ BROKEN = (ConnectionError, socket.gaierror, URLError, MemoryError, SandboxError)
 """Exceptions of tools that are no fault of the policy's: they fail the trajectory, which then counts as not sampled."""
 BROKEN_NAMES = ("ConnectError", "ConnectionError")
 """Ends of the names of such classes in HTTP libraries: httpx, requests, aiohttp and others."""
+STATE = ("objects", "observations", "counts")
+"""Parts of a state in a checkpoint."""
 
 
 @dataclass
@@ -84,7 +94,8 @@ class Tools(Environment):
     A tool is a function with type hints and a docstring, async or not; what is not async runs in a thread of its own.
     Or it is a class, whose public methods are tools: each trajectory makes its own object, calls the methods that are
     not async in one thread, and closes it in the end, by its method ``close`` if it has one. A class that takes
-    ``prompt`` gets the trajectory's.
+    ``prompt`` gets the trajectory's. Methods ``snapshot(self)`` and ``restore(self, state)`` are no tools: by them an
+    object goes on where another one was when a checkpoint was written.
 
     The calls of a turn run at once. One that cannot be read, names no tool, has wrong arguments, raises an exception or
     takes too long gets the error as its answer.
@@ -135,6 +146,11 @@ class Tools(Environment):
             found.append(kind)
         return tuple(found)
 
+    @cached_property
+    def _has_snapshots(self) -> bool:
+        owners = [tool.owner for tool in self._tools.values() if tool.owner is not None]
+        return all(is_restorable(owner) for owner in owners)
+
     def _is_broken(self, error: Exception) -> bool:
         """Whether an error of a tool's, or one that it comes from, is no fault of the policy's."""
         for one in cause_chain(error, with_context=True):
@@ -169,20 +185,27 @@ class Tools(Environment):
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory, with objects of its own of the tools that are classes."""
-        attempt = _Attempt()
+        attempt, saved = _Attempt(), await policy.resume() if self._has_snapshots else None
         owners = dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None)
         try:
             for owner in owners:
                 attempt.objects[owner] = StepObject()
                 takes_prompt = "prompt" in inspect.signature(owner).parameters
                 await attempt.objects[owner].make(owner, {"prompt": prompt} if takes_prompt else {})
-            status = await self._talk(policy, attempt)
+            observations: list[Message] = []
+            if saved is not None:
+                snapshots, observations, counts = read_state(saved, *STATE)
+                attempt.counts = Counts(**counts)
+                names = [owner.__qualname__ for owner in attempt.objects]
+                for made, snapshot in zip(attempt.objects.values(), read_state(snapshots, *names), strict=True):
+                    await made.restore(snapshot)
+            status = await self._talk(policy, attempt, observations)
         finally:
             await self._closing.close(*attempt.objects.values())
         return Outcome(status=status, metrics=attempt.counts.metrics())
 
-    async def _talk(self, policy: Policy, attempt: _Attempt) -> Status:
-        counts, observations = attempt.counts, list[Message]()
+    async def _talk(self, policy: Policy, attempt: _Attempt, observations: list[Message]) -> Status:
+        counts = attempt.counts
         while True:
             schemas = None if counts.turns else [tool.schema for tool in self._tools.values()]
             try:
@@ -201,6 +224,18 @@ class Tools(Environment):
             observations = await self._answer(message, attempt)
             if counts.tool_failures > self.max_failures:
                 return "truncated"
+            await self._report(policy, attempt, observations)
+
+    async def _report(self, policy: Policy, attempt: _Attempt, observations: list[Message]) -> None:
+        state = None
+        if self._has_snapshots:
+            with suppress(asyncio.TimeoutError):  # a call that took too long is under way: the state before stays
+                snapshots = {
+                    owner.__qualname__: await asyncio.wait_for(made.call("snapshot"), self.tool_timeout)
+                    for owner, made in attempt.objects.items()
+                }
+                state = dict(zip(STATE, (snapshots, observations, vars(attempt.counts)), strict=True))
+        await policy.report(Outcome(status="timeout", metrics=attempt.counts.metrics()), state)
 
     async def _answer(self, message: AssistantMessage, attempt: _Attempt) -> list[Message]:
         """Make the calls of a turn, and return what answers them."""
@@ -277,12 +312,22 @@ def find_tools(given: Any, what: str) -> Iterator[Tool]:
     if needed:
         raise ConfigError(f"{what}: the class needs the argument '{needed[0]}'. It may take 'prompt', and no other.")
     names = dict.fromkeys(name for kind in reversed(given.__mro__[:-1]) for name in vars(kind))
-    public = [name for name in names if not name.startswith("_") and name != "close"]
+    own = ("close", *SNAPSHOT_METHODS) if is_restorable(given) else ("close",)
+    public = [name for name in names if not name.startswith("_") and name not in own]
     methods = [getattr(given, name) for name in public if inspect.isroutine(getattr(given, name))]
     if not methods:
         raise ConfigError(f"{what}: the class has no public methods, which would be its tools. Add one.")
     for method in methods:
         yield Tool(describe_tool(method, what), owner=given)
+
+
+def is_restorable(kind: type) -> bool:
+    """Whether objects of a class go on from snapshots, and its methods ``snapshot`` and ``restore`` are no tools."""
+    methods = [getattr(kind, name, None) for name in SNAPSHOT_METHODS]
+    if not all(map(inspect.isroutine, methods)):
+        return False
+    parameters = [list(inspect.signature(method).parameters)[1:] for method in methods if method is not None]
+    return parameters == [[], ["state"]]
 
 
 async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -53,23 +53,34 @@ class RemotePolicy:
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
-        sample, message = await self._request("chat", None if tools is None else list(tools), *observations)
-        content, reasoning, calls, errors, places = message
-        tool_calls = tuple(ToolCall(*call) for call in calls)
-        said = AssistantMessage(content, reasoning, tool_calls, tuple(errors), tuple(places))
-        return Reply(_read_sample(sample), said)
+        return _read_reply(await self._request("chat", None if tools is None else list(tools), *observations))
+
+    async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
+        """See :meth:`Policy.ask`."""
+        return _read_reply(await self._request("ask", temperature, max_new_tokens, *messages))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""
         return _read_sample(await self._request("sample", [int(token) for token in token_ids]))
 
-    async def report(self, outcome: Outcome) -> None:
+    async def report(self, outcome: Outcome, state: object = None) -> None:
         """See :meth:`Policy.report`."""
-        await self._request("report", [getattr(outcome, field.name) for field in fields(Outcome)])
+        await self._request("report", [getattr(outcome, field.name) for field in fields(Outcome)], state)
+
+    async def resume(self) -> Any:
+        """See :meth:`Policy.resume`."""
+        return await self._request("resume")
 
     async def _request(self, method: str, *arguments: Any) -> Any:
         with raise_limits():
             return await self._trainer.call("request", self._key, method, *arguments)
+
+
+def _read_reply(sent: list[Any]) -> Reply:
+    sample, message = sent
+    content, reasoning, calls, errors, places = message
+    tool_calls = tuple(ToolCall(*call) for call in calls)
+    return Reply(_read_sample(sample), AssistantMessage(content, reasoning, tool_calls, tuple(errors), tuple(places)))
 
 
 def _read_sample(sent: list[Any]) -> Sample:

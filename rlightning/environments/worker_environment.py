@@ -148,6 +148,8 @@ class WorkerEnvironment(Environment):
         except ConnectionLostError:
             outcome = Outcome(status="aborted", error="its workers were closed")
         except RemoteError as error:  # of the environment's code
+            if error.type_name == TrajectoryLostError.__name__:
+                raise TrajectoryLostError(error.message, error.traceback, is_cause=False) from error
             outcome = failed_outcome(prompt, str(error), error.traceback)
         except WorkerError as error:
             line, details = self._describe_end(pool, error)
@@ -233,13 +235,17 @@ def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
         reply = await get(policy.chat(*observations, tools=tools))
         return [_to_plain(reply), reply.message]
 
+    async def ask(temperature: float, max_new_tokens: int | None, *messages: Message) -> list[Any]:
+        reply = await get(policy.ask(*messages, temperature=temperature, max_new_tokens=max_new_tokens))
+        return [_to_plain(reply), reply.message]
+
     async def sample(token_ids: list[int]) -> list[Any]:
         return _to_plain(await get(policy.sample(token_ids)))
 
-    async def report(outcome: list[Any]) -> None:
-        await policy.report(Outcome(*outcome))
+    async def report(outcome: list[Any], state: object) -> None:
+        await policy.report(Outcome(*outcome), state)
 
-    return {"chat": chat, "sample": sample, "report": report}
+    return {"chat": chat, "ask": ask, "sample": sample, "report": report, "resume": policy.resume}
 
 
 def _to_plain(sample: Sample) -> list[Any]:

@@ -151,7 +151,14 @@ class Judge(CheckedArguments):
         """
         body = self._make_request(given)
         answers = self._get_answers()
-        answer = await (self._ask(body) if answers is None else self._ask_once(body, answers))
+        return self.read(await (self._ask(body) if answers is None else self._ask_once(body, answers)))
+
+    def read(self, answer: str) -> float:
+        """Return the reward that an answer gives.
+
+        Raises:
+            JudgeError: it has no score.
+        """
         score = self.parse(answer)
         if math.isnan(score):
             raise JudgeError(f"the judge's answer has no score from {self.lowest:g} to {self.highest:g}: {answer!r}")
@@ -173,12 +180,19 @@ class Judge(CheckedArguments):
                 return math.nan
         return score if self.lowest <= score <= self.highest else math.nan
 
+    def write(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages that ask for a score.
+
+        Args:
+            given: by the rubric's names.
+        """
+        values = {name: _render_turns(value) if name == "turns" else value for name, value in given.items()}
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.rubric.format(**values)}]
+
     def _make_request(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of the request."""
-        values = {name: _render_turns(value) if name == "turns" else value for name, value in given.items()}
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages.append({"role": "user", "content": self.rubric.format(**values)})
-        body = {"model": self.model, "messages": messages, "temperature": 0.0, **self.request}
+        body = {"model": self.model, "messages": self.write(given), "temperature": 0.0, **self.request}
         return {name: value for name, value in body.items() if value is not None}
 
     async def _ask_once(self, body: Mapping[str, Any], answers: AnswerCache) -> str:
@@ -314,10 +328,23 @@ def read_answer(text: str) -> str:
         answer, reason = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError):
         raise JudgeError(f"the judge's API answered something else than a chat completion: {cut_value(text)}") from None
+    if not isinstance(answer, str) and reason != "length":
+        raise JudgeError(f"the judge's answer has no text: {cut_value(answer)}")
+    return read_answer_text(answer, reason)
+
+
+def read_answer_text(answer: str, reason: str | None) -> str:
+    """Return an answer's text.
+
+    Args:
+        answer: the text.
+        reason: why it ended.
+
+    Raises:
+        JudgeError: it was cut.
+    """
     if reason == "length":
         raise JudgeError(f"the judge's answer was cut at the limit on its tokens: {cut_value(answer)}")
-    if not isinstance(answer, str):
-        raise JudgeError(f"the judge's answer has no text: {cut_value(answer)}")
     return answer
 
 

@@ -42,6 +42,7 @@ class Group:
         first_weight_version: none of its tokens was sampled by older weights; None if it has no tokens, or waits.
         trajectories: once all of them have ended.
         settings: what it is sampled with (:func:`~rlightning.rollout.sampler.sampling_settings`); None while it waits.
+        saved: its trajectories as far as they were when a checkpoint was written, in plain types; None: nowhere.
     """
 
     prompt: Prompt
@@ -50,10 +51,11 @@ class Group:
     first_weight_version: int | None = None
     trajectories: list[Trajectory] | None = None
     settings: dict[str, Any] | None = None
+    saved: list[Any] | None = None
 
     def requeue(self) -> None:
         """Drop what has been sampled; the next attempt has other random numbers, or it would take as long again."""
-        self.first_weight_version = self.trajectories = self.settings = None
+        self.first_weight_version = self.trajectories = self.settings = self.saved = None
         self.stream += SEED_OFFSET_PER_ATTEMPT
 
 
@@ -107,7 +109,7 @@ class InFlight:
 
     def finish(self, group: Group, trajectories: list[Trajectory]) -> None:
         """Record the trajectories of a group, all of which have ended."""
-        group.trajectories = trajectories
+        group.trajectories, group.saved = trajectories, None
         samples = [sample for one in trajectories for sample in one.samples]
         versions = [min(sample.weight_versions) for sample in samples if sample.weight_versions]
         group.first_weight_version = min(versions, default=None)
@@ -155,6 +157,10 @@ class InFlight:
         waiting = set(self.waiting)
         started = [group for group in self._groups if group not in waiting]
         return len(started), self._requeue(started)
+
+    def suspend(self) -> None:
+        """Requeue the running groups of which nothing is saved; the others stay as they are."""
+        self._requeue([group for group in self.running if group.saved is None])
 
     def select_ready(self, num_groups: int, weight_version: int, *, per_step: int, room: int) -> list[Group]:
         """Select finished groups for :meth:`pop_selected`, those with the oldest tokens first.
@@ -237,14 +243,21 @@ class InFlight:
         return {"groups": [_pack(group) for group in groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: finished groups stay finished, and all others wait."""
+        """Go on from a checkpoint: finished groups stay finished, those that were saved run, and all others wait."""
         self.clear()
         for packed in state["groups"]:
             self.add([(Prompt(**packed["prompt"]), packed["stream"])])
+            group, saved = self._groups[-1], packed.get("saved")
+            if saved is not None and (versions := _saved_versions(saved)):
+                group.saved, group.settings, group.first_weight_version = saved, packed["settings"], min(versions)
             if packed.get("trajectories") is not None:
-                group = self._groups[-1]
                 group.settings = packed["settings"]
                 self.finish(group, [from_plain(one, group.prompt) for one in packed["trajectories"]])
+
+
+def _saved_versions(saved: Sequence[Any]) -> list[int]:
+    branches = [branch for one in saved if one is not None for branch in one["trajectory"]["branches"]]
+    return [version for branch in branches for version in branch["weight_versions"] if version >= 0]
 
 
 def _first_version(group: Group, default: int) -> int:
@@ -271,4 +284,5 @@ def _pack(group: Group) -> dict[str, Any]:
         "stream": group.stream,
         "settings": group.settings,
         "trajectories": None if trajectories is None else [to_plain(one) for one in trajectories],
+        "saved": group.saved,
     }

@@ -19,15 +19,21 @@ Status = Literal["finished", "truncated", "timeout", "aborted", "failed"]
 BranchReason = Literal[
     "start",
     "sampled_again",
-    "history_edited",
+    "message_edited",
+    "turn_edited",
+    "messages_dropped",
+    "compacted",
     "reasoning_dropped",
+    "retokenized",
+    "history_edited",
     "system_changed",
     "tools_changed",
     "started_over",
 ]
 """Why a branch begins: the trajectory does; or its history was continued more than once (``n``, parallel requests, a
-retry), or was rewritten: turns were changed or left out, only the policy's earlier reasoning was left out, only the
-system message or the tools were changed, or a request shares no turn of the policy's with any before (a sub-agent)."""
+retry), or was rewritten: a message of the user's or a tool's is another one, or a turn of the policy's; messages were
+left out, or replaced by fewer; only the policy's earlier reasoning was left out; it is the same text in other tokens;
+it differs otherwise; the system message or the tools were changed; or it begins differently (a sub-agent)."""
 
 
 class Prompt(NamedTuple):
@@ -162,6 +168,14 @@ class Branch(Buffers):
         self.logprobs.extend(array("f", [0.0]) * count)
         self.weight_versions.extend(array("i", [-1]) * count)
         self.turns.extend(array("i", [turn]) * count)
+
+    def first(self, count: int) -> Branch:
+        """Return a copy of the first tokens."""
+        copy = Branch(self.reason)
+        for name, values in self.attributes().items():
+            if isinstance(values, array):
+                setattr(copy, name, values[:count])
+        return copy
 
     def append_sample(self, sample: Sample, turn: int) -> None:
         """Add the tokens that a turn was sampled as; they are trained here.

@@ -16,7 +16,8 @@ from waiting import still_running, wait_for
 from rlightning.environments import AgentProgram, Environment, Policy
 from rlightning.environments.agent_command import AgentCommand, _fill
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
 from rlightning.rollout import Sampling
 from rlightning.types import Outcome, Prompt, RolloutBatch, Trajectory

@@ -77,8 +77,10 @@ def test_streams_are_read_by_the_sdk() -> None:
 @pytest.mark.parametrize(
     ("second", "tools", "reason"),
     [
-        ([SYSTEM, USER, {**SAID, "content": "Two."}, MORE], None, "history_edited"),
-        ([SYSTEM, {**USER, "content": "2+2?"}, SAID, MORE], None, "history_edited"),
+        ([SYSTEM, USER, {**SAID, "content": "Two."}, MORE], None, "turn_edited"),
+        ([SYSTEM, {**USER, "content": "2+2?"}, SAID, MORE], None, "message_edited"),
+        ([SYSTEM, SAID, MORE], None, "messages_dropped"),
+        ([SYSTEM, USER, {**USER, "content": "So far: 1."}, MORE], None, "compacted"),
         ([{**SYSTEM, "content": "Add!"}, USER, SAID, MORE], None, "system_changed"),
         ([SYSTEM, USER, SAID, MORE], [TOOL], "tools_changed"),
         ([SYSTEM, {"role": "user", "content": "You are another."}], None, "started_over"),

@@ -19,7 +19,8 @@ from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import Reply
 from rlightning.environments.messages import Message
 from rlightning.environments.openenv import OpenEnv
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.types import Sample

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 from python_tool import PythonTool
+from stub_policy import StubPolicy
 
 from rlightning.environments import Message, Reply, python_sandbox
 from rlightning.environments.python_sandbox import CodeRunner, Isolation, PythonSandbox, SandboxError, SandboxResult
 from rlightning.errors import ConfigError
-from rlightning.types import Outcome, Prompt, Sample
+from rlightning.types import Prompt, Sample
 
 pytestmark = pytest.mark.processes
 
@@ -275,7 +276,7 @@ def test_impossible_limit_is_refused() -> None:
 # The example
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(StubPolicy):
     """Samples given texts, and keeps what it is told."""
 
     def __init__(self, *texts: str) -> None:
@@ -284,9 +285,6 @@ class ScriptedPolicy:
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         self.observations += observations
         return Reply(Sample([1], [0.0], [0], self.texts.pop(0), "stop"))
-
-    async def report(self, outcome: Outcome) -> None:
-        """Keep nothing of it."""
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         raise NotImplementedError

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rlightning.environments import Environment, LimitReachedError, Policy
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedGroup, RecordedPolicy
+from rlightning.environments.policy import GroupRequest, RecordedPolicy
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.models import load_config, load_policy, load_tokenizer, packed_logprobs
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampling

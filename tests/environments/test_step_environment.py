@@ -19,12 +19,14 @@ from chat_templates import make_tokenizer
 from cli_project import fit_here
 from engine_run import Witness, make_module, make_trainer, save_model
 from step_cases import AsyncGame, Game, GymnasiumGame
+from stub_policy import StubPolicy
 from tiny import make_data, write_sums
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.environments import LimitReachedError, Message, Reply, StepEnvironment, WorkerEnvironment
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.models import load_config, load_policy
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampling
@@ -40,7 +42,7 @@ def _no_games() -> None:
     step_cases.made.clear()
 
 
-class CannedPolicy:
+class CannedPolicy(StubPolicy):
     """Says 7, and remembers what it was told.
 
     Args:
@@ -55,9 +57,6 @@ class CannedPolicy:
             raise LimitReachedError("9 tokens leave no room in 9.")
         self.heard.append(observations)
         return Reply(Sample([7], [-0.1], [2], "7", "stop"))
-
-    async def report(self, outcome: Outcome) -> None:
-        """Keep nothing of it."""
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         raise NotImplementedError

@@ -15,7 +15,8 @@ from test_chat_format import get_tokenizer
 
 from rlightning.environments import Environment, Tools, WorkerEnvironment
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling

@@ -16,7 +16,8 @@ from engine_run import Witness, make_module, save_model
 from rlightning.callbacks import TransformersRollout
 from rlightning.environments import SelfCorrection
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.verification import LEAST_GAP, TrajectoryVerifier
 from rlightning.errors import ConfigError, VerificationError
 from rlightning.models import load_config, load_policy

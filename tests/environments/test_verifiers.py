@@ -23,7 +23,8 @@ from waiting import still_running
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import PromptDataModule
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedGroup, RecordedPolicy
+from rlightning.environments.policy import GroupRequest, RecordedPolicy
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.verifiers import Verifiers
 from rlightning.environments.verifiers.server import Announcement, ServerEndedError
 from rlightning.errors import ConfigError, EngineError

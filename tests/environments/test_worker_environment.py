@@ -17,10 +17,12 @@ from typing import Any
 import msgpack
 import pytest
 import yaml
+from stub_policy import StubPolicy
 
 from rlightning.environments import Environment, LimitReachedError, Message, Reply, SelfCorrection, WorkerEnvironment
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
 from rlightning.rollout import Sampling
 from rlightning.rpc import worker_pool
@@ -42,7 +44,7 @@ def make(folder: Path, **arguments: Any) -> WorkerEnvironment:
     return WorkerEnvironment(DEEDS, {"folder": str(folder)}, **arguments)
 
 
-class CannedPolicy:
+class CannedPolicy(StubPolicy):
     """Answers at once with one token, the first time; then it fails, or never answers.
 
     Attributes:
@@ -55,9 +57,6 @@ class CannedPolicy:
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         return Reply(await self.sample([]))
-
-    async def report(self, outcome: Outcome) -> None:
-        """Keep nothing of it."""
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         self.num_turns += 1

@@ -15,7 +15,8 @@ from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
 
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedGroup
+from rlightning.environments.policy import GroupRequest
+from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.verifiers import Verifiers
 from rlightning.rollout import Sampling
 from rlightning.rpc.client import LoopThread

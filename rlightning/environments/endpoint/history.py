@@ -84,7 +84,8 @@ class Histories:
 
     def __init__(self) -> None:
         self._pasts: list[Past] = []
-        self._beginnings: set[tuple[str, tuple[Known, ...]]] = set()
+        self._asked: set[int] = set()
+        """Hashes of all conversations that were to be continued: whole ones would take far more memory."""
 
     def find(self, messages: Sequence[Known], tools: str) -> Found:
         """Find the longest recorded conversation that one goes on from.
@@ -94,18 +95,18 @@ class Histories:
             tools: that it has, as JSON.
         """
         own = tuple(messages)
+        key = hash((tools, own))
+        is_repeated = key in self._asked
+        self._asked.add(key)
         fitting = [past for past in self._pasts if past.tools == tools and _begins(own, past.messages)]
         if fitting:
             past = max(fitting, key=lambda one: (len(one.messages), one.turn.end == len(one.turn.branch.token_ids)))
             num_new = len(own) - len(past.messages)
             if num_new and all(message.role != "assistant" for message in own[-num_new:]):
-                return Found(past, num_new, "sampled_again")
-        begun = (tools, own) in self._beginnings
-        if not any(message.role == "assistant" for message in own):
-            self._beginnings.add((tools, own))
+                return Found(past, num_new, "sampled_again" if is_repeated else self._find_other_end(own, past))
         known = {message[:3] for past in self._pasts for message in past.messages}
         num_new = next((i for i, message in enumerate(reversed(own)) if message[:3] in known), len(own))
-        return Found(None, num_new, "sampled_again" if begun else self._find_reason(own, tools))
+        return Found(None, num_new, "sampled_again" if is_repeated else self._find_reason(own, tools))
 
     def add(self, messages: Sequence[Known], tools: str, turn: RecordedTurn, received: Known) -> None:
         """Remember a turn of the policy's.
@@ -118,20 +119,59 @@ class Histories:
         """
         self._pasts.append(Past(tools, (*messages, received), turn))
 
+    def _find_other_end(self, own: tuple[Known, ...], past: Past) -> BranchReason:
+        """Return how a conversation differs from those that went on from the same past; a branch begins if any did."""
+        others = [one.messages for one in self._pasts if len(one.messages) > len(past.messages)]
+        others = [messages for messages in others if _begins(messages, past.messages)]
+        return describe_difference(own, find_closest(own, others)) if others else "sampled_again"
+
     def _find_reason(self, own: tuple[Known, ...], tools: str) -> BranchReason:
-        if any(past.tools != tools and _begins(own, past.messages) for past in self._pasts):
-            return "tools_changed"
+        if not self._pasts:
+            return "started_over"
         talk = _without_system(own)
-        pasts = [_without_system(past.messages) for past in self._pasts]
-        if any(_begins(talk, past) for past in pasts):
-            return "system_changed"
         thoughtless = tuple(message.without_thought() for message in talk)
-        if any(_begins(thoughtless, tuple(message.without_thought() for message in past)) for past in pasts):
-            return "reasoning_dropped"
-        answers = {message[:3] for past in pasts for message in past if message.role == "assistant"}
-        is_edited = any(message[:3] in answers for message in own)
-        has_answers = any(message.role == "assistant" for message in own)
-        return "history_edited" if is_edited or has_answers else "started_over"
+        for past in self._pasts:
+            known = _without_system(past.messages)
+            if not _begins(thoughtless, tuple(message.without_thought() for message in known)):
+                continue
+            if past.tools != tools:
+                return "tools_changed"
+            if not _begins(_only_system(own), _only_system(past.messages)):
+                return "system_changed"
+            if not _begins(talk, known):
+                return "reasoning_dropped"
+        return describe_difference(talk, find_closest(talk, [_without_system(past.messages) for past in self._pasts]))
+
+
+def find_closest(own: Sequence[Known], pasts: Sequence[Sequence[Known]]) -> Sequence[Known]:
+    """Return the past with which a conversation shares the longest beginning, and of these the most messages."""
+    keys = {message[:3] for message in own}
+    return max(pasts, key=lambda past: (_count_shared(own, past), sum(one[:3] in keys for one in past)))
+
+
+def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchReason:
+    """Return how a conversation departs from a past.
+
+    Args:
+        own: messages of the conversation.
+        past: those of the past, which the conversation does not simply go on from.
+    """
+    start = _count_shared(own, past)
+    new, old = [one[:3] for one in own[start:]], [one[:3] for one in past[start:]]
+    said = {one[:3] for one in past if one.role == "assistant"}
+    if start == 0 and not said.intersection(new):
+        return "started_over"
+    if not new:  # it ends earlier
+        return "sampled_again" if old[0][0] == "assistant" else "messages_dropped"
+    if not old:  # with a turn that the policy has not said
+        return "turn_edited"
+    if new[0] in old:
+        return "messages_dropped"
+    found = next(((i, old.index(one)) for i, one in enumerate(new) if one in old), None)
+    is_replaced = new[0][0] == old[0][0] if found is None else found[0] == found[1]
+    if is_replaced:
+        return "turn_edited" if new[0][0] == "assistant" else "message_edited"
+    return "compacted" if found is None or found[0] < found[1] else "history_edited"
 
 
 def read_known(message: Mapping[str, Any]) -> Known:
@@ -238,8 +278,17 @@ def _read_arguments(arguments: Any) -> Any:
     return {} if arguments is None else arguments
 
 
+def _count_shared(own: Sequence[Known], past: Sequence[Known]) -> int:
+    pairs = enumerate(zip(own, past, strict=False))
+    return next((i for i, (one, other) in pairs if not one.matches(other)), min(len(own), len(past)))
+
+
 def _begins(messages: tuple[Known, ...], past: tuple[Known, ...]) -> bool:
     return len(past) <= len(messages) and all(map(Known.matches, messages, past))
+
+
+def _only_system(messages: tuple[Known, ...]) -> tuple[Known, ...]:
+    return tuple(message for message in messages if message.role == "system")
 
 
 def _without_system(messages: tuple[Known, ...]) -> tuple[Known, ...]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
+from rlightning.environments.endpoint.address import find_address, make_url
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.openai_api import Reply
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
@@ -54,8 +55,11 @@ class Endpoint:
     Each trajectory has a session with a key of its own, and what its requests sample is recorded in it.
 
     Args:
-        host: to listen at; others than this host's own programs reach it only if this says so.
+        host: to listen at; others than this host's own programs reach it only if this says so. ``0.0.0.0``: at all
+            addresses.
         port: to listen at; 0: a free one.
+        advertised_host: name or address that agents are given, such as ``host.docker.internal`` for those in
+            containers; None: ``host``, or, where that is all addresses, the one by which this host reaches others.
         keeps_reasoning: whether the policy goes on reading its earlier reasoning in turns that follow, so that a
             trajectory stays one branch. Otherwise the chat template decides, as it does in other servers.
         ignored: parameters of requests that are passed over where they cannot be honoured, such as ``top_p``.
@@ -71,6 +75,7 @@ class Endpoint:
         *,
         host: str = LOOPBACK,
         port: int = 0,
+        advertised_host: str | None = None,
         keeps_reasoning: bool = True,
         ignored: Iterable[str] = (),
         allowed: Iterable[str] = (),
@@ -86,7 +91,8 @@ class Endpoint:
                 f"endpoint.max_requests={max_requests} must be at least 1": max_requests >= 1,
             }
         )
-        self.host, self.port, self.keeps_reasoning = host, port, keeps_reasoning
+        self.host, self.port, self.advertised_host = host, port, advertised_host
+        self.keeps_reasoning = keeps_reasoning
         self.ignored, self.allowed = frozenset(ignored), frozenset(allowed)
         if self.allowed - {RESPONSE_FORMAT}:
             raise ConfigError(f"endpoint.allowed={sorted(self.allowed)} may have '{RESPONSE_FORMAT}' alone.")
@@ -102,7 +108,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where it listens, without a path; only after :meth:`start`."""
+        """Where agents reach it, without a path; only after :meth:`start`."""
         return self._url
 
     async def start(self) -> None:
@@ -135,8 +141,7 @@ class Endpoint:
             await asyncio.sleep(0.005)
 
     def _bind(self) -> socket.socket:
-        is_ipv6 = ":" in self.host
-        listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self.host, self.port))
@@ -146,7 +151,7 @@ class Endpoint:
                 f"endpoint.host={self.host}, endpoint.port={self.port} cannot be listened at: {error.strerror}. Give "
                 "an address of this host; port 0 takes a free one."
             ) from error
-        self._url = f"http://{f'[{self.host}]' if is_ipv6 else self.host}:{listener.getsockname()[1]}"
+        self._url = make_url(self.advertised_host or find_address(self.host), listener.getsockname()[1])
         return listener
 
     async def close(self) -> None:

@@ -1,0 +1,33 @@
+"""Where clients reach a server of this host."""
+
+import contextlib
+import ipaddress
+import socket
+
+FAR = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses of documentation (RFC 5737, RFC 3849): nobody has them, and nothing is sent there."""
+LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+
+
+def find_address(host: str) -> str:
+    """Return where clients reach a server that listens at ``host``.
+
+    Returns:
+        The host itself, unless it stands for all addresses, such as 0.0.0.0: then the one by which this host reaches
+        others, or its loopback where it reaches none.
+    """
+    try:
+        if not ipaddress.ip_address(host or "0.0.0.0").is_unspecified:
+            return host
+    except ValueError:  # a name
+        return host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as end:
+        end.connect((FAR[family], 9))
+        return str(end.getsockname()[0])
+    return LOOPBACK[family]
+
+
+def make_url(host: str, port: int) -> str:
+    """Return the URL of a server."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

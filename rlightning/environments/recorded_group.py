@@ -1,0 +1,231 @@
+"""The trajectories of one prompt: each with a policy that records it, its deadlines, and what its failures become."""
+
+import asyncio
+import logging
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
+from time import monotonic
+
+from rlightning import intervals
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.environment import LimitReachedError, Policy, TrajectoryLostError
+from rlightning.environments.outcomes import check_outcome
+from rlightning.environments.policy import GroupRequest, RecordedPolicy, failed_outcome
+from rlightning.environments.snapshots import SavedTrajectory, outcome_from_plain
+from rlightning.environments.timing import TimedSampler
+from rlightning.errors import RequestRefusedError, RunError
+from rlightning.foreign_text import cut, cut_line, describe_error
+from rlightning.rollout import TokenSampler
+from rlightning.types.trajectory import Outcome, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class RecordedGroup:
+    """A :class:`~rlightning.environments.environment.PolicyGroup` that records the trajectories of a prompt.
+
+    Args:
+        sampler: as of :class:`RecordedPolicy`.
+        chat_format: as of it.
+        request: as of it.
+        max_length: as of it.
+        timeout: seconds that a trajectory may take; None: any time.
+        max_requeues: how often a trajectory that was lost with its worker is made again.
+        turn_timeout: seconds that one of its turns may take; None: any time.
+
+    Attributes:
+        num_requeues: of all trajectories.
+        first_failure: of them in a line, and its traceback; None without any.
+        started_at: when each began that runs, by its number, of the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        sampler: TokenSampler,
+        chat_format: ChatFormat,
+        request: GroupRequest,
+        max_length: int,
+        timeout: float | None,
+        max_requeues: int = 0,
+        *,
+        turn_timeout: float | None = None,
+    ) -> None:
+        self._sampler, self._chat_format, self._request = sampler, chat_format, request
+        self._turn_timeout = turn_timeout
+        self._max_length, self._timeout, self._max_requeues = max_length, timeout, max_requeues
+        saved = request.saved or [None] * request.num_trajectories
+        self._samplers = [TimedSampler(sampler, None if one is None else one["timings"]) for one in saved]
+        self._policies = [self._make_policy(number) for number in range(request.num_trajectories)]
+        self._ended: dict[int, Outcome] = {}
+        self._known: dict[int, Outcome] = {}
+        """Of trajectories that an earlier run has made, and that no call has returned yet."""
+        for number, one in enumerate(saved):
+            if one is not None:
+                self._load(number, one)
+        self.num_requeues = 0
+        self.first_failure: tuple[str, str] | None = None
+        self.started_at: dict[int, float] = {}
+
+    def _make_policy(self, number: int, attempt: int = 0) -> RecordedPolicy:
+        sampler = self._samplers[number]
+        return RecordedPolicy(sampler, self._chat_format, self._request, number, self._max_length, attempt)
+
+    def _load(self, number: int, saved: SavedTrajectory) -> None:
+        outcome = outcome_from_plain(saved["outcome"])
+        if outcome is None:
+            self._policies[number].offer(saved)
+        else:
+            self._policies[number].load(saved)
+            self._ended[number] = self._known[number] = outcome
+
+    def save(self) -> list[SavedTrajectory | None]:
+        """Return the trajectories in plain types, for a checkpoint. Another thread may call it.
+
+        Returns:
+            Those under way as of the last state that their environment has handed over; None for one without any, which
+            begins again.
+        """
+        found: list[SavedTrajectory | None] = []
+        for number, sampler in enumerate(self._samplers):
+            outcome = self._ended.get(number)
+            saved = self._policies[number].save(outcome)
+            found.append(saved and {**saved, "timings": sampler.timings})
+        return found
+
+    @property
+    def loses_turns(self) -> bool:
+        """Whether a trajectory under way has turns that no checkpoint can keep, as its environment has no snapshots."""
+        under_way = [self._policies[number] for number in list(self.started_at)]
+        return any(policy.recorder.turns and not policy.has_snapshots for policy in under_way)
+
+    async def sample_all(self) -> list[Outcome]:
+        """See :meth:`PolicyGroup.sample_all`."""
+        token_ids, sampling = self._request.prompt.token_ids, self._request.sampling
+        samples = await self._sampler.sample(token_ids, sampling, num_samples=len(self._policies), session=None)
+        for policy, sample in zip(self._policies, samples, strict=True):
+            policy.record(token_ids, sample)
+        return [Outcome() for _ in samples]
+
+    async def run_each(
+        self,
+        run: Callable[[Policy], Awaitable[Outcome]],
+        places: AbstractAsyncContextManager[object] | None = None,
+    ) -> list[Outcome]:
+        """See :meth:`PolicyGroup.run_each`."""
+
+        async def run_in_place(number: int) -> Outcome:
+            known = self._known.pop(number, None)
+            if known is not None:
+                return known
+            self._ended.pop(number, None)  # a second part of the trajectory begins
+            async with places or nullcontext():
+                self.started_at[number] = monotonic()
+                try:
+                    with self._samplers[number].timing():
+                        self._ended[number] = outcome = await self._run_again(run, number)
+                        return outcome
+                finally:
+                    del self.started_at[number]
+
+        tasks = [asyncio.ensure_future(run_in_place(number)) for number in range(len(self._policies))]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # if one of them has ended the run, the others ask for nothing more
+            running = [task for task in tasks if not task.done()]
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
+
+    async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
+        """Make a trajectory, again if it was lost: within the budget, unless another one is known to be the cause."""
+        attempt = num_caused = 0
+        while True:
+            try:
+                return await self._run(run, self._policies[number])
+            except TrajectoryLostError as error:
+                num_caused += error.is_cause
+                if num_caused > self._max_requeues:
+                    return self.fail(str(error), error.details)
+                line = cut_line(str(error))
+            attempt += 1
+            self.num_requeues += 1
+            log.warning("A trajectory of prompt %d is requeued: %s", self._request.prompt.index, line)
+            self._policies[number] = self._make_policy(number, attempt)
+
+    async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
+        try:
+            async with asyncio.timeout(self._timeout) as deadline, _turns_within(self._turn_timeout, policy) as turn:
+                return await _run_unless_failed(run, policy)
+        except LimitReachedError as error:
+            return Outcome(status="truncated", error=cut(str(error)))
+        except TrajectoryLostError:
+            raise
+        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # Of the environment's own, which would end the loop, or reach the trainer without a text.
+            return self.fail(f"it raised {describe_error(error)}")
+        except Exception as error:
+            if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
+                raise  # such as the sampler's: no trajectory can go on
+            if isinstance(error, TimeoutError) and (deadline.expired() or turn.expired()):
+                what, limit = ("It", self._timeout) if deadline.expired() else ("A turn", self._turn_timeout)
+                made = policy.progress or Outcome()
+                return replace(made, status="timeout", error=f"{what} took more than {limit:g} s.")
+            return self.fail(error)
+
+    def fail(self, error: Exception | str, details: str = "") -> Outcome:
+        """Return the outcome of a trajectory that has failed, see :func:`failed_outcome`."""
+        if self.first_failure is None and isinstance(error, Exception):
+            self.first_failure = describe_error(error), "".join(traceback.format_exception(error))
+        return failed_outcome(self._request.prompt, error, details)
+
+    def finish(self, outcomes: Sequence[Outcome], seconds: float) -> list[Trajectory]:
+        """Return the trajectories.
+
+        Args:
+            outcomes: of each.
+            seconds: that the group took.
+        """
+        errors = (outcome.error or "" for outcome in outcomes if outcome.status == "failed")
+        if self.first_failure is None and (error := next(errors, None)) is not None:
+            self.first_failure = error.strip().rpartition("\n")[2], error
+        trajectories = []
+        for policy, sampler, outcome in zip(self._policies, self._samplers, outcomes, strict=True):
+            trajectory = policy.finish(outcome, seconds)
+            trajectory.timings |= sampler.timings
+            trajectories.append(trajectory)
+        return trajectories
+
+
+@asynccontextmanager
+async def _turns_within(seconds: float | None, policy: RecordedPolicy) -> AsyncIterator[asyncio.Timeout]:
+    """Raise a TimeoutError if a turn of the policy's, or the time after the last one, takes longer."""
+    async with asyncio.timeout(seconds) as deadline:
+
+        def begin_turn() -> None:
+            if seconds is not None and not deadline.expired():
+                deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+
+        policy.on_turn = begin_turn
+        try:
+            yield deadline
+        finally:
+            policy.on_turn = lambda: None
+
+
+async def _run_unless_failed(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
+    """Make a trajectory; the first failure of its sampler's is raised, whatever the environment has made of it."""
+    try:
+        outcome = check_outcome(await run(policy))
+    except Exception as error:
+        if policy.failure is None or policy.failure is error:
+            raise
+        raise policy.failure from None  # error may have been raised from it
+    if policy.failure is not None:
+        raise policy.failure
+    return outcome

@@ -1,0 +1,125 @@
+"""An environment whose trajectories the policy judges itself, by a rubric, with the engine that samples it."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rlightning.environments.environment import Environment, LimitReachedError, Policy, PolicyGroup
+from rlightning.environments.outcomes import check_outcome
+from rlightning.environments.policy import RecordedPolicy, total_reward
+from rlightning.environments.single_turn import SingleTurn
+from rlightning.errors import ConfigError
+from rlightning.rewards.judge import SCORE, Judge, JudgeError, read_answer_text
+from rlightning.types.trajectory import Outcome, Prompt
+
+
+class SelfJudged(Environment):
+    """Runs another environment, and has the policy score each trajectory by a rubric; that is no part of it.
+
+    The reward is the environment's, if it gives one, and the weighted score. A trajectory that could not be judged
+    counts as not sampled: a conversation without room, an answer that was cut or that has no score.
+
+    Args:
+        rubric: as of :class:`~rlightning.rewards.judge.Judge`, for this and the next five. Names in braces are
+            ``{prompt}``, ``{completion}`` (the policy's last turn), ``{full_text}``, ``{turns}``, and columns.
+        system: see there.
+        pattern: see there.
+        scores: see there.
+        lowest: see there.
+        highest: see there.
+        environment: makes the trajectories; None: a prompt is completed once.
+        weight: of the score, from 0 to 1, in the reward.
+        max_new_tokens: of the judge's answer; None: the run's.
+    """
+
+    runs_in_workers = False
+
+    def __init__(
+        self,
+        rubric: str,
+        *,
+        environment: Environment | None = None,
+        system: str | None = None,
+        pattern: str = SCORE,
+        scores: Mapping[str, float] | None = None,
+        lowest: float = 0.0,
+        highest: float = 10.0,
+        weight: float = 1.0,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        scale: dict[str, Any] = {"scores": scores, "lowest": lowest, "highest": highest}
+        self.judge = Judge(rubric, model="policy", system=system, pattern=pattern, **scale)
+        self.environment = environment or SingleTurn()
+        self.weight, self.max_new_tokens = weight, max_new_tokens
+        self.has_tools = self.environment.has_tools
+
+    async def check(self) -> None:
+        """Raise a ConfigError if the rubric or the environment cannot be used."""
+        self.judge.check_arguments()
+        await self.environment.check()
+
+    async def close(self) -> None:
+        """Free what the environment holds."""
+        await self.environment.close()
+
+    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
+        """Make the trajectories of one prompt, and judge each."""
+        return await self.environment.run_group(prompt, _JudgedGroup(group, partial(self._score, prompt)))
+
+    async def _score(self, prompt: Prompt, policy: Policy, outcome: Outcome) -> Outcome:
+        """Return the outcome with the score.
+
+        Raises:
+            ConfigError: the prompt has no column that the rubric names.
+        """
+        outcome = check_outcome(outcome)
+        if outcome.status not in ("finished", "truncated"):
+            return outcome
+        assert isinstance(policy, RecordedPolicy), "groups have these"
+        turns = policy.recorder.turns
+        said = next((turn.sample.text for turn in reversed(turns) if turn.sample is not None), "")
+        given: dict[str, Any] = {"prompt": prompt.text, "completion": said, "full_text": prompt.text + said}
+        given |= {"turns": [turn.message for turn in turns]}
+        try:
+            messages = self.judge.write({**prompt.columns, **given})
+        except KeyError as error:
+            raise ConfigError(
+                f"SelfJudged: the rubric's {{{error.args[0]}}} is no column of prompt {prompt.index}. Name another."
+            ) from error
+        try:
+            reply = await policy.ask(*messages, max_new_tokens=self.max_new_tokens)
+            score = self.judge.read(read_answer_text(reply.message.content, reply.finish_reason))
+        except (JudgeError, LimitReachedError) as error:
+            return replace(outcome, status="failed", reward=None, error=f"It could not be judged: {error}")
+        reward = (total_reward(outcome) or 0.0) + self.weight * score
+        return replace(outcome, reward=reward, metrics={**outcome.metrics, "judge_score": score})
+
+
+class _JudgedGroup:
+    """A :class:`~rlightning.environments.environment.PolicyGroup` whose trajectories are judged in the end."""
+
+    def __init__(self, group: PolicyGroup, judge: Callable[[Policy, Outcome], Awaitable[Outcome]]) -> None:
+        self._group, self._judge = group, judge
+
+    async def sample_all(self) -> list[Outcome]:
+        """See :meth:`PolicyGroup.sample_all`; each trajectory by a request of its own, after which it is judged."""
+
+        async def complete(policy: Policy) -> Outcome:
+            await policy.chat()
+            return Outcome()
+
+        return await self.run_each(complete)
+
+    async def run_each(
+        self,
+        run: Callable[[Policy], Awaitable[Outcome]],
+        places: AbstractAsyncContextManager[object] | None = None,
+    ) -> list[Outcome]:
+        """See :meth:`PolicyGroup.run_each`."""
+
+        async def run_and_judge(policy: Policy) -> Outcome:
+            return await self._judge(policy, await run(policy))
+
+        return await self._group.run_each(run_and_judge, places)

@@ -1,0 +1,74 @@
+"""What a checkpoint keeps of trajectories that are under way: plain types alone, which every way of saving takes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypedDict
+
+from rlightning.foreign_text import cut_value
+from rlightning.types.trajectory import Outcome, read_traces
+
+
+class SavedTrajectory(TypedDict, total=False):
+    """A trajectory in a checkpoint.
+
+    Attributes:
+        trajectory: its branches and turns, of :func:`~rlightning.types.trajectory.to_plain`.
+        settings: of its policy, such as how many turns it has asked for.
+        state: from which its environment goes on.
+        outcome: of one that has ended; None: it is under way.
+        timings: so far.
+    """
+
+    trajectory: dict[str, Any]
+    settings: dict[str, Any]
+    state: Any
+    outcome: list[Any] | None
+    timings: dict[str, float]
+
+
+def copy_plain(value: Any, place: str) -> Any:
+    """Return a copy of plain data, in which sequences are lists.
+
+    Args:
+        value: the data.
+        place: that it is at, for errors.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, list | tuple):
+        return [copy_plain(one, f"{place}[{number}]") for number, one in enumerate(value)]
+    if isinstance(value, Mapping):
+        odd = [name for name in value if not isinstance(name, str)]
+        if odd:
+            raise TypeError(f"{place} has the name {cut_value(odd[0])}, and names have to be texts.")
+        return {str(name): copy_plain(one, f"{place}[{str(name)!r}]") for name, one in value.items()}
+    raise TypeError(
+        f"{place} is {cut_value(value)}, and has to be a text, a number, bytes (such as pickle.dumps() returns), or "
+        "lists and mappings of these."
+    )
+
+
+def outcome_to_plain(outcome: Outcome | None) -> list[Any] | None:
+    """Return an outcome in plain types."""
+    if outcome is None:
+        return None
+    values: dict[str, Any] = {field.name: getattr(outcome, field.name) for field in fields(Outcome)}
+    traces = None if outcome.traces is None else [list(trace) for trace in outcome.traces]
+    return list((values | {"traces": traces}).values())
+
+
+def outcome_from_plain(plain: Sequence[Any] | None) -> Outcome | None:
+    """Return the outcome that :func:`outcome_to_plain` was given."""
+    if plain is None:
+        return None
+    outcome = Outcome(*plain)
+    outcome.traces = read_traces(outcome.traces)
+    return outcome

@@ -1,0 +1,276 @@
+"""Trajectories under way in checkpoints: those whose environment has snapshots go on, others begin again."""
+
+import asyncio
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import snapshot_cases
+import torch
+from snapshot_cases import Diary, KeptDiary, Ledger, LostDiary, OddDiary, double
+from test_chat_format import get_tokenizer
+from waiting import wait_for
+
+from rlightning.environments import Environment, StepEnvironment, Tools, WorkerEnvironment
+from rlightning.environments.collector import Collector, StepPlan
+from rlightning.environments.runner import EnvironmentRunner
+from rlightning.environments.snapshots import copy_plain
+from rlightning.rollout import Sampling
+from rlightning.rollout.in_flight import InFlight
+from rlightning.types import Prompt, Sample, Trajectory
+
+END = "<|im_end|>"
+SAMPLING = Sampling(max_new_tokens=64, seed=5)
+PROMPTS = [(Prompt(index, "", [5, 6], {"prompt": "Count.", "answer": "7"}), index) for index in (0, 7)]
+NUM_SAMPLES = 3
+
+
+class Sampler:
+    """Says what follows from the seed and the history; from some turn on it answers one trajectory alone.
+
+    Args:
+        say: returns the text of a turn, given its number from 1 and its seed.
+        held_from: the turn; 0: it answers all.
+    """
+
+    def __init__(self, say: Callable[[int, int], str], held_from: int = 0) -> None:
+        self.say, self.held_from = say, held_from
+        self.answered: Any = None
+        self.tokenizer = get_tokenizer("qwen2.5")
+        self.num_sampled = self.num_held = self.version = 0
+
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: Any = None
+    ) -> list[Sample]:
+        turn = self.tokenizer.decode(list(token_ids)).count("<|im_start|>assistant")
+        if self.held_from and turn >= self.held_from:
+            self.answered = self.answered or session
+            if session != self.answered:
+                await self._hold()
+        self.num_sampled += 1
+        text = self.say(turn, sampling.seed or 0)
+        tokens = self.tokenizer(text + END).input_ids
+        return [Sample(tokens, [-0.25 * turn] * len(tokens), [self.version] * len(tokens), text, "stop")]
+
+    async def _hold(self) -> None:
+        self.num_held += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_held -= 1
+
+    async def score(self, token_ids: Any) -> Any:
+        raise NotImplementedError
+
+
+def tell(turn: int, seed: int) -> str:
+    return f"word{seed % 997}"
+
+
+def call(turn: int, seed: int) -> str:
+    if turn == 4:
+        return f"done {seed % 997}"
+    name, arguments = ("double", {"number": seed % 97}) if turn % 2 else ("note", {"text": f"n{seed % 97}"})
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Weights:
+    """Syncs nothing; raises an error where one is set."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def sync_weights(self) -> None: ...
+
+    def needs_sync(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return False
+
+
+class Run:
+    """A run over that sampler, up to its checkpoint."""
+
+    def __init__(self, environment: Environment, sampler: Sampler) -> None:
+        self.sampler, self.weights = sampler, Weights()
+        runner = EnvironmentRunner(sampler, sampler.tokenizer, environment, max_length=4000)
+        self.collector = Collector(runner, InFlight(1), self.weights)
+
+    def collect(self, num_groups: int, *requests: tuple[Prompt, int]) -> list[list[Trajectory]]:
+        plan = StepPlan(num_groups, 1, room=100, weight_version=self.sampler.version)
+        groups = self.collector.collect_trajectories(requests, NUM_SAMPLES, SAMPLING, None, plan)
+        return [[replace(one, timings={}) for one in group] for group in groups]
+
+    def save(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, written and read as Lightning does."""
+        self.collector.save_progress()
+        file = io.BytesIO()
+        torch.save(self.collector.in_flight.state_dict(), file)
+        file.seek(0)
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+        return state
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(environment: Environment, *arguments: Any) -> Run:
+        runs.append(Run(environment, Sampler(*arguments)))
+        return runs[-1]
+
+    snapshot_cases.made.clear()
+    yield make
+    for run in runs:
+        run.collector.close()
+
+
+def wait_for_two_of_three(run: Run) -> None:
+    """Wait until one trajectory has ended, and the others are held in a turn."""
+    (group,) = run.collector.in_flight.running
+
+    def is_there() -> bool:
+        run.collector.save_progress()
+        ended = [one for one in group.saved or [] if one is not None and one["outcome"] is not None]
+        return run.sampler.num_held == 2 and len(ended) == 1
+
+    wait_for(is_there)
+
+
+def interrupt(start: Callable[..., Run], environment: Environment, say: Any = tell) -> dict[str, Any]:
+    """Return the checkpoint of a run in which one of three trajectories has ended, and two are in their third turn."""
+    run = start(environment, say, 3)
+    run.collector.in_flight.add(PROMPTS[1:])
+    run.collector.collect_trajectories([], NUM_SAMPLES, SAMPLING, None, StepPlan(0, 1, room=100, weight_version=0))
+    wait_for_two_of_three(run)
+    return run.save()
+
+
+def resume(start: Callable[..., Run], environment: Environment, state: dict[str, Any], say: Any = tell) -> Any:
+    """Return the trajectories of the run that goes on from a checkpoint, and how many turns it has sampled."""
+    run = start(environment, say)
+    run.collector.in_flight.load_state_dict(state)
+    (group,) = run.collect(1)
+    return group, run.sampler.num_sampled
+
+
+def finish(start: Callable[..., Run], environment: Environment, say: Any = tell) -> list[Trajectory]:
+    """Return the trajectories of a run without an interruption."""
+    (group,) = start(environment, say).collect(1, PROMPTS[1])
+    return group
+
+
+def test_trajectories_go_on_after_their_last_turn(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="rlightning")
+    whole = finish(start, StepEnvironment(KeptDiary))
+    assert [one.status for one in whole] == ["finished"] * NUM_SAMPLES and whole[0].reward == 10.0
+    state = interrupt(start, StepEnvironment(KeptDiary))
+    snapshot_cases.made.clear()
+    group, num_sampled = resume(start, StepEnvironment(KeptDiary), state)
+    assert group == whole
+    assert num_sampled == 2 * 2, "of two trajectories the last two turns"
+    assert sorted((one.num_restored, one.num_steps) for one in snapshot_cases.made) == [(1, 2), (1, 2)]
+    assert "begins them again" not in caplog.text
+
+
+@pytest.mark.processes
+def test_trajectories_of_workers_go_on(start: Callable[..., Run]) -> None:
+    whole = finish(start, StepEnvironment(KeptDiary))
+    own = {"environment": "snapshot_cases.KeptDiary"}
+    state = interrupt(start, WorkerEnvironment("rlightning.environments.StepEnvironment", own))
+    resumed = WorkerEnvironment("rlightning.environments.StepEnvironment", own)
+    assert resume(start, resumed, state) == (whole, 4)
+
+
+def test_class_of_the_page_goes_on(start: Callable[..., Run]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Resumed runs\n")[2].partition("\n## ")[0]
+    (snippet,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(snippet, found)
+    environment = StepEnvironment(found["Guess"], max_turns=5)
+    whole = finish(start, environment)
+    assert whole[0].status == "truncated" and len(whole[0].samples) == 5
+    # The prompt itself holds no turn, so that the third that a history shows is the fourth.
+    assert resume(start, environment, interrupt(start, environment)) == (whole, 4)
+
+
+def test_tools_go_on_with_their_objects(start: Callable[..., Run]) -> None:
+    tools = Tools([double, Ledger])
+    whole = finish(start, tools, call)
+    assert [turn.message["role"] for turn in whole[0].turns] == ["assistant", "tool"] * 3 + ["assistant"]
+    assert resume(start, tools, interrupt(start, tools, call), call) == (whole, 4)
+
+
+def test_an_environment_without_snapshots_begins_again(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rlightning")
+    whole = finish(start, StepEnvironment(Diary))
+    state = interrupt(start, StepEnvironment(Diary))
+    (line,) = [line for line in caplog.messages if "begins them again" in line]
+    assert line.startswith("Checkpoints do not keep the turns of some trajectories")
+    assert resume(start, StepEnvironment(Diary), state) == (whole, 2 * 4), "the one that has ended is kept"
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (StepEnvironment(LostDiary), "LostDiary.restore() raised KeyError: 'said'"),
+        (Tools([double, Ledger]), "its snapshot is another environment's"),
+    ],
+)
+def test_a_snapshot_that_is_refused_begins_again(
+    start: Callable[..., Run], other: Environment, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = interrupt(start, StepEnvironment(KeptDiary))
+    group, _ = resume(start, other, state)
+    lines = [line for line in caplog.messages if "is requeued" in line]
+    assert len(lines) == 2 and all(reason in line for line in lines)
+    assert [one.status for one in group] == ["finished"] * NUM_SAMPLES
+
+
+def test_a_snapshot_of_odd_data_fails_the_trajectory(start: Callable[..., Run]) -> None:
+    for one in finish(start, StepEnvironment(OddDiary)):
+        assert one.status == "failed" and one.error is not None
+        assert one.error.startswith("TypeError: the state['object']['said'] is {'word")
+
+
+def test_stale_progress_is_dropped(start: Callable[..., Run]) -> None:
+    state, whole = interrupt(start, StepEnvironment(KeptDiary)), finish(start, StepEnvironment(KeptDiary))
+    run = start(StepEnvironment(KeptDiary), tell)
+    run.collector.in_flight.load_state_dict(state)
+    run.sampler.version = 2  # of which no token may be older than 1
+    (group,) = run.collect(1)
+    assert run.sampler.num_sampled == 12 and {min(s.weight_versions) for one in group for s in one.samples} == {2}
+    assert [one.final_text for one in group] != [one.final_text for one in whole], "with other random numbers"
+
+
+def test_a_signal_keeps_what_is_under_way(start: Callable[..., Run]) -> None:
+    whole = finish(start, StepEnvironment(KeptDiary))
+    run = start(StepEnvironment(KeptDiary), tell, 3)
+    run.collector.in_flight.add(PROMPTS[1:])
+    run.collector.collect_trajectories([], NUM_SAMPLES, SAMPLING, None, StepPlan(0, 1, room=100, weight_version=0))
+    wait_for_two_of_three(run)
+    run.weights.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run.collect(1)
+    assert run.sampler.num_held == 0
+    run.weights.error, run.sampler.held_from = None, 0
+    (group,) = run.collect(1)
+    assert group == whole and run.sampler.num_sampled == 12
+
+
+def test_plain_data_is_copied() -> None:
+    data = {"a": [1, (2.5, b"x", None), {"b": True}], "c": bytearray(b"y")}
+    copied = copy_plain(data, "it")
+    assert copied == {"a": [1, [2.5, b"x", None], {"b": True}], "c": b"y"}
+    data["a"][0] = 5  # type: ignore[index]
+    assert copied["a"][0] == 1
+    with pytest.raises(TypeError, match=r"^the state has the name 1, and names have to be texts"):
+        copy_plain({1: 2}, "the state")
