@@ -47,6 +47,7 @@ from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
 from rlightning.module.saved_module import SavedModule
+from rlightning.module.saved_weights import check_saved_weights
 from rlightning.optim import OptimizerStates
 from rlightning.optim.optimizer import AdamWSettings, LRSchedule
 from rlightning.parallel.collectives import all_reduce
@@ -268,9 +269,16 @@ class PolicyModule(Ranks, SavedModule):
         return state if self.adapter is None else adapter_checkpoints.without_base(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; the frozen base of an adapter need not be there."""
+        """As of any module; the frozen base of an adapter need not be there.
+
+        Raises:
+            ConfigError: if it is strict, and the names or shapes of weights differ.
+        """
+        own = super().state_dict()
         if self.adapter is not None:
-            state_dict = adapter_checkpoints.with_base(state_dict, super().state_dict())
+            state_dict = adapter_checkpoints.with_base(state_dict, own)
+        if strict:
+            check_saved_weights(state_dict, own)
         return super().load_state_dict(state_dict, strict, assign)
 
     @property

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from rlightning import intervals
@@ -105,6 +106,11 @@ def describe_rendezvous(error: Exception) -> ConfigError:
     """The error for ranks that cannot meet where the launcher's variables say."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
     reason = cut_line(str(error).partition("\n")[0])
+    if isinstance(error, dist.DistStoreError):
+        return ConfigError(
+            f"The ranks have not all come: {reason.rstrip('.')}. See why the others have not started; if they take so "
+            "long, raise trainer.strategy.barrier_timeout."
+        )
     if "EADDRINUSE" in str(error):
         return ConfigError(f"MASTER_PORT={port} is taken by another program. Set it to a free port, for all ranks.")
     return ConfigError(

@@ -75,7 +75,7 @@ class ConnectedRanks(ParallelStrategy):
             self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
         try:
             super().setup_environment()
-        except dist.DistNetworkError as error:
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise describe_rendezvous(error) from error
         set_barrier_timeout(self.barrier_timeout)
         barrier("the ranks meet")

@@ -1,0 +1,79 @@
+"""A checkpoint of another model or class is refused in a line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_data, make_grpo, make_trainer, save_model
+
+from rlightning.algorithms import GRPO
+from rlightning.errors import ConfigError
+
+
+class WithHead(GRPO):
+    """Has a parameter more."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.value = torch.nn.Linear(4, 1, bias=False)
+
+
+def headed(model: str) -> GRPO:
+    return WithHead(model, rewards="rlightning.rewards.exact_match", prompts_per_step=4, samples_per_prompt=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of a run of a step, without and with the parameter."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    paths = {}
+    for name, module in {"plain": make_grpo(model_folder), "headed": headed(model_folder)}.items():
+        trainer = make_trainer(folder, 1)
+        trainer.fit(module, make_data(folder))
+        trainer.save_checkpoint(paths.setdefault(name, folder / f"{name}.ckpt"))
+    return paths
+
+
+def test_checkpoint_of_other_shapes_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    other = make_grpo(save_model(tmp_path / "other", hidden_size=64))
+    with pytest.raises(
+        ConfigError, match=r"of another model: it should hold 'actor\.\S+' of \(.*\), and holds one of "
+    ):
+        make_trainer(tmp_path, 2).fit(
+            other, make_data(tmp_path), ckpt_path=str(checkpoints["plain"]), weights_only=False
+        )
+    with pytest.raises(ConfigError, match="of another model"):
+        make_trainer(tmp_path, 2).validate(
+            other, make_data(tmp_path), ckpt_path=str(checkpoints["plain"]), weights_only=False
+        )
+
+
+def test_checkpoint_without_an_own_parameter_is_refused(
+    checkpoints: dict[str, Path], model_folder: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"has no 'value\.weight', which this module has: .* SaveHF"):
+        make_trainer(tmp_path, 2).fit(
+            headed(model_folder), make_data(tmp_path), ckpt_path=str(checkpoints["plain"]), weights_only=False
+        )
+
+
+def test_checkpoint_with_a_parameter_more_is_refused(
+    checkpoints: dict[str, Path], model_folder: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"holds 'value\.weight', which this module has no place for"):
+        make_trainer(tmp_path, 2).fit(
+            make_grpo(model_folder), make_data(tmp_path), ckpt_path=str(checkpoints["headed"]), weights_only=False
+        )
+    assert make_grpo(model_folder).load_from_checkpoint(checkpoints["headed"], strict=False) is not None
+
+
+def test_ranks_that_do_not_come_are_said_in_a_line() -> None:
+    """As the store says it."""
+    from rlightning.parallel.launcher import describe_rendezvous
+
+    with pytest.raises(torch.distributed.DistStoreError) as caught:
+        torch.distributed.TCPStore(
+            "127.0.0.1", 0, 2, is_master=True, timeout=__import__("datetime").timedelta(seconds=1)
+        )
+    assert "have not all come: Timed out after" in str(describe_rendezvous(caught.value))
