@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.openai_api import Reply
@@ -18,7 +19,7 @@ from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
-from rlightning.errors import ConfigError, cause_chain, check_rules
+from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import describe_error
 
 if TYPE_CHECKING:
@@ -42,10 +43,6 @@ KEEP_ALIVE_SECONDS = 120
 CLOSE_SECONDS = 5.0
 GONE = 499
 """The status of what a client that has gone away would be answered."""
-LIMIT_TEXT = "This model's maximum context length is"
-"""In OpenAI's words, by which clients know the error, and it is known again in theirs."""
-OTHER_TRACEBACK = "During handling of the above exception, another exception occurred:"
-"""Of Python's; what is before it is not what has ended a program."""
 
 
 class Endpoint:
@@ -181,8 +178,8 @@ class Endpoint:
         try:
             yield session
         except Exception as error:
-            is_limit = policy.has_reached_limit and policy.recorder.branches and _is_limit(error)
-            if is_limit and not session.failure.done():
+            ended_there = session.has_reached_limit and is_limit(error) and not isinstance(error, LimitReachedError)
+            if ended_there and not session.failure.done():
                 raise LimitReachedError(f"The agent ended there: {describe_error(error)}") from error
             if not session.failure.done():
                 raise
@@ -380,17 +377,6 @@ async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: E
     except Exception as error:
         session.fail(error)
         raise APIError(f"The policy cannot be sampled from: {describe_error(error)}", 500) from error
-
-
-def _is_limit(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, is a client's of a request that had no more room."""
-    for one in cause_chain(error):
-        said = str(one).rpartition(OTHER_TRACEBACK)[2]
-        with contextlib.suppress(Exception):  # of clients whose errors do not quote the answer, such as httpx
-            said += one.response.text  # type: ignore[attr-defined]
-        if isinstance(one, LimitReachedError) or LIMIT_TEXT in said:
-            return True
-    return False
 
 
 async def _wait_until_gone(request: "Request") -> None:

@@ -74,6 +74,11 @@ class Session:
         self._histories = Histories()
         self._texts: list[tuple[str, RecordedTurn, Sequence[str]]] = []
 
+    @property
+    def has_reached_limit(self) -> bool:
+        """Whether turns have been sampled, and the last request had no more room."""
+        return self.policy.has_reached_limit and bool(self.policy.recorder.branches)
+
     def fail(self, error: Exception) -> None:
         """End the session: nothing of it can become a reward."""
         if not self.failure.done():
