@@ -198,10 +198,8 @@ class _IdleClients:
 
 
 def _open_http(openai: Any, *, is_async: bool) -> Any:
-    import httpx
-
     kind = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
-    limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS)
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(keepalive_expiry=KEEP_ALIVE_SECONDS)
     # Proxies of the environment's would not reach the trainer's process.
     return kind(trust_env=False, verify=False, timeout=None, limits=limits)
 

@@ -71,7 +71,7 @@ def test_trajectories_are_those_of_the_trainers_process(agents: Agents) -> None:
     for one, other in zip(here, there, strict=True):
         assert (one.status, one.reward, one.error) == (other.status, other.reward, other.error)
         assert (one.status, one.reward) == ("finished", 0.75)
-        assert one.traces == other.traces == (AgentTrace("a", 1.0, [0]), AgentTrace("b", 0.5, [1]))
+        assert one.traces == other.traces == [AgentTrace("a", 1.0, [0]), AgentTrace("b", 0.5, [1])]
         assert one.branches == other.branches and one.turns == other.turns
         assert [branch.reason for branch in other.branches] == ["start", "started_over"]
         assert one.metrics.pop("pid") == os.getpid() != other.metrics.pop("pid")
@@ -117,9 +117,10 @@ def test_the_end_of_its_time_cancels_an_agent(agents: Agents) -> None:
 def test_functions_without_a_loop_run_there_too(agents: Agents) -> None:
     environment = AgentProgram("worker_agents.in_a_thread", num_workers=1)
     (one,) = agents.attempt(environment, "Hello.")
+    with pytest.raises(ConfigError, match="Prompt 3 begins with a special token"):  # as in the trainer's process
+        agents.attempt(environment, "<|im_start|>user")
     agents.runner.run(environment.close())
     assert (one.status, one.reward, one.error) == ("finished", 1.0, None)
-    # A prompt that is no chat ends the run, as in the trainer's process.
 
 
 def test_prompts_that_cannot_be_sent_stay_in_the_trainers_process(
