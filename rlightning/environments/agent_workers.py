@@ -11,6 +11,7 @@ from rlightning.environments.worker_environment import UNSENDABLE, WorkerEnviron
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.rpc.connection import encode
+from rlightning.rpc.peer import Method
 from rlightning.types.trajectory import Outcome, Prompt
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class AgentWorkers(WorkerEnvironment):
         async def has_reached_limit() -> bool:
             return session.has_reached_limit
 
-        methods = {"open_session": open_session, "has_reached_limit": has_reached_limit}
+        methods: dict[str, Method] = {"open_session": open_session, "has_reached_limit": has_reached_limit}
         return await self._attempt(prompt, session.policy, methods)
 
 

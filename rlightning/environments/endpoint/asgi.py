@@ -69,7 +69,7 @@ class Request:
 
 async def send_json(send: Send, body: Any, status: int = 200, headers: Mapping[bytes, bytes] | None = None) -> None:
     """Send an answer."""
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     await send_text(send, text, status, {b"content-type": b"application/json", **(headers or {})})
 
 
