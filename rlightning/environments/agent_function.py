@@ -32,6 +32,8 @@ GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
 RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
 MAX_IDLE_CLIENTS = 512
 """That are kept with their connections, for the trajectories that follow."""
+MAX_IDLE_CONNECTIONS = 2
+"""Of a client: those of agents that ask in parallel would add up to more than the endpoint serves."""
 KEEP_ALIVE_SECONDS = 100.0
 """Of an idle connection; below the endpoint's, so that no request meets one that is being closed."""
 
@@ -199,7 +201,9 @@ class _IdleClients:
 
 def _open_http(openai: Any, *, is_async: bool) -> Any:
     kind = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
-    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(keepalive_expiry=KEEP_ALIVE_SECONDS)
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
+        max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
+    )
     # Proxies of the environment's would not reach the trainer's process.
     return kind(trust_env=False, verify=False, timeout=None, limits=limits)
 
