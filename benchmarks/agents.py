@@ -9,9 +9,9 @@ without waiting, and two alone. "bound" is the larger of the slowest trajectory 
 environment, and what it takes to sample its turns alone) and what all take without waiting: a step cannot take less.
 "of wait" leaves the slowest trajectory's own sampling out. Of the trajectory that ended last there is what it waited
 for: the environment, the engine, and anything else, such as the trainer's event loop. "endpoint": the same completions
-of one turn, sampled by the trainer and by an agent with OpenAI's client, in as many sessions at once. "idle": agents
-that ask once and then do nothing for --idle seconds; the memory that the trainer's process has more than at the
-rollout's begin, and its CPU time, of the seconds in which all were idle.
+of one turn, sampled by the trainer and by an agent with OpenAI's client, in as many sessions at once and --workers
+processes. "idle": agents that ask once in the trainer's process and then do nothing for --idle seconds; the memory that
+it has more than at the rollout's begin, and its CPU time, of the seconds in which all were idle.
 
 Prints a table a part; medians of the steps after the first, of "idle" the only step.
 """
@@ -54,9 +54,14 @@ def waiting_game(arguments: argparse.Namespace, longest: float) -> dict[str, Any
     return {"class_path": GUESS, "init_args": game}
 
 
-def agent(idle: float = 0.0) -> dict[str, Any]:
+def agent(num_workers: int | None, idle: float = 0.0) -> dict[str, Any]:
     """An agent that asks once."""
-    settings = {"agent": "agent_work.ask_once", "arguments": {"idle": idle}, "max_trajectories": 1 << 16}
+    settings = {
+        "agent": "agent_work.ask_once",
+        "arguments": {"idle": idle},
+        "max_trajectories": 1 << 16,
+        "num_workers": num_workers,
+    }
     return {"class_path": "rlightning.environments.AgentProgram", "init_args": settings}
 
 
@@ -111,7 +116,7 @@ def shares(row: dict[str, Any]) -> tuple[float, float, float]:
 def measure_endpoint(arguments: argparse.Namespace) -> Rows:
     """A row each: tokens/s of generation, sampled by the trainer and through the endpoint."""
     rows: Rows = []
-    for name, environment in (("direct", None), ("endpoint", agent())):
+    for name, environment in (("direct", None), ("endpoint", agent(arguments.workers))):
         run = fit(make_job(arguments, name, environment), arguments, [0]).require_success()
         steps = run.metrics()[1:] or run.metrics()
         num_sequences = arguments.prompts * arguments.samples
@@ -127,7 +132,7 @@ def measure_endpoint(arguments: argparse.Namespace) -> Rows:
 def measure_idle(arguments: argparse.Namespace) -> Rows:
     """A row: memory and CPU time of sessions that do nothing."""
     changes = {"prompts": arguments.sessions // 4, "samples": 4, "max_new_tokens": 8, "steps": 1}
-    run = fit(make_job(arguments, "idle", agent(arguments.idle), **changes), arguments, [0]).require_success()
+    run = fit(make_job(arguments, "idle", agent(0, arguments.idle), **changes), arguments, [0]).require_success()
     trace = [{name: float(value) for name, value in row.items()} for row in run.read_trace("host")]
     last = trace[-1]["seconds"]
     idle = [row for row in trace if last - arguments.idle * 0.8 < row["seconds"] < last - arguments.idle * 0.2]
@@ -152,6 +157,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="trajectories of each (8)")
     parser.add_argument("--turns", type=int, default=8, help="of a trajectory that waits (8)")
     parser.add_argument("--new-tokens", type=int, default=64, help="the longest turn (64)")
+    parser.add_argument("--workers", type=int, help="processes of agents; 0: the trainer's (by the number of cores)")
     parser.add_argument("--sessions", type=int, default=2000, help="that are idle (2000)")
     parser.add_argument("--idle", type=float, default=30.0, help="seconds (30)")
     arguments = parser.parse_args()

@@ -161,6 +161,7 @@ def test_leaves_import_each_other_in_no_circle() -> None:
 
 WORKER_FILES = (
     "errors.py",
+    "environments/agent_function.py",
     "environments/environment.py",
     "environments/python_sandbox.py",
     "environments/sandbox_process.py",
@@ -174,6 +175,9 @@ WORKER_FILES = (
     "rpc/*.py",
 )
 """What environment workers import, whose interpreter has nothing else of this package's but msgpack."""
+
+
+OWN_OF_WORKERS = {"environments/agent_function.py": {"openai"}, "environments/verifiers/launcher.py": {"verifiers"}}
 
 
 def run_at_import(tree: ast.Module) -> ast.Module:
@@ -197,8 +201,8 @@ def test_workers_files_need_only_msgpack() -> None:
                 module = PACKAGE.joinpath(*parts[:length])
                 waiting += filter(Path.is_file, (module.with_suffix(".py"), module / "__init__.py"))
         others = {name.split(".")[0] for name in names} - {"rlightning", "msgpack", *sys.stdlib_module_names}
-        if path == PACKAGE / "environments" / "verifiers" / "launcher.py":
-            others -= {"verifiers"}  # whose interpreter it is for
+        # Of the interpreters that they are for.
+        others -= OWN_OF_WORKERS.get(str(path.relative_to(PACKAGE)), set())
         if others:
             found[str(path.relative_to(PACKAGE))] = sorted(others)
     assert found == {}

@@ -1,29 +1,26 @@
 """An environment from an agent that knows nothing of being trained: a function, or a program, with a client's API."""
 
 import asyncio
-import inspect
-import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
-from numbers import Real
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlightning import intervals
 from rlightning.environments.agent_command import AgentCommand, RewardSource
-from rlightning.environments.dotted_path import import_object
+from rlightning.environments.agent_function import Access, AgentFunction
+from rlightning.environments.agent_workers import AgentWorkers, start_workers
 from rlightning.environments.endpoint import Endpoint, Session
 from rlightning.environments.environment import Environment, Policy, PolicyGroup
-from rlightning.environments.step_object import SerialThread, await_user_code
+from rlightning.environments.step_object import await_user_code
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt
 
-GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
-"""Parameters of an agent that this environment gives it."""
-RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
+UNFINISHED = ("timeout", "failed", "aborted")
+"""Statuses of trajectories that may have no turn of the policy's."""
 
 
 class AgentProgram(Environment):
@@ -34,6 +31,10 @@ class AgentProgram(Environment):
     its name for requests; ``prompt``, a :class:`~rlightning.types.Prompt`, and ``messages``, the prompt as a chat. It
     returns its reward, None where reward functions alone decide, or an :class:`~rlightning.types.Outcome`. Or it is a
     command: a program with ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (and Anthropic's) in its environment.
+
+    A function that is named by its dotted path runs in worker processes where there are cores for them, so that its
+    client takes no time of the trainer's event loop. All else, and prompts that cannot be sent there, is of the
+    trainer's process.
 
     An agent that raises, and a program that fails, counts as not sampled, as does any failure of the policy's sampler,
     whatever the agent makes of it.
@@ -49,6 +50,10 @@ class AgentProgram(Environment):
         timeout: seconds that an agent may take, after which its trajectory counts as not sampled; None:
             ``rollout.trajectory_timeout`` alone, an hour unless it is set.
         max_trajectories: at once; others wait, and their time does not count yet.
+        num_workers: processes that functions run in; 0: the trainer's; None: as many as this process has cores but
+            one, and at most eight, or 0 with fewer than four cores.
+        workers: further arguments of their :class:`~rlightning.environments.WorkerEnvironment`, such as ``{python:
+            my-venv/bin/python}``.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`, such as ``{ignored: [top_p]}``.
     """
 
@@ -65,6 +70,8 @@ class AgentProgram(Environment):
         reward: RewardSource = "last_line",
         timeout: float | None = None,
         max_trajectories: int = 512,
+        num_workers: int | None = None,
+        workers: Mapping[str, Any] | None = None,
         endpoint: Mapping[str, Any] | None = None,
     ) -> None:
         check_rules(
@@ -72,9 +79,17 @@ class AgentProgram(Environment):
                 "AgentProgram needs one of agent (a function) and command (a program)": bool(agent) != bool(command),
                 f"AgentProgram: timeout={timeout} must be above 0 seconds": timeout is None or timeout > 0,
                 f"AgentProgram: max_trajectories={max_trajectories} must be at least 1": max_trajectories >= 1,
+                f"AgentProgram: num_workers={num_workers} must be at least 0": num_workers is None or num_workers >= 0,
+                "AgentProgram: num_workers and workers are of an agent, and a command is a process of its own": (
+                    agent is not None or not (num_workers or workers)
+                ),
             }
         )
         self.agent, self.arguments, self.timeout = agent, dict(arguments or {}), timeout
+        self._function = AgentFunction(agent or "", arguments)
+        self._workers: AgentWorkers | None = None
+        if agent is not None:
+            self._workers = start_workers(self._function, num_workers, max_trajectories, workers or {})
         self.command = AgentCommand(command, folder, variables or {}, reward) if command else None
         try:
             self.endpoint = Endpoint(**(endpoint or {}))
@@ -83,38 +98,19 @@ class AgentProgram(Environment):
         self.max_trajectories = max_trajectories
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    @property
-    def _name(self) -> str:
-        path = self.agent
-        return f"AgentProgram: agent={path if isinstance(path, str) else getattr(path, '__name__', path)}"
-
-    @cached_property
-    def _function(self) -> Callable[..., Any]:
-        found = import_object(self.agent, self._name) if isinstance(self.agent, str) else self.agent
-        if not callable(found):
-            raise ConfigError(f"{self._name} is no function. {RULE}")
-        return found
-
     async def check(self) -> None:
         """Raise a ConfigError if the agent cannot be found or called; start to listen."""
         if self.command is not None:
             self.command.check()
         else:
-            named = self._select_arguments(dict.fromkeys(GIVEN))
-            if not {"client", "base_url"} & named.keys():
-                raise ConfigError(f"{self._name} has neither a parameter 'client' nor 'base_url'. {RULE}")
-            try:
-                inspect.signature(self._function).bind(**named)
-            except TypeError as error:
-                raise ConfigError(
-                    f"{self._name}: {cut_line(error)}. {RULE} Further ones come from arguments."
-                ) from error
-            if "client" in named:
-                _import_openai()
+            await (self._workers or self._function).check()
         await self.endpoint.start()
 
     async def close(self) -> None:
-        """End the endpoint."""
+        """End the workers and the endpoint."""
+        if self._workers is not None:
+            await self._workers.close()
+        await self._function.close()
         await self.endpoint.close()
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
@@ -130,6 +126,7 @@ class AgentProgram(Environment):
         Raises:
             LimitReachedError: the agent failed where a sequence had no more room.
             RunError: no trajectory can go on.
+            TrajectoryLostError: it was lost with its worker.
         """
         async with self.endpoint.open(policy) as session:
             try:
@@ -140,7 +137,7 @@ class AgentProgram(Environment):
                     raise
                 outcome = Outcome(status="timeout", error=f"The agent took more than {self.timeout:g} s.")
         recorder = session.policy.recorder
-        if outcome.status != "timeout" and not recorder.branches:
+        if outcome.status not in UNFINISHED and not recorder.branches:
             raise ValueError("the agent ended without a turn of the policy's")
         counts = {"turns": recorder.num_sampled, "branches": len(recorder.branches)}
         outcome.metrics = {
@@ -165,69 +162,19 @@ class AgentProgram(Environment):
                 await asyncio.wait([running], timeout=intervals.CANCEL_GRACE)
 
     async def _call(self, prompt: Prompt, session: Session) -> Outcome:
-        access = {"base_url": f"{self.endpoint.url}/v1", "api_key": session.key, "model": session.model}
         if self.command is not None:
             messages = None
             with suppress(ConfigError):  # of a prompt that is no chat
                 messages = session.policy.chat_format.prompt_messages(prompt)
             return await self.command.run(prompt, messages, _to_variables(self.endpoint.url, session))
-        given: dict[str, Any] = {**access, "prompt": prompt}
-        if "messages" in self._parameters:
-            given["messages"] = session.policy.chat_format.prompt_messages(prompt)
-        named = self._select_arguments(given)
-        is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004  # of an object, whether it is async
-        )
-        if "client" not in self._parameters:
-            return read_outcome(await self._call_function(named, is_async))
-        openai = _import_openai()
-        # Proxies of the environment's would not reach this process.
-        if is_async:
-            http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False, timeout=None)
-            async with openai.AsyncOpenAI(
-                base_url=access["base_url"], api_key=session.key, http_client=http, timeout=None
-            ) as client:
-                return read_outcome(await self._call_function({**named, "client": client}, is_async))
-        http = openai.DefaultHttpxClient(trust_env=False, verify=False, timeout=None)
-        with openai.OpenAI(base_url=access["base_url"], api_key=session.key, http_client=http, timeout=None) as client:
-            return read_outcome(await self._call_function({**named, "client": client}, is_async))
+        if self._workers is not None and self._workers.takes(prompt):
+            return await self._workers.call(prompt, session, partial(self._access, prompt, session))
+        access = self._access(prompt, session, wants_messages=self._function.wants_messages)
+        return await self._function.call(prompt, access)
 
-    async def _call_function(self, named: dict[str, Any], is_async: bool) -> Any:
-        if is_async:
-            return await self._function(**named)
-        thread = SerialThread()
-        try:
-            returned = await thread.run(lambda: self._function(**named))
-            return await returned if isinstance(returned, Awaitable) else returned
-        finally:
-            thread.end()
-
-    @cached_property
-    def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self._function).parameters
-
-    def _select_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
-        own = {name: value for name, value in given.items() if name in self._parameters or takes_all}
-        return {**own, **self.arguments}
-
-
-def read_outcome(returned: Any) -> Outcome:
-    """Return what an agent returned as an outcome.
-
-    Raises:
-        TypeError: it is neither a number, None nor an outcome.
-        ValueError: the number is not finite.
-    """
-    if isinstance(returned, Outcome):
-        return returned
-    if returned is None:
-        return Outcome()
-    if not isinstance(returned, Real):
-        raise TypeError(f"the agent returned {cut_value(returned)}, and has to return a number, None or an Outcome")
-    if not math.isfinite(returned):
-        raise ValueError(f"the agent returned the reward {returned}, and has to return a finite number")
-    return Outcome(reward=float(returned))
+    def _access(self, prompt: Prompt, session: Session, *, wants_messages: bool) -> Access:
+        messages = session.policy.chat_format.prompt_messages(prompt) if wants_messages else None
+        return Access(f"{self.endpoint.url}/v1", session.key, session.model, messages)
 
 
 def _to_variables(url: str, session: Session) -> dict[str, str]:
@@ -242,14 +189,3 @@ def _to_variables(url: str, session: Session) -> dict[str, str]:
         "NO_PROXY": direct,
         "no_proxy": direct,
     }
-
-
-def _import_openai() -> Any:
-    try:
-        import openai
-    except ImportError as error:
-        raise ConfigError(
-            "AgentProgram: an agent with a parameter 'client' needs openai, which is not installed: pip install "
-            "'rlightning[agents]'."
-        ) from error
-    return openai

@@ -54,6 +54,6 @@ def _read_reward(value: Any, what: str, place: str) -> float:
 
 
 def _read_number(value: Any, what: str, place: str) -> float:
-    if not isinstance(value, SupportsFloat):
+    if not isinstance(value, float | int | SupportsFloat):  # the usual ones first: protocols are slow to ask
         raise TypeError(f"{place} returned the {what} {cut_value(value)}, and has to return a number.")
     return float(value)

@@ -267,12 +267,13 @@ class RecordedPolicy:
         if room < 1:
             self.has_reached_limit = True
             raise LimitReachedError(f"{len(token_ids)} tokens leave no room in {self.max_length}.")
-        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        if sampling.seed is not None and sampling.seed == self.sampling.seed:
+        seed = sampling.seed
+        if seed is not None and seed == self.sampling.seed:
             # The first turn draws what it would if the group were sampled by one request.
-            seed, is_first = sampling.seed + self._number, self.num_requested == 0 and num_samples == 1
+            seed, is_first = seed + self._number, self.num_requested == 0 and num_samples == 1
             seed = mix_seed(seed, "attempt", self._attempt) if self._attempt else seed
-            sampling = replace(sampling, seed=seed if is_first else mix_seed(seed, "turn", self.num_requested))
+            seed = seed if is_first else mix_seed(seed, "turn", self.num_requested)
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=seed)
         self.num_requested += num_samples
         self._resumable = None  # the environment has begun anew
         reservation = self.recorder.reserve(token_ids, reason)

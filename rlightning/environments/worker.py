@@ -51,6 +51,15 @@ class RemotePolicy:
     def __init__(self, trainer: Peer, key: int) -> None:
         self._trainer, self._key = trainer, key
 
+    async def open_session(self, *, wants_messages: bool) -> list[Any]:
+        """Return where agents reach the policy, by an API; only of agents' workers."""
+        access: list[Any] = await self._request("open_session", wants_messages)
+        return access
+
+    async def has_reached_limit(self) -> bool:
+        """Return whether the last request by that API had no more room."""
+        return bool(await self._request("has_reached_limit"))
+
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """See :meth:`Policy.chat`."""
         return _read_reply(await self._request("chat", None if tools is None else list(tools), *observations))

@@ -69,6 +69,10 @@ class WorkerEnvironment(Environment):
         hang_timeout: seconds for which code may block a process's event loop.
         max_memory_mb: that a process may have in memory, before it is ended; None: no limit.
         max_output_mb: that a process may write to its output in a minute, before it is ended; None: no limit.
+
+    Attributes:
+        name: of what the workers run, for errors.
+        key: and its value, which names it.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class WorkerEnvironment(Environment):
                 "mappings of these."
             ) from error
         self.environment, self.arguments = environment, dict(arguments or {})
+        self.name, self.key = environment, f"environment.environment={environment}"
         self.num_workers, self.max_trajectories = num_workers, max_trajectories
         self.python = None if python is None else os.path.expanduser(python)
         self.hang_timeout, self.limits = hang_timeout, WorkerLimits(max_memory_mb, max_output_mb)
@@ -137,11 +142,13 @@ class WorkerEnvironment(Environment):
         except TrajectoryLostError as error:
             return failed_outcome(prompt, str(error), error.details)
 
-    async def _attempt(self, prompt: Prompt, policy: Policy) -> Outcome:
+    async def _attempt(
+        self, prompt: Prompt, policy: Policy, further_methods: Mapping[str, Method] | None = None
+    ) -> Outcome:
         """As :meth:`run`, but a TrajectoryLostError if its worker ended or hung."""
         pool = self._get_workers().pool
         errors: list[RunError] = []
-        methods = serve_policy(policy, errors)
+        methods = {**serve_policy(policy, errors), **(further_methods or {})}
         try:
             with raise_limits():
                 outcome = Outcome(*await pool.call([*prompt], hang_timeout=self.hang_timeout, methods=methods))
@@ -158,7 +165,7 @@ class WorkerEnvironment(Environment):
             raise self._describe_start(error) from error
         except UNSENDABLE as error:
             raise ConfigError(
-                f"Prompt {prompt.index} cannot be sent to a worker of {self.environment}: {cut_line(error)} Its "
+                f"Prompt {prompt.index} cannot be sent to a worker of {self.name}: {cut_line(error)} Its "
                 "columns have to be texts, numbers, and lists or mappings of these."
             ) from error
         if errors:
@@ -201,7 +208,7 @@ class WorkerEnvironment(Environment):
         details = f"{cut(error.stacks)}\n{line}".strip()
         if pool.deaths.num_restarts >= pool.deaths.max_restarts:
             raise EnvironmentFailedError(
-                f"Workers of {self.environment} ended {pool.deaths.num_restarts} times in a row, without a trajectory "
+                f"Workers of {self.name} ended {pool.deaths.num_restarts} times in a row, without a trajectory "
                 f"that came to its end; the last one {how}. Find out why, or raise environment.hang_timeout.",
                 details,
             )
@@ -213,7 +220,7 @@ class WorkerEnvironment(Environment):
         if isinstance(cause, RemoteError):
             return ConfigError(cause.message, cut(cause.traceback))
         line, _, log = str(error).partition("\n")
-        return ConfigError(f"environment.environment={self.environment}: {cut_line(line)}.", cut(log))
+        return ConfigError(f"{self.key}: {cut_line(line)}.", cut(log))
 
 
 def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:

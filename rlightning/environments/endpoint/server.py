@@ -7,11 +7,12 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
 from rlightning.environments.endpoint.address import find_address, make_url
+from rlightning.environments.endpoint.asgi import GONE, ClientGoneError, Receive, Request, Send, send_json, send_text
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.openai_api import Reply
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
@@ -19,16 +20,13 @@ from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
-from rlightning.errors import ConfigError, cause_chain, check_rules
+from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import describe_error
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 log = logging.getLogger(__name__)
 
 ANTHROPIC = "/v1/messages"
+MODELS = "/v1/models"
 Route = Callable[[Session, Mapping[str, Any], Emit], Awaitable[Reply]]
 ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": openai_api.complete_chat,
@@ -41,12 +39,6 @@ LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 120
 """For which a client's idle connection stays open: tools may take long between two requests."""
 CLOSE_SECONDS = 5.0
-GONE = 499
-"""The status of what a client that has gone away would be answered."""
-LIMIT_TEXT = "This model's maximum context length is"
-"""In OpenAI's words, by which clients know the error, and it is known again in theirs."""
-OTHER_TRACEBACK = "During handling of the above exception, another exception occurred:"
-"""Of Python's; what is before it is not what has ended a program."""
 
 
 class Endpoint:
@@ -121,11 +113,15 @@ class Endpoint:
             uvicorn = _import_server()
             listener = self._bind()
             config = uvicorn.Config(
-                self._make_app(),
+                self._serve,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                interface="asgi3",
                 ws="none",
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
                 limit_concurrency=self.max_connections,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
@@ -186,8 +182,8 @@ class Endpoint:
         try:
             yield session
         except Exception as error:
-            is_limit = policy.has_reached_limit and policy.recorder.branches and _is_limit(error)
-            if is_limit and not session.failure.done():
+            ended_there = session.has_reached_limit and is_limit(error) and not isinstance(error, LimitReachedError)
+            if ended_there and not session.failure.done():
                 raise LimitReachedError(f"The agent ended there: {describe_error(error)}") from error
             if not session.failure.done():
                 raise
@@ -203,32 +199,28 @@ class Endpoint:
         self._shared_keys[shared.id] = shared
         return shared
 
-    def _make_app(self) -> Any:
-        from starlette.applications import Starlette
-        from starlette.routing import Route as Path_
-
-        posts = [Path_(path, partial(self._answer, route), methods=["POST"]) for path, route in ROUTES.items()]
-        models = Path_("/v1/models", partial(self._answer, None), methods=["GET"])
-        return Starlette(routes=[*posts, models], exception_handlers={404: _answer_unknown, 405: _answer_unknown})
-
-    async def _answer(self, route: Route | None, request: "Request") -> "Response | EventResponse":
-        from starlette.requests import ClientDisconnect
-        from starlette.responses import JSONResponse, Response
-
-        is_anthropic = request.url.path == ANTHROPIC
+    async def _serve(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a request; the application of ASGI."""
+        request = Request(scope, receive)
+        is_reading = (request.method, request.path) == ("GET", MODELS)
+        route = ROUTES.get(request.path) if request.method == "POST" else None
         try:
-            session = await self._authenticate(request.headers, is_reading=route is None)
+            if route is None and not is_reading:
+                place = f"{request.method} {request.path}"
+                raise APIError(f"There is no {place}; there are {', '.join(ROUTES)}.", 404)
+            session = await self._authenticate(request.headers, is_reading=is_reading)
             if route is None:
-                return JSONResponse(openai_api.list_models(session))
-            body = await self._read_body(request)
-            return await self._run(route, session, body, request)
+                await send_json(send, openai_api.list_models(session))
+            else:
+                body = await request.read_json(self.max_request_bytes)
+                await self._run(route, session, body, request, send)
         except APIError as error:
-            shape = error.to_anthropic() if is_anthropic else error.to_openai()
+            shape = error.to_anthropic() if request.path == ANTHROPIC else error.to_openai()
             # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
             is_over = error.status >= 500
-            return JSONResponse(shape, error.status, headers={"x-should-retry": "false"} if is_over else None)
-        except ClientDisconnect:  # in the middle of its request
-            return Response(status_code=GONE)
+            await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
+        except ClientGoneError:
+            await send_text(send, b"", GONE, {})
 
     async def _authenticate(self, headers: Mapping[str, str], *, is_reading: bool) -> Session:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
@@ -245,42 +237,24 @@ class Endpoint:
             raise APIError("The API key is of no session that is open.", 401, code="invalid_api_key")
         return session
 
-    async def _read_body(self, request: "Request") -> Mapping[str, Any]:
-        read = bytearray()
-        async for chunk in request.stream():
-            read += chunk
-            if len(read) > self.max_request_bytes:
-                raise APIError(f"The request has more than {self.max_request_bytes} bytes.", 413)
-        try:
-            body = json.loads(read)
-        except (ValueError, RecursionError) as error:
-            raise APIError(f"The request is no JSON: {describe_error(error)}.") from error
-        if not isinstance(body, dict):
-            raise APIError("The request has to be a JSON object.")
-        return body
-
-    async def _run(
-        self, route: Route, session: Session, body: Mapping[str, Any], request: "Request"
-    ) -> "Response | EventResponse":
-        """Return what a route answers, or a response that goes on to run it."""
-        from starlette.responses import JSONResponse, Response
-
+    async def _run(self, route: Route, session: Session, body: Mapping[str, Any], request: Request, send: Send) -> None:
+        """Send what a route answers."""
         if session.failure.done():
             raise APIError("The session has failed; its trajectory is over.", 500)
         if len(session.requests) >= self.max_requests:
             raise APIError(f"{self.max_requests} requests of the session are under way.", 429)
         work = RouteWork(route, session, body, request)
-        is_streamed = False
         try:
             event = await work.next_event()
             if event is not None:
-                is_streamed = True
-                return EventResponse(work, event, _anthropic_error if route is ROUTES[ANTHROPIC] else _openai_error)
+                await send_events(send, work, event, _anthropic_error if request.path == ANTHROPIC else _openai_error)
+                return
             reply = work.result()
-            return Response(status_code=GONE) if work.is_abandoned else JSONResponse(reply)
         finally:
-            if not is_streamed:
-                work.end()
+            work.end()
+        if work.is_abandoned:
+            raise ClientGoneError
+        await send_json(send, reply)
 
 
 class RouteWork:
@@ -290,12 +264,12 @@ class RouteWork:
         is_abandoned: whether the client has gone before the end.
     """
 
-    def __init__(self, route: Route, session: Session, body: Mapping[str, Any], request: "Request") -> None:
+    def __init__(self, route: Route, session: Session, body: Mapping[str, Any], request: Request) -> None:
         self.is_abandoned = False
         self._session = session
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._work = asyncio.ensure_future(_call(route, session, body, self._events.put_nowait))
-        self._gone = asyncio.ensure_future(_wait_until_gone(request))
+        self._gone = asyncio.ensure_future(request.wait_until_gone())
         session.requests.add(self._work)
         self._work.add_done_callback(session.requests.discard)
         for one in (self._work, self._gone):
@@ -329,36 +303,26 @@ class RouteWork:
         self._work.cancel()
 
 
-class EventResponse:
-    """An ASGI response that sends the events of a stream as they come.
+async def send_events(send: Send, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
+    """Send the events of a stream as they come, all of them or until the client has gone.
 
     Args:
+        send: ASGI's.
         work: that makes them.
         first: of them.
         to_error: returns the event of an error.
     """
-
-    def __init__(self, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
-        self._work, self._first, self._to_error = work, first, to_error
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send all of them, or until the client has gone."""
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            event: Event | None = self._first
-            while event is not None:
-                await send({"type": "http.response.body", "body": _write_event(event), "more_body": True})
-                event = await self._work.next_event()
-            try:
-                self._work.result()
-            except APIError as error:
-                await send(
-                    {"type": "http.response.body", "body": _write_event(self._to_error(error)), "more_body": True}
-                )
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            self._work.end()
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    event: Event | None = first
+    while event is not None:
+        await send({"type": "http.response.body", "body": _write_event(event), "more_body": True})
+        event = await work.next_event()
+    try:
+        work.result()
+    except APIError as error:
+        await send({"type": "http.response.body", "body": _write_event(to_error(error)), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _anthropic_error(error: APIError) -> Event:
@@ -387,29 +351,6 @@ async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: E
         raise APIError(f"The policy cannot be sampled from: {describe_error(error)}", 500) from error
 
 
-def _is_limit(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, is a client's of a request that had no more room."""
-    for one in cause_chain(error):
-        said = str(one).rpartition(OTHER_TRACEBACK)[2]
-        with contextlib.suppress(Exception):  # of clients whose errors do not quote the answer, such as httpx
-            said += one.response.text  # type: ignore[attr-defined]
-        if isinstance(one, LimitReachedError) or LIMIT_TEXT in said:
-            return True
-    return False
-
-
-async def _wait_until_gone(request: "Request") -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _answer_unknown(request: "Request", error: Exception) -> "Response":
-    from starlette.responses import JSONResponse
-
-    path = f"{request.method} {request.url.path}"
-    return JSONResponse(APIError(f"There is no {path}; there are {', '.join(ROUTES)}.", 404).to_openai(), 404)
-
-
 def _write_event(event: Event) -> bytes:
     name, data = event
     head = "" if name is None else f"event: {name}\n"
@@ -418,7 +359,6 @@ def _write_event(event: Event) -> bytes:
 
 def _import_server() -> Any:
     try:
-        import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:
         raise ConfigError(

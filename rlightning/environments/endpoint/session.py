@@ -1,12 +1,15 @@
 """One trajectory's use of the endpoint: what its requests sample, and what of it they have seen."""
 
 import asyncio
+import json
 import secrets
+from array import array
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, received_message, to_json
 from rlightning.environments.endpoint.parameters import Asked, to_sampling
@@ -22,6 +25,8 @@ from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_tokens
 from rlightning.types.trajectory import Sample
 
 RESPONSE_FORMAT = "response_format"
+MAX_BEGINNINGS = 256
+"""Conversations whose tokens are kept: a group's trajectories begin alike, at about the same time."""
 
 
 class ToolUse(NamedTuple):
@@ -73,6 +78,11 @@ class Session:
         self._keeps_reasoning, self._allowed = keeps_reasoning, allowed
         self._histories = Histories()
         self._texts: list[tuple[str, RecordedTurn, Sequence[str]]] = []
+
+    @property
+    def has_reached_limit(self) -> bool:
+        """Whether turns have been sampled, and the last request had no more room."""
+        return self.policy.has_reached_limit and bool(self.policy.recorder.branches)
 
     def fail(self, error: Exception) -> None:
         """End the session: nothing of it can become a reward."""
@@ -213,7 +223,7 @@ class Session:
             if tools:
                 chat_format.check_tools()
             if found.past is None:
-                return chat_format.render(messages, tools)
+                return list(render_beginning(chat_format, json.dumps([messages, tools])))
             sample = found.past.sample
             ended = sample.finish_reason == "stop"
             added = chat_format.render_observations(new, sampled=sample.token_ids, ended=ended)
@@ -236,6 +246,13 @@ class Session:
         if message.errors:
             message = parse(sample.token_ids, None, prompt_ids=history, turn=number)
         return message._replace(content=cut_at_stops(message.content, stops))
+
+
+@lru_cache(MAX_BEGINNINGS)
+def render_beginning(chat_format: ChatFormat, conversation: str) -> "array[int]":
+    """Return the tokens of a conversation, JSON of its messages and tools."""
+    messages, tools = json.loads(conversation)
+    return array("q", chat_format.render(messages, tools))
 
 
 def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:

@@ -1,0 +1,244 @@
+"""An agent that is a function, which reaches the policy by a client of an API.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, and openai only
+where the function takes a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import cached_property
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from rlightning.environments.agent_limit import is_limit
+from rlightning.environments.dotted_path import import_object
+from rlightning.environments.environment import Environment, LimitReachedError, Policy
+from rlightning.environments.step_object import SerialThread
+from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut_line, cut_value, describe_error
+from rlightning.types.trajectory import Outcome, Prompt
+
+if TYPE_CHECKING:
+    from rlightning.environments.messages import Message
+    from rlightning.environments.worker import RemotePolicy
+
+GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
+"""Parameters of an agent that it is given."""
+RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
+MAX_IDLE_CLIENTS = 512
+"""That are kept with their connections, for the trajectories that follow."""
+MAX_IDLE_CONNECTIONS = 2
+"""Of a client: those of agents that ask in parallel would add up to more than the endpoint serves."""
+KEEP_ALIVE_SECONDS = 100.0
+"""Of an idle connection; below the endpoint's, so that no request meets one that is being closed."""
+
+
+class Access(NamedTuple):
+    """Where an agent reaches the policy of its trajectory.
+
+    Attributes:
+        base_url: of OpenAI's API.
+        api_key: of the trajectory.
+        model: the policy's name.
+        messages: the prompt as a chat; None where the agent does not ask for it.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    messages: list[Message] | None
+
+
+class AgentFunction(Environment):
+    """Calls an agent's function; as an environment of a worker, for trajectories whose endpoint is the trainer's.
+
+    Args:
+        agent: the function, or its dotted path.
+        arguments: further ones of it.
+    """
+
+    def __init__(self, agent: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
+        self.agent, self.arguments = agent, dict(arguments or {})
+        self._clients = _IdleClients()
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+        path = self.agent
+        return f"AgentProgram: agent={path if isinstance(path, str) else getattr(path, '__name__', path)}"
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The agent.
+
+        Raises:
+            ConfigError: there is none of this dotted path.
+        """
+        found = import_object(self.agent, self.name) if isinstance(self.agent, str) else self.agent
+        if not callable(found):
+            raise ConfigError(f"{self.name} is no function. {RULE}")
+        return cast("Callable[..., Any]", found)
+
+    @property
+    def wants_messages(self) -> bool:
+        """Whether it has a parameter ``messages``."""
+        return "messages" in self._parameters
+
+    async def check(self) -> None:
+        """Raise a ConfigError if the agent cannot be found or called."""
+        named = self._select_arguments(dict.fromkeys(GIVEN))
+        if not {"client", "base_url"} & named.keys():
+            raise ConfigError(f"{self.name} has neither a parameter 'client' nor 'base_url'. {RULE}")
+        try:
+            inspect.signature(self.function).bind(**named)
+        except TypeError as error:
+            raise ConfigError(f"{self.name}: {cut_line(error)}. {RULE} Further ones come from arguments.") from error
+        if "client" in named:
+            _import_openai()
+
+    async def close(self) -> None:
+        """Close idle connections."""
+        await self._clients.close()
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory in a worker.
+
+        Raises:
+            LimitReachedError: the agent failed where a sequence had no more room.
+        """
+        trainer = cast("RemotePolicy", policy)
+        access = Access(*await trainer.open_session(wants_messages=self.wants_messages))
+        try:
+            return await self.call(prompt, access)
+        except LimitReachedError:
+            raise
+        except Exception as error:
+            if is_limit(error) and await trainer.has_reached_limit():
+                raise LimitReachedError(f"The agent ended there: {describe_error(error)}") from error
+            raise
+
+    async def call(self, prompt: Prompt, access: Access) -> Outcome:
+        """Call the agent for a trajectory, and return what it makes of it."""
+        given = {**access._asdict(), "prompt": prompt}
+        if not self.wants_messages:
+            del given["messages"]
+        named = self._select_arguments(given)
+        if "client" not in self._parameters:
+            return read_outcome(await self._call_function(named))
+        async with self._clients.borrow(access, is_async=self._is_async) as client:
+            return read_outcome(await self._call_function({**named, "client": client}))
+
+    async def _call_function(self, named: dict[str, Any]) -> Any:
+        if self._is_async:
+            return await self.function(**named)
+        thread = SerialThread()
+        try:
+            returned = await thread.run(lambda: self.function(**named))
+            return await returned if isinstance(returned, Awaitable) else returned
+        finally:
+            thread.end()
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    @cached_property
+    def _is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)  # noqa: B004  # of an object, whether it is async
+        )
+
+    def _select_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
+        own = {name: value for name, value in given.items() if name in self._parameters or takes_all}
+        return {**own, **self.arguments}
+
+
+class _IdleClients:
+    """HTTP clients with the connections that they have open, each of one trajectory at a time.
+
+    One client for all trajectories would look through all connections at each request.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle: dict[bool, list[Any]] = {True: [], False: []}
+
+    @asynccontextmanager
+    async def borrow(self, access: Access, *, is_async: bool) -> AsyncIterator[Any]:
+        """Yield OpenAI's client for a trajectory, which closes what an error has left."""
+        openai = _import_openai()
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._idle = loop, {True: [], False: []}
+        idle = self._idle[is_async]
+        http = idle.pop() if idle else _open_http(openai, is_async=is_async)
+        kind = openai.AsyncOpenAI if is_async else openai.OpenAI
+        try:
+            yield kind(base_url=access.base_url, api_key=access.api_key, http_client=http, timeout=None)
+        except BaseException:
+            await _close_http(http)
+            raise
+        if http.is_closed:
+            return
+        if len(idle) < MAX_IDLE_CLIENTS:
+            idle.append(http)
+        else:
+            await _close_http(http)
+
+    async def close(self) -> None:
+        """Close those of the running event loop."""
+        idle, self._idle = self._idle, {True: [], False: []}
+        if self._loop is asyncio.get_running_loop():
+            for http in [*idle[True], *idle[False]]:
+                await _close_http(http)
+
+
+def _open_http(openai: Any, *, is_async: bool) -> Any:
+    kind = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
+        max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
+    )
+    # Proxies of the environment's would not reach the trainer's process.
+    return kind(trust_env=False, verify=False, timeout=None, limits=limits)
+
+
+async def _close_http(http: Any) -> None:
+    if hasattr(http, "aclose"):
+        await http.aclose()
+    else:
+        http.close()
+
+
+def read_outcome(returned: Any) -> Outcome:
+    """Return what an agent returned as an outcome.
+
+    Raises:
+        TypeError: it is neither a number, None nor an outcome.
+        ValueError: the number is not finite.
+    """
+    if isinstance(returned, Outcome):
+        return returned
+    if returned is None:
+        return Outcome()
+    if not isinstance(returned, Real):
+        raise TypeError(f"the agent returned {cut_value(returned)}, and has to return a number, None or an Outcome")
+    if not math.isfinite(returned):
+        raise ValueError(f"the agent returned the reward {returned}, and has to return a finite number")
+    return Outcome(reward=float(returned))
+
+
+def _import_openai() -> Any:
+    try:
+        import openai
+    except ImportError as error:
+        raise ConfigError(
+            "AgentProgram: an agent with a parameter 'client' needs openai, which is not installed: pip install "
+            "'rlightning[agents]'."
+        ) from error
+    return openai

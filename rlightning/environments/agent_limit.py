@@ -1,0 +1,27 @@
+"""The error that agents get for a request whose sequence has no more room, as its clients raise it.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from rlightning.environments.environment import LimitReachedError
+from rlightning.errors import cause_chain
+
+LIMIT_TEXT = "This model's maximum context length is"
+"""In OpenAI's words, by which clients know the error, and it is known again in theirs."""
+OTHER_TRACEBACK = "During handling of the above exception, another exception occurred:"
+"""Of Python's; what is before it is not what has ended a program."""
+
+
+def is_limit(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, is a client's of a request that had no more room."""
+    for one in cause_chain(error):
+        said = str(one).rpartition(OTHER_TRACEBACK)[2]
+        with suppress(Exception):  # of clients whose errors do not quote the answer, such as httpx
+            said += one.response.text  # type: ignore[attr-defined]
+        if isinstance(one, LimitReachedError) or LIMIT_TEXT in said:
+            return True
+    return False

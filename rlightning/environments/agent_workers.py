@@ -1,0 +1,115 @@
+"""The worker processes of agents that are functions: their clients' time is not the trainer's."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlightning.environments.agent_function import Access, AgentFunction
+from rlightning.environments.endpoint import Session
+from rlightning.environments.worker_environment import UNSENDABLE, WorkerEnvironment
+from rlightning.errors import ConfigError, check_rules
+from rlightning.foreign_text import cut_line, cut_value
+from rlightning.rpc.connection import encode
+from rlightning.rpc.peer import Method
+from rlightning.types.trajectory import Outcome, Prompt
+
+log = logging.getLogger(__name__)
+
+FUNCTION = f"{AgentFunction.__module__}.{AgentFunction.__name__}"
+MAX_DEFAULT_WORKERS = 8
+MIN_CORES = 4
+"""Below which there are no workers by default: the trainer and an engine share the cores with them."""
+
+
+class AgentWorkers(WorkerEnvironment):
+    """Calls an agent's function in worker processes; the endpoint is the trainer's."""
+
+    def __init__(self, function: AgentFunction, **settings: Any) -> None:
+        super().__init__(FUNCTION, {"agent": function.agent, "arguments": function.arguments}, **settings)
+        self.name, self.key = str(function.agent), function.name
+        self._says_unsendable = True
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Return whether the prompt would arrive as it is; the first that would not is told."""
+        try:
+            reason = "its columns hold arrays." if encode(prompt.columns)[1] else None
+        except UNSENDABLE as error:
+            reason = cut_line(error)
+        if reason and self._says_unsendable:
+            self._says_unsendable = False
+            log.info(
+                "%s runs in the trainer's process for prompts that cannot be sent to workers, such as %d: %s",
+                *(self.key, prompt.index, reason),
+            )
+        return reason is None
+
+    async def call(self, prompt: Prompt, session: Session, access: Callable[..., Access]) -> Outcome:
+        """Make one trajectory.
+
+        Args:
+            prompt: what is attempted.
+            session: of the trajectory.
+            access: returns what the agent reaches it by, with the prompt as a chat if ``wants_messages``.
+
+        Raises:
+            LimitReachedError: the agent failed where a sequence had no more room.
+            TrajectoryLostError: it was lost with its worker.
+            RunError: no trajectory can go on.
+        """
+
+        async def open_session(wants_messages: bool) -> list[Any]:
+            try:
+                return [*access(wants_messages=wants_messages)]
+            except Exception as error:
+                session.fail(error)
+                raise
+
+        async def has_reached_limit() -> bool:
+            return session.has_reached_limit
+
+        methods: dict[str, Method] = {"open_session": open_session, "has_reached_limit": has_reached_limit}
+        return await self._attempt(prompt, session.policy, methods)
+
+
+def start_workers(
+    function: AgentFunction, num_workers: int | None, max_trajectories: int, settings: Mapping[str, Any]
+) -> AgentWorkers | None:
+    """Return the workers of an agent, which start with its first trajectory; None if it runs in the trainer's process.
+
+    Args:
+        function: the agent.
+        num_workers: as many; None: by the number of cores.
+        max_trajectories: of a worker at once.
+        settings: of the workers.
+
+    Raises:
+        ConfigError: a setting is unknown, or of a value that cannot be.
+    """
+    if num_workers is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_workers = min(MAX_DEFAULT_WORKERS, cores - 1) if cores >= MIN_CORES else int(bool(settings))
+    check_rules({f"AgentProgram: workers={cut_value(settings)} needs num_workers": bool(num_workers) or not settings})
+    if not num_workers:
+        return None
+    reason = _why_not(function)
+    if reason is not None:
+        log.info("%s runs in the trainer's process, not in workers: %s.", function.name, reason)
+        return None
+    try:
+        return AgentWorkers(function, num_workers=num_workers, max_trajectories=max_trajectories, **settings)
+    except TypeError as error:
+        raise ConfigError(f"AgentProgram: workers={cut_value(settings)}: {cut_line(error)}.") from error
+
+
+def _why_not(function: AgentFunction) -> str | None:
+    """Return why an agent cannot run in workers; None if it can."""
+    if not isinstance(function.agent, str):
+        return "it is no dotted path"
+    if function.agent.startswith("__main__."):
+        return "workers do not run the script"
+    try:
+        encode(function.arguments)
+    except UNSENDABLE as error:
+        return f"its arguments cannot be sent ({cut_line(error)})"
+    return None

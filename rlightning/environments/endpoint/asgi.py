@@ -1,0 +1,80 @@
+"""Requests and answers of HTTP, as ASGI has them."""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from rlightning.environments.endpoint.errors import APIError
+from rlightning.foreign_text import describe_error
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+GONE = 499
+"""The status of what a client that has gone away would be answered."""
+
+
+class ClientGoneError(Exception):
+    """The client has gone away in the middle of its request."""
+
+
+class Request:
+    """A request.
+
+    Args:
+        scope: ASGI's.
+        receive: ASGI's.
+
+    Attributes:
+        method: in capital letters.
+        path: without a query.
+        headers: by their names in small letters.
+    """
+
+    def __init__(self, scope: Mapping[str, Any], receive: Receive) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self._receive = receive
+
+    async def read_json(self, max_bytes: int) -> Mapping[str, Any]:
+        """Return the body, a JSON object.
+
+        Raises:
+            APIError: it is none, or longer than ``max_bytes``.
+            ClientGoneError: it did not come.
+        """
+        read, is_whole = bytearray(), False
+        while not is_whole:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            read += message.get("body", b"")
+            is_whole = not message.get("more_body", False)
+            if len(read) > max_bytes:
+                raise APIError(f"The request has more than {max_bytes} bytes.", 413)
+        try:
+            body = json.loads(read)
+        except (ValueError, RecursionError) as error:
+            raise APIError(f"The request is no JSON: {describe_error(error)}.") from error
+        if not isinstance(body, dict):
+            raise APIError("The request has to be a JSON object.")
+        return body
+
+    async def wait_until_gone(self) -> None:
+        """Return when the client has gone away; the body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+async def send_json(send: Send, body: Any, status: int = 200, headers: Mapping[bytes, bytes] | None = None) -> None:
+    """Send an answer."""
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    await send_text(send, text, status, {b"content-type": b"application/json", **(headers or {})})
+
+
+async def send_text(send: Send, text: bytes, status: int, headers: Mapping[bytes, bytes]) -> None:
+    """Send an answer as it is."""
+    named = [*headers.items(), (b"content-length", b"%d" % len(text))]
+    await send({"type": "http.response.start", "status": status, "headers": named})
+    await send({"type": "http.response.body", "body": text})
