@@ -62,5 +62,6 @@ def _split_again(layer: Any, dtype: torch.dtype) -> None:
     before = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
     layer.process_weights_after_loading(dtype)
     for name, old in before.items():
-        if getattr(layer, name) is not old:
-            setattr(layer, name, old.copy_(getattr(layer, name)))
+        new = getattr(layer, name)  # an attribute or a parameter
+        if new is not old:
+            setattr(layer, name, old.copy_(new))
