@@ -254,7 +254,7 @@ def _relax(schema: object) -> Any:
     return relaxed | {"strict": False} if schema.get("type") in _RELAXED else relaxed
 
 
-def _annotation(kind: type, name: str) -> Any:
+def _annotation(kind: type, name: str) -> object:
     """The class of an argument, as it is written; None where that is not to be found."""
     for init in _inits(kind):
         if name in inspect.signature(init).parameters:

@@ -27,7 +27,7 @@ def keep_experts_unpacked() -> None:
     packer: Any = getattr(cpu_moe, "CPUUnquantizedExperts", unquantized_fused_moe_method.UnquantizedFusedMoEMethod)
     pack: Any = packer.process_weights_after_loading
 
-    def keep_and_pack(experts: Any, layer: nn.Module) -> None:
+    def keep_and_pack(experts: object, layer: nn.Module) -> None:
         _unpacked[layer] = {name: (weight, weight.data) for name, weight in layer.named_parameters(recurse=False)}
         _pack_again[layer] = lambda: pack(experts, layer)
         pack(experts, layer)
