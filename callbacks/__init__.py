@@ -1,6 +1,6 @@
 """Every callback, one a file. Import them as ``rlightning.callbacks``."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> object:
     """Import a callback when it is first asked for: each costs only those who use it."""
     if name not in _FILES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    return resolve_name(f"{__name__}.{_FILES[name]}:{name}")
 
 
 if __name__ != "rlightning.callbacks":

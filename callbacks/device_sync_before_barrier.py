@@ -74,7 +74,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
     def _go_before(self, owner: object, name: str) -> None:
         """Have ``owner.name(...)`` wait first, until ``teardown``."""
         barrier = getattr(owner, name)
-        if getattr(barrier, "waits_for_device", False):
+        if hasattr(barrier, "waits_for_device"):
             self._leave_barriers()
             raise ConfigError(
                 f"{type(owner).__name__}.{name} waits for the device already: there are two DeviceSyncBeforeBarrier. "

@@ -25,11 +25,11 @@ from rlightning.protocols import (
     HasAdapter,
     HasConfig,
     HasData,
-    HasDevice,
     HasLongestLimit,
     HasPlan,
     HasPromptFormat,
     HasPromptLimit,
+    HasRootDevice,
     HasStrategy,
     HasValidationSets,
     Loop,
@@ -228,7 +228,7 @@ class RolloutCallback(RLCallback, Generator):
         self._loop, self._policy = trainer, module
         max_prompt_tokens = self._check(stage)
         device = module.device
-        if has(trainer, HasStrategy) and has(trainer.strategy, HasDevice):
+        if has(trainer, HasStrategy) and has(trainer.strategy, HasRootDevice):
             device = trainer.strategy.root_device
         sampling = self.seeded_sampling(device)
         owner: Any = module  # which need not declare what it is given

@@ -12,6 +12,7 @@ from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models import load_config
+from rlightning.models.files import torch_dtype
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, global_rank
 from rlightning.protocols import Loop, SampledPolicy
@@ -98,7 +99,7 @@ class TransformersRollout(RolloutCallback):
         while rows < most:
             rows, copied = 2 * rows, rows
         copy = replace(copy, num_engines=0, kv_cache_bytes=(rows + copied) * copy.sequence)
-        return RolloutMemory(engine=copy, bucket_bytes=0, itemsize=getattr(torch, dtype).itemsize)
+        return RolloutMemory(engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize)
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
         """Build the model, on rank 0; it has no weights yet."""
@@ -165,8 +166,7 @@ class TransformersRollout(RolloutCallback):
 
     def _resolve_dtype(self, device: torch.device) -> torch.dtype:
         name = self.dtype if self.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return torch_dtype(name)
 
     def make_sampler(self, module: SampledPolicy, device: torch.device, dtype: torch.dtype) -> Sampler:
         """Return the sampler, which has no weights yet; override it for one of your own (docs/samplers.md).

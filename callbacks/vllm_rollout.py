@@ -16,11 +16,12 @@ from rlightning.environments.collector import Collector, StepPlan
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError
 from rlightning.hooks import fire
+from rlightning.lightning_internals import is_amid_step
 from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import gather_objects, global_rank, world_size
-from rlightning.protocols import HasLoggers, HasPlan, HasUsualOptimizers, Loop, has
+from rlightning.protocols import HasFitLoop, HasLoggers, HasPlan, HasUsualOptimizers, Loop, has
 from rlightning.report.loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.async_metrics import STOPPED, BottleneckMonitor
@@ -264,7 +265,7 @@ class VLLMRollout(RolloutCallback):
             num_ranks=work.parallelism.ranks,
             adapter=work.adapter,
         )
-        itemsize = getattr(torch, self.options.engine_dtype(torch.device("cuda"))).itemsize
+        itemsize = self.options.itemsize(torch.device("cuda"))
         return RolloutMemory(engine=engine, bucket_bytes=self.options.bucket_bytes, itemsize=itemsize)
 
     @property
@@ -344,9 +345,8 @@ class VLLMRollout(RolloutCallback):
         if self._collector is not None:
             self._collector.save_progress()
         # As PromptDataModule does: between the update and our on_train_batch_end other callbacks may save, too.
-        epoch_loop = getattr(getattr(self._loop, "fit_loop", None), "epoch_loop", None)
-        progress = None if epoch_loop is None else epoch_loop.batch_progress.current
-        state = self.in_flight.state_dict(at_step_start=progress is None or progress.ready > progress.processed)
+        is_at_start = not has(self._loop, HasFitLoop) or is_amid_step(self._loop.fit_loop)
+        state = self.in_flight.state_dict(at_step_start=is_at_start)
         return {"in_flight": state} if state["groups"] else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

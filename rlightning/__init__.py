@@ -1,6 +1,6 @@
 """RL post-training for language models, the Lightning way."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,5 +15,5 @@ _FILES = {"RLModule": "module", "Trainer": "trainer"}
 def __getattr__(name: str) -> object:
     """Import a class when it is asked for: the command's ``--help`` needs no torch."""
     if name in _FILES:
-        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+        return resolve_name(f"{__name__}.{_FILES[name]}:{name}")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

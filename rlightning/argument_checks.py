@@ -4,12 +4,13 @@ import difflib
 import inspect
 import os
 import warnings
+from argparse import Action
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, wraps
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
@@ -18,7 +19,7 @@ from rlightning.config_types import flatten_union, is_callable, is_container, is
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
 from rlightning.peer_names import PEER_NAMES, suggest_name
-from rlightning.python_values import map_items, to_number, to_python
+from rlightning.python_values import map_items, module_name, to_number, to_python
 
 if TYPE_CHECKING:
     from pydantic_core import SchemaValidator
@@ -91,7 +92,7 @@ def accepts(kind: type, name: str) -> bool:
     if hints is None or name in hints or is_taken_otherwise(kind, name):
         return True
     init = kind.__init__  # type: ignore[misc]
-    is_ours = str(getattr(init, "__module__", "")).partition(".")[0] in _PACKAGES
+    is_ours = module_name(init).partition(".")[0] in _PACKAGES
     return not is_ours and _has(init, inspect.Parameter.VAR_KEYWORD) and not _is_mistaken(name, hints)
 
 
@@ -132,8 +133,13 @@ def _parameters_of_parser(parser: ArgumentParser) -> dict[str, Any]:
         for group in groups:
             known = branch.get(group)
             branch[group] = branch = known if isinstance(known, dict) else {}
-        branch.setdefault(name, getattr(action, "_typehint", None))
+        branch.setdefault(name, hint_of(action))
     return tree
+
+
+def hint_of(action: Action) -> object:
+    """Return the type hint of an argument of jsonargparse's; None of another."""
+    return getattr(action, "_typehint", None)
 
 
 def positional_names(kind: type) -> list[str]:
@@ -150,8 +156,8 @@ def positional_names(kind: type) -> list[str]:
 def is_taken_otherwise(kind: type, name: str) -> bool:
     """Return whether an ``__init__`` with ``**kwargs`` has a name in its code, as in ``kwargs.pop(name)``."""
     for init in _inits(kind):
-        code = getattr(inspect.unwrap(init), "__code__", None)
-        if code is not None and name in _constants(code):
+        function = inspect.unwrap(init)
+        if isinstance(function, FunctionType) and name in _constants(function.__code__):
             return True
         if not _has(init, inspect.Parameter.VAR_KEYWORD):
             return False
@@ -254,7 +260,7 @@ def _relax(schema: object) -> Any:
     return relaxed | {"strict": False} if schema.get("type") in _RELAXED else relaxed
 
 
-def _annotation(kind: type, name: str) -> Any:
+def _annotation(kind: type, name: str) -> object:
     """The class of an argument, as it is written; None where that is not to be found."""
     for init in _inits(kind):
         if name in inspect.signature(init).parameters:

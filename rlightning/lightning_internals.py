@@ -28,7 +28,6 @@ __all__ = [
     "Launcher",
     "MetricMetadata",
     "Metrics",
-    "ProcessedTracker",
     "Results",
     "SubprocessLauncher",
     "TrainingEpochLoop",
@@ -38,6 +37,7 @@ __all__ = [
     "epoch_results",
     "given_data",
     "has_sync_batchnorm",
+    "is_amid_step",
     "is_of_tuner",
     "last_saved",
     "loaded_checkpoint",
@@ -51,6 +51,13 @@ __all__ = [
     "teardown",
     "update_device_properties",
 ]
+
+
+def is_amid_step(fit_loop: FitLoop) -> bool:
+    """Whether a training step has begun and is not over."""
+    progress = fit_loop.epoch_loop.batch_progress.current
+    assert isinstance(progress, ProcessedTracker)
+    return progress.ready > progress.processed
 
 
 def given_data(trainer: Trainer, command: str) -> object:

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     import lightning.pytorch
     import torch
     from _typeshed import DataclassInstance
+    from tokenizers import Tokenizer
     from torch import Tensor
     from torch.optim import Optimizer
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
     from typing_extensions import TypeIs
 
+    from rlightning.lightning_internals import FitLoop
     from rlightning.types import Prompt, RolloutBatch
     from rlightning.types.batch_plan import BatchPlan
 
@@ -88,11 +90,25 @@ class HasStrategy(Protocol):
     def strategy(self) -> object: ...
 
 
-class HasDevice(Protocol):
+class HasRootDevice(Protocol):
     """A strategy that knows its rank's device."""
 
     @property
     def root_device(self) -> "torch.device": ...
+
+
+class HasWorkerCallbacks(Protocol):
+    """A controller's strategy: some callbacks are in its workers alone."""
+
+    @property
+    def worker_callbacks(self) -> Sequence[object]: ...
+
+
+class HasDevice(Protocol):
+    """A loop, a module or an accelerator that knows its device."""
+
+    @property
+    def device(self) -> "torch.device | str | None": ...
 
 
 class HasAccelerator(Protocol):
@@ -100,6 +116,13 @@ class HasAccelerator(Protocol):
 
     @property
     def accelerator(self) -> object: ...
+
+
+class HasFitLoop(Protocol):
+    """Lightning's Trainer, with the progress of its training."""
+
+    @property
+    def fit_loop(self) -> "FitLoop": ...
 
 
 class HasCheckpoint(Protocol):
@@ -198,6 +221,16 @@ class LeavesOutPrompts(Protocol):
     def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None: ...
 
 
+# Of a tokenizer
+
+
+class HasBackend(Protocol):
+    """A tokenizer of transformers on the tokenizers library."""
+
+    @property
+    def backend_tokenizer(self) -> "Tokenizer": ...
+
+
 # Of a module
 
 
@@ -225,6 +258,27 @@ class SampledPolicy(Protocol):
     def named_weights(self) -> "Iterator[tuple[str, Tensor]]": ...
 
     def score(self, batch: "RolloutBatch", dtype: "torch.dtype", /) -> "Tensor": ...
+
+
+class HasWeightVersion(Protocol):
+    """A module that counts the versions of its weights."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+
+class TrustsRemoteCode(Protocol):
+    """A module that says whether its model may bring code of its own."""
+
+    @property
+    def trust_remote_code(self) -> bool: ...
+
+
+class StandsForModule(Protocol):
+    """A controller's module, in place of the one that the user configured."""
+
+    @property
+    def configured(self) -> object: ...
 
 
 class AdapterSettings(Protocol):
@@ -321,7 +375,7 @@ class HasConfig(Protocol):
     """A module whose network's configuration is known."""
 
     @property
-    def model_config(self) -> object: ...
+    def model_config(self) -> "PreTrainedConfig": ...
 
 
 class HasPlan(Protocol):

@@ -1,16 +1,21 @@
-"""Python's own values in place of what NumPy and torch have for numbers, alone and in lists, tuples and mappings."""
+"""Python's own values in place of what NumPy and torch have for numbers, and those that a dataclass holds."""
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
 
-def to_number(value: Any) -> Any:
+def to_number(value: object) -> Any:
     """Return the number of a NumPy number, or of an array or a tensor without dimensions; all else as it is."""
-    has_number = not isinstance(value, type) and getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-    return value.item() if has_number else value
+    if isinstance(value, type) or not hasattr(value, "ndim") or not hasattr(value, "item"):
+        return value
+    return value.item() if value.ndim == 0 else value
 
 
 def to_python(value: T) -> T:
@@ -36,6 +41,18 @@ def map_items(convert: Callable[[Any], object], value: T) -> T:
     return changed  # type: ignore[no-any-return]
 
 
-def _to_list(value: Any) -> Any:
-    has_list = not isinstance(value, type) and callable(getattr(value, "tolist", None))
-    return value.tolist() if has_list else value
+def _to_list(value: object) -> object:
+    if isinstance(value, type) or not hasattr(value, "tolist"):
+        return value
+    return value.tolist() if callable(value.tolist) else value
+
+
+def field_values(record: "DataclassInstance") -> dict[str, Any]:
+    """Return the values of a dataclass's fields by name, as they are; not those that are unset."""
+    return {field.name: getattr(record, field.name) for field in fields(record) if hasattr(record, field.name)}
+
+
+def module_name(thing: object) -> str:
+    """Return the name of the module of a class, a function or an object's class; "" where none is known."""
+    name = getattr(thing, "__module__", None)
+    return name if isinstance(name, str) else ""

@@ -8,14 +8,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from jsonargparse import Namespace
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import hide, without_secrets
-from rlightning.python_values import map_items
+from rlightning.python_values import field_values, map_items
 
 REFERENCE = re.compile(r"\$\{ENV:(\w+)\}")
 
@@ -101,7 +101,7 @@ def conceal(value: object) -> Any:
         concealed.update({name: conceal(inner) for name, inner in value.items()})
         return concealed
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: conceal(getattr(value, field.name)) for field in fields(value)}
+        return {name: conceal(inner) for name, inner in field_values(value).items()}
     items: Any = value
     return type(items)(map(conceal, items)) if type(items) in (list, tuple) else value
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,14 @@ def nccl_backends() -> "list[dist.ProcessGroupNCCL]":
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of a group's collectives."""
     _set_pg_timeout(timeout, group)
+
+
+def inner_tensors(tensor: object) -> dict[str, Any]:
+    """Return what a tensor that wraps others is made of, by name; nothing for a plain one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {}
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
 
 
 def set_allocator(settings: str) -> None:

@@ -4,8 +4,8 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import lightning.pytorch
@@ -254,9 +254,10 @@ def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
     return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
 
 
-def find_callback(name: str) -> Any:
+def find_callback(name: str) -> type[Any]:
     """One of the package's callbacks, by name: the package imports none of them itself."""
-    return getattr(import_module("rlightning.callbacks"), name)
+    kind: type[Any] = resolve_name(f"rlightning.callbacks:{name}")
+    return kind
 
 
 def _lightning_defaults() -> dict[str, Any]:

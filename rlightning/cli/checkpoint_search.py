@@ -3,8 +3,8 @@
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -200,7 +200,7 @@ def _is_checkpoint(path: str) -> bool:
     if not module:
         return name == ModelCheckpoint.__name__
     try:
-        kind = getattr(import_module(module), name)
+        kind = resolve_name(f"{module}:{name}")
     except Exception:  # of an earlier run: the module may be gone, or a user's that fails now
         log.debug("%s cannot be imported: checkpoints of that class are not searched", path, exc_info=True)
         return False

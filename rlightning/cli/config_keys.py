@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import iter_modules, resolve_name
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -299,29 +299,29 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     module_name, _, name = path.rpartition(".")
     if not module_name:
         for package in {base.__module__.rpartition(".")[0] for base in bases} - {""}:
-            exports: Any = import_module(package)
-            if name in getattr(exports, "__all__", ()):
-                getattr(exports, name)  # imports what the package imports when it is asked for
+            exports = import_module(package)
+            if name in vars(exports).get("__all__", ()):
+                resolve_name(f"{package}:{name}")  # imports what the package imports when it is asked for
         named = {c.__name__: c for base in bases for c in subclasses(base) if not c.__name__.startswith("_")}
         if name not in named:
             raise ConfigError(f"{key}: there is no class '{name}'. {suggest(name, named)}")
         return named[name]
     try:
-        module: Any = import_module(module_name)
+        module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"{key}: importing '{module_name}' failed: {cut_line(error)}. Install it, or remove the key."
             ) from error
         parent = error.name.rpartition(".")[0]
-        folders = getattr(import_module(parent), "__path__", []) if parent else []
+        folders = vars(import_module(parent)).get("__path__", []) if parent else []
         choices = [m.name for m in iter_modules(folders, f"{parent}.")] if parent else []
         choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
         raise ConfigError(f"{key}: there is no module '{error.name}'. {suggest(error.name, choices)}") from error
     found = getattr(module, name, None)
     if found is None:
         fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
-        fitting += getattr(module, "__all__", ())  # what a module imports when it is asked for, too
+        fitting += vars(module).get("__all__", ())  # what a module imports when it is asked for, too
         near = suggest(path, [f"{module_name}.{n}" for n in fitting if not n.startswith("_")])
         raise ConfigError(f"{key}: there is no '{name}' in '{module_name}'. {near}")
     if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):

@@ -38,8 +38,8 @@ class GivenValue:
         is_option: whether the command line has it, whose texts may stand for other values.
     """
 
-    value: Any
-    hint: Any
+    value: object
+    hint: object
     is_option: bool = False
 
     def check(self, key: str) -> None:

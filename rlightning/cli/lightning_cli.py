@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
-from rlightning.argument_checks import parameters_of
+from rlightning.argument_checks import hint_of, parameters_of
 from rlightning.atomic_save import written_aside
 from rlightning.cli.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.cli.config_files import (
@@ -70,11 +70,11 @@ class RLArgumentParser(LightningArgumentParser):
         """Add a class's arguments; of those that take a text, the name of an existing file is one too."""
         added = super().add_class_arguments(*args, **kwargs)
         for action in self._actions:
-            if takes_text(getattr(action, "_typehint", None)):
+            if takes_text(hint_of(action)):
                 vars(action)["_enable_path"] = False  # or jsonargparse would read the file as configuration
         return added
 
-    def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
+    def instantiate(self, *args: object, **kwargs: object) -> Namespace:
         """Build objects of a configuration's classes; their arguments are Python's own texts, with secrets in place."""
         try:
             built: Namespace = super().instantiate(*args, **kwargs)
@@ -193,7 +193,7 @@ class RLCLI(LightningCLI):
         data = f"{PromptDataModule.__module__}.{PromptDataModule.__qualname__}"
         parser.set_defaults({"data": {"class_path": data}, "rollout": {"class_path": ROLLOUT}})
 
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: object) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
             parser.add_argument("--output", type=str | None, default=None, help="The JSONL file, a new one.")
@@ -267,7 +267,7 @@ class RLCLI(LightningCLI):
             text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
             self.model.configuration = flatten(load_yaml(text))
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build the Trainer with the section of the engine and the callbacks that only the command line adds."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
         listed = config["callbacks"] or []

@@ -136,8 +136,8 @@ def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))
         yield RoleMemory(name="reference", config=config)
-    method = getattr(kind, "configure_roles", None)  # a module of the user's own may have none
-    if method is not None and method.__module__.partition(".")[0] != "rlightning":
+    # A module of the user's own may have none.
+    if hasattr(kind, "configure_roles") and kind.configure_roles.__module__.partition(".")[0] != "rlightning":
         name = f"what {kind.__name__}.configure_roles() adds"
         yield RoleMemory(name=name, config=None, optimizer_states="float32")
 

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -211,7 +211,13 @@ class PrintGroups(RLCallback):
             self._show(self._ended.pop(self._waiting.pop(0)))
 
     def on_predict_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Loop,
+        module: object,
+        outputs: Iterable[tuple[Prompt, list[Trajectory]]],
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Print what has come with its batch alone."""
         for prompt, trajectories in outputs:

@@ -3,9 +3,9 @@
 import ast
 import builtins
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType
 from typing import Any, Literal, Optional, Union
 
@@ -124,12 +124,12 @@ def _find_type(name: str, module: str) -> Any:
     """
     bound = _bindings(module).get(name, [])
     if not bound and name in PLAIN_TYPES["builtins"]:
-        return getattr(builtins, name)
+        return vars(builtins)[name]
     match bound:
         case [ast.ImportFrom(module=str(source), level=0, names=names)]:
             original = next(alias.name for alias in names if (alias.asname or alias.name) == name)
             if original in PLAIN_TYPES.get(source, ()):
-                return getattr(import_module(source), original)
+                return resolve_name(f"{source}:{original}")
             return _find_type(original, source)
         case [ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value)]:
             return _evaluate(value, module)

@@ -7,15 +7,16 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from rlightning import intervals
 from rlightning.controller.commands import ClusterLostError
 from rlightning.controller.reaper import OwnNode, describe_loss, watch_own_node
 from rlightning.errors import ConfigError, check_rules
+from rlightning.python_values import module_name
 from rlightning.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -121,14 +122,14 @@ def _make_session_folder() -> str:
     return str(folder.path)
 
 
-def release_sigterm(handler: Any) -> None:
+def release_sigterm(handler: Callable[[int, FrameType | None], object] | int | None) -> None:
     """Put ``handler`` in the place of Ray's for SIGTERM, which exits with 15 at once.
 
     Lightning calls the handlers that it finds after its own: a fit would end before its last state is saved.
     """
     is_main = threading.current_thread() is threading.main_thread()
     current = signal.getsignal(signal.SIGTERM)
-    if is_main and getattr(current, "__module__", "").partition(".")[0] == "ray":
+    if is_main and module_name(current).partition(".")[0] == "ray":
         signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import LightningDataModule
 
 from rlightning.controller.commands import (
@@ -211,7 +212,7 @@ class WorkerData(LightningDataModule):
         self.feed.queue.record(PromptRequest(num_prompts))
         return self.feed.queue.await_prompts()
 
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         """As the user's data module does it."""
         return self.configured.transfer_batch_to_device(batch, device, dataloader_idx)
 

@@ -7,7 +7,7 @@ import logging
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -21,6 +21,8 @@ from rlightning.controller.commands import FiredHook
 from rlightning.controller.rtensor import RTensor, fetch_tensors, store_own_tensors, store_tensors
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
+from rlightning.protocols import HasTensorParallelRank, HasWeightVersion, has
+from rlightning.python_values import field_values
 from rlightning.types import RolloutBatch
 from rlightning.types.axes import split_lists
 
@@ -170,14 +172,14 @@ class HookRelay(Checkpoint):
         if hook not in self.wanted:
             return
         sent = tuple(self._part(a, hook, module) if isinstance(a, RolloutBatch) else a for a in arguments)
-        version = getattr(module, "weight_version", 0)
+        version = module.weight_version if has(module, HasWeightVersion) else 0
         self.feed.queue.record(FiredHook(hook, sent, trainer.global_step, version))
 
     def _part(self, batch: RolloutBatch, hook: str, module: LightningModule) -> BatchPart:
         """The part of this rank, stored once as long as nothing in it changes."""
-        contents = tuple(id(getattr(batch, f.name)) for f in fields(batch))
+        contents = tuple(map(id, field_values(batch).values()))
         if self._sent is None or self._sent[0] is not batch or self._sent[1] != contents:
-            is_head = getattr(module, "tensor_parallel_rank", 0) == 0
+            is_head = not has(module, HasTensorParallelRank) or module.tensor_parallel_rank == 0
             self._sent = batch, contents, BatchPart.of(batch, hook, is_head=is_head)
         return self._sent[2]
 

@@ -31,7 +31,7 @@ class RayBlock(Block):
             ) from error
         return found
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         if not is_pickled_for_call():
             # Ray could not count this copy: it would be dangling, or keep the tensor for ever.
             raise pickle.PicklingError(

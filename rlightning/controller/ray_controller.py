@@ -34,6 +34,7 @@ from rlightning.parallel.execution_mode import check_execution_mode, resolve_exe
 from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.parallel.strategy import ConnectedRanks
 from rlightning.parallel.strategy_names import CLASSES, check_strategy
+from rlightning.protocols import HasPromptLimit, generates, has
 from rlightning.seeds import run_seed
 
 if TYPE_CHECKING:
@@ -151,13 +152,13 @@ class RayController(ControllerStrategy):
 
     # Before anything starts
 
-    def take_devices(self, accelerator: Any, devices: Any, num_nodes: int) -> None:
+    def take_devices(self, accelerator: object, devices: object, num_nodes: int) -> None:
         """Give the Trainer's arguments for devices to the workers; called before the Trainer is made, without any."""
         if self.worker_accelerator is None and isinstance(accelerator, str):
             self.worker_accelerator = accelerator
         per_node = len(devices) if isinstance(devices, list) else devices
         if self.num_workers is None and str(per_node).isdecimal():  # "auto" is for the cluster to say
-            self.num_workers = int(per_node) * num_nodes
+            self.num_workers = int(str(per_node)) * num_nodes
 
     def _configure_launcher(self) -> None:
         """Called when the Trainer is made, before any process is started or device is touched."""
@@ -289,11 +290,12 @@ class RayController(ControllerStrategy):
         """Return the callback; where its engines run in actors, a copy with their addresses."""
         assert self._standing is not None
         configured = self._standing.configured
-        is_needed = getattr(configured, "generates", True) or trainer.state.fn == "predict"
+        is_needed = generates(configured) or trainer.state.fn == "predict"
         if self._engines is None or callback is not self._engines.callback or not is_needed:
             return callback
         assert self._driver is not None
-        longest = getattr(self._settled_data(trainer), "max_prompt_tokens", None)
+        data = self._settled_data(trainer)
+        longest = data.max_prompt_tokens if has(data, HasPromptLimit) else None
         return self._engines.start(configured, longest, Path(trainer.default_root_dir), self._driver)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from rlightning.controller.commands import EndEvaluation, StartEpoch, StartTrain
 from rlightning.controller.strategy import ControllerStrategy
 from rlightning.parallel.prompt_batches import PromptBatchModule, log_epoch_step
 from rlightning.parallel.trainer_stages import validate_in_fit
+from rlightning.protocols import HasWeightVersion, has
 
 
 class ControllerModule(PromptBatchModule):
@@ -33,7 +34,7 @@ class ControllerModule(PromptBatchModule):
         self.automatic_optimization = False
         self.__dict__["configured"] = configured  # not a child: it would be moved, counted and saved
         self.strategy = strategy
-        self.weight_version = getattr(configured, "weight_version", 0)
+        self.weight_version = configured.weight_version if has(configured, HasWeightVersion) else 0
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -75,7 +76,7 @@ class ControllerModule(PromptBatchModule):
     def on_train_start(self) -> None:
         """Measure where training starts from, if the module would."""
         self.strategy.execute_all(StartTraining(self.trainer.num_training_batches))
-        is_wanted = getattr(self, "validate_first", False)
+        is_wanted = hasattr(self, "validate_first") and self.validate_first
         if is_wanted and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 

@@ -14,20 +14,22 @@ stored object is gone, in whatever process it was, so is the object.
 import copy
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlightning.controller.tensor_store import Block, Bytes, Owner, stores_results, tensor_store
+from rlightning.python_values import field_values
 from rlightning.torch_internals import is_traceable_wrapper_subclass
 
 SHARED_BELOW = 1 << 20
 """Tensors with fewer bytes share one stored object with the others of a call."""
+T = TypeVar("T")
 Change = Callable[[Any], Any]
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), np.ndarray})
 """Types of which nothing is a tensor or holds one: the token ids of a prompt are not walked through one by one."""
@@ -95,7 +97,7 @@ def store_own_tensors(tree: Any, *, label: str = "") -> Any:
     return _store(tree, label or _call_site())
 
 
-def _store(tree: Any, label: str) -> Any:
+def _store(tree: object, label: str) -> Any:
     tensors = list({id(tensor): tensor for tensor in _leaves(tree, Tensor)}.values())
     for tensor in tensors:
         _check_plain(tensor)
@@ -171,10 +173,10 @@ def _call_site() -> str:
     return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
-def _leaves(tree: Any, kind: type) -> Iterable[Any]:
-    found: list[Any] = []
+def _leaves(tree: object, kind: type[T]) -> list[T]:
+    found: list[T] = []
 
-    def note(leaf: Any) -> Any:
+    def note(leaf: T) -> T:
         found.append(leaf)
         return leaf
 
@@ -196,7 +198,7 @@ def _map_leaves(tree: Any, kind: type, change: Change) -> Any:
     if isinstance(tree, MutableMapping):
         return _map_parts(tree, dict(tree.items()), operator.setitem, kind, change)
     if is_dataclass(tree) and not isinstance(tree, type):
-        present = {f.name: getattr(tree, f.name) for f in fields(tree) if hasattr(tree, f.name)}
+        present = field_values(tree)
         # past the checks of frozen dataclasses, and without calling an __init__ that may want other arguments
         return _map_parts(tree, present, object.__setattr__, kind, change)
     return tree

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch.trainer.trainer as trainer_module
 from lightning.pytorch import Callback, Trainer
@@ -247,6 +247,8 @@ def refusal(command: Command, hook: str) -> ConfigError:
     )
 
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 CKPT_PATH = 4
@@ -268,7 +270,7 @@ class ControllerLauncher(Launcher):
         """Also in a notebook."""
         return True
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., T], *args: Any, trainer: Trainer | None = None, **kwargs: object) -> T:
         """Run ``function``, Lightning's implementation of a stage."""
         self.strategy.saved.clear()
         budget = RestartPolicy(self.strategy.max_restarts)

@@ -161,7 +161,7 @@ class LocalBlock(Block):
         """Their bytes, as they lie there."""
         return [block._arrays for block in blocks]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         raise pickle.PicklingError(
             f"A handle to what '{self.label}' stored in its own process cannot be sent to another one. "
             "Fetch it first, or store on Ray: set_store(RayStore())."

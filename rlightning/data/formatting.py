@@ -25,6 +25,7 @@ from rlightning.data.summary import Note, summarize
 from rlightning.data.tokens import Tokens, check_characters, cut_prompt, tokenize
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
+from rlightning.protocols import HasBackend, has
 from rlightning.types import Prompt
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class PromptEncoder:
         import transformers
 
         tokenizer = self.tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)  # of a fast one
+        backend = tokenizer.backend_tokenizer if has(tokenizer, HasBackend) else None
         return {
             "format": asdict(self.format),
             "limits": [self.vocab_size, self.max_length],

@@ -19,7 +19,8 @@ from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import ChosenPrompts, PromptBatches, PromptLoader, PromptStream
 from rlightning.data.validation_sets import ValidationSet, ValidationSource, make_validation_sets
 from rlightning.errors import ConfigError, check_rules
-from rlightning.lightning_internals import ProcessedTracker
+from rlightning.lightning_internals import is_amid_step
+from rlightning.protocols import HasWorkerCallbacks, generates, has
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt
 
@@ -184,9 +185,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         if self.stream is None:
             return {}
         assert self.trainer is not None
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        assert isinstance(progress, ProcessedTracker)
-        return self.stream.state_dict(at_step_start=progress.ready > progress.processed)
+        return self.stream.state_dict(at_step_start=is_amid_step(self.trainer.fit_loop))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint's position; nothing to do where no training follows."""
@@ -211,7 +210,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return getattr(self._module, name, default)
 
     def _is_sampling(self, stage: str) -> bool:
-        return stage == "predict" or self._own("generates", True)
+        return stage == "predict" or generates(self._module)
 
     @property
     def _rank_and_ranks(self) -> tuple[int, int]:
@@ -225,7 +224,8 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         assert trainer is not None
         if self._is_limit_chosen:
             callbacks = [*trainer.callbacks]  # type: ignore[attr-defined]  # set by a connector
-            callbacks += getattr(trainer.strategy, "worker_callbacks", ())  # of a controller's
+            if has(trainer.strategy, HasWorkerCallbacks):
+                callbacks += trainer.strategy.worker_callbacks
             length = self._module.max_model_length
             self.max_prompt_tokens, reason = choose_prompt_limit(length, callbacks if self._is_sampling(stage) else ())
             self.format = replace(self.format, max_tokens=self.max_prompt_tokens)

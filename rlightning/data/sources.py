@@ -140,7 +140,7 @@ def _parse(text: bytes, what: str, way_out: str, where: str) -> Any:
     return content
 
 
-def _is_flat(content: Any) -> bool:
+def _is_flat(content: object) -> bool:
     """Whether lists and objects are nested no deeper than ``MAX_NESTING``."""
     level = [content]
     for _ in range(MAX_NESTING):

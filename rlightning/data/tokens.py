@@ -26,7 +26,11 @@ class Tokens(NamedTuple):
 
 
 def tokenize(
-    tokenizer: Any, prompts: Sequence[str], completions: Sequence[str] | None, *, has_special_tokens: bool
+    tokenizer: "Tokenizer",
+    prompts: Sequence[str],
+    completions: Sequence[str] | None,
+    *,
+    has_special_tokens: bool,
 ) -> list[Tokens]:
     """Tokenise prompts, each with its completion, if there are any, as one text that is split by offsets afterwards.
 
@@ -65,10 +69,14 @@ def check_characters(text: str, where: str, what: str) -> None:
 
 
 def _encode(
-    tokenizer: Any, prompts: Sequence[str], completions: Sequence[str] | None, *, add_special_tokens: bool
+    tokenizer: "Tokenizer", prompts: Sequence[str], completions: Sequence[str] | None, *, add_special_tokens: bool
 ) -> list[tuple[list[int], int]]:
     """Token ids of each text, and how many of them are the prompt's."""
-    options = {"add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False}
+    options: dict[str, Any] = {
+        "add_special_tokens": add_special_tokens,
+        "return_attention_mask": False,
+        "verbose": False,
+    }
     if completions is None:
         return [(list(ids), len(ids)) for ids in tokenizer(list(prompts), **options)["input_ids"]]
     wholes = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]

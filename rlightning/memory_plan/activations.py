@@ -41,7 +41,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.models.attention import kernel_obstacle, packed_inputs, padded_attention, varlen_attention
-from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads
+from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads, read_setting
 from rlightning.models.layers import checkpoint_layers, decoder_layers
 from rlightning.models.policy import hold_as_computed, narrow_residuals
 
@@ -366,7 +366,7 @@ def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: in
         setattr(text_config, name, [values[layer] for layer in layers])
     text_config.num_hidden_layers = len(layers)
     text_config.vocab_size, text_config.pad_token_id = 8, None
-    if getattr(text_config, "rope_parameters", None):
+    if read_setting(small, "rope_parameters"):
         text_config.rope_parameters = _unscaled(text_config.rope_parameters)
     return small
 

@@ -17,6 +17,7 @@ from rlightning.models.adapter import LoRA
 from rlightning.models.layers import should_compile
 from rlightning.optim.optimizer import AdamWSettings
 from rlightning.parallel.device import GIB
+from rlightning.protocols import HasData, HasPromptLimit, has
 from rlightning.types.batch_plan import BatchPlan
 
 ACTOR = "actor"
@@ -92,10 +93,10 @@ def read_run(trainer: Trainer, module: object) -> Work:
         optimizer_states=actor.optimizer_states,
         parallelism=parallelism,
     )
-    # A data module of the user's may not have a limit.
-    max_prompt_tokens = getattr(getattr(trainer, "datamodule", None), "max_prompt_tokens", None) or PROMPT_TOKENS
+    data = trainer.datamodule if has(trainer, HasData) else None
+    max_prompt_tokens = data.max_prompt_tokens if has(data, HasPromptLimit) else None
     callbacks = trainer.callbacks if module.generates else ()  # type: ignore[attr-defined]  # set by a connector
-    return work.beside(callbacks, max_prompt_tokens)
+    return work.beside(callbacks, max_prompt_tokens or PROMPT_TOKENS)
 
 
 def plan_run(trainer: Trainer, module: object) -> MemoryPlan:

@@ -10,6 +10,7 @@ from rlightning.memory_plan.trainer import TrainerMemory
 from rlightning.memory_plan.work import Work
 from rlightning.models.counts import read_setting
 from rlightning.parallel.device import GIB
+from rlightning.python_values import field_values
 from rlightning.rollout.vllm.memory import EngineMemory
 
 # Measured on an H200 (docs/measurements.md, "Memory of a GPU that actor and engine share").
@@ -80,8 +81,9 @@ class PhaseBytes:
         return {name: size for _, name, size in self._parts() if size}
 
     def _parts(self) -> Iterator[tuple[str, str, int]]:
+        sizes = field_values(self)
         for part in fields(self):
-            yield part.metadata["kind"], part.metadata["name"] or part.name.replace("_", " "), getattr(self, part.name)
+            yield part.metadata["kind"], part.metadata["name"] or part.name.replace("_", " "), sizes[part.name]
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,8 @@ class MemoryPlan:
 
     def moved(self) -> PhaseBytes:
         """Those parts of the trainer that wait in the host's memory while the engine is awake."""
-        return PhaseBytes(**{name: getattr(self._models, name) for name in self.away()})
+        sizes = field_values(self._models)
+        return PhaseBytes(**{name: sizes[name] for name in self.away()})
 
     def largest_microbatch(self) -> int:
         """The most tokens of a micro-batch whose update fits, with "auto" if all layers are checkpointed; 0 if none."""

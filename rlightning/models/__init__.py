@@ -1,7 +1,7 @@
 """The Hugging Face policy: loading it, packed attention, log-probabilities without [T, V] logits, exporting it."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlightning.models.adapter import Adapter
@@ -33,8 +33,8 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a name when it is asked for: an engine's process needs no actor."""
     if name in __all__:
-        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'policy')}"), name)
+        return resolve_name(f"{__name__}.{_MODULES.get(name, 'policy')}:{name}")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

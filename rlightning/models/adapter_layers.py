@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -131,7 +130,7 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
     The sum is rounded, which it is not in training.
     """
 
-    def forward(layer: AdaptedLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(layer: AdaptedLinear, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         if layer.disable_adapters:
             result: Tensor = layer.base_layer(x)
             return result

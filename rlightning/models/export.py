@@ -21,6 +21,7 @@ from rlightning.checksums import write_manifest
 from rlightning.models.adapter import LoRA, import_peft
 from rlightning.models.adapter_files import BASE_DIGEST, WEIGHTS_FILE, base_digest
 from rlightning.models.adapter_layers import adapter_parameters, computed_weights
+from rlightning.models.files import torch_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.quantized import QuantizedLinear
 from rlightning.parallel.barrier import barrier
@@ -56,10 +57,7 @@ def save_policy(
     Raises:
         WeightError: a weight is not finite; what is at ``path`` stays.
     """
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    dtype = dtype or policy.dtype
-    assert isinstance(dtype, torch.dtype)
+    dtype = (torch_dtype(dtype) if isinstance(dtype, str) else dtype) or policy.dtype
     check_finite(policy.named_parameters(), f"The model is not saved to {path}")
     weights = exported_weights(policy)
     dtypes = dict.fromkeys(weights, dtype) | {

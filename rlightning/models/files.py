@@ -30,6 +30,13 @@ _ROWS = 4096
 """Of two matrices that are compared, at a time."""
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that torch has under a name, such as "bfloat16"."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def find_weights(model: str) -> dict[str, Path]:
     """Return the safetensors file of each weight by its name there; nothing if the model comes in another format.
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from rlightning.errors import ConfigError
+from rlightning.protocols import TrustsRemoteCode, has
 
 TRUST = "trust_remote_code"
 """The argument of transformers, whose errors name it, and the key of ours."""
@@ -40,7 +41,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 def trusts_remote_code(module: object) -> bool:
     """Whether the policy may run code of its model's; one that says nothing of it may not."""
-    return bool(getattr(module, TRUST, False))
+    return has(module, TrustsRemoteCode) and module.trust_remote_code
 
 
 def _load(kind: type[AutoConfig] | type[AutoTokenizer], model: str, file: str, trust_remote_code: bool) -> Any:

@@ -98,13 +98,13 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
     add_forward_method(policy, "compute_packed_logprobs", compute_packed_logprobs)
 
 
-def add_forward_method(policy: Any, name: str, function: Callable[..., Any]) -> None:
+def add_forward_method(policy: nn.Module, name: str, function: Callable[..., object]) -> None:
     """Make ``function`` a method around which the policy's weights are gathered, as they are around ``forward()``."""
     setattr(policy, name, MethodType(function, policy))
     register_fsdp_forward_method(policy, name)
     gathering = getattr(policy, name)
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         values = gathering(*args)
         release_without_gradient(policy)
         return values

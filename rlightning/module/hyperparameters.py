@@ -18,7 +18,7 @@ import numpy as np
 
 from rlightning.argument_checks import accepts, hints_of, is_taken_otherwise, positional_names
 from rlightning.errors import ConfigError
-from rlightning.python_values import to_number, to_python
+from rlightning.python_values import field_values, module_name, to_number, to_python
 from rlightning.rewards import RewardFunction
 from rlightning.secret_arguments import conceal, mask_secrets, resolve_secrets
 
@@ -107,7 +107,8 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     if is_dataclass(value) and not isinstance(value, type):
-        settings = {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.init}
+        given = field_values(value)
+        settings = {field.name: _plain(given[field.name]) for field in fields(value) if field.init}
         return {"class_path": _dotted_path(type(value)), "init_args": settings}
     raise _NotPlainError
 
@@ -123,9 +124,9 @@ def _named(reward: object) -> Any:
 
 def _dotted_path(thing: object) -> str:
     """The path that another process imports a class or function by."""
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    module, name = module_name(thing), getattr(thing, "__qualname__", "")
     try:
-        is_found = module != "__main__" and attrgetter(name)(sys.modules[str(module)]) is thing
+        is_found = module != "__main__" and attrgetter(name)(sys.modules[module]) is thing
     except (AttributeError, KeyError, TypeError):
         is_found = False
     if not is_found:

@@ -23,7 +23,7 @@ from rlightning.errors import ConfigError, did_you_mean
 from rlightning.lightning_internals import epoch_results
 from rlightning.module.metric_names import find_names, is_among
 from rlightning.parallel.stop_signal import stop_signal
-from rlightning.protocols import callbacks_of
+from rlightning.protocols import StandsForModule, callbacks_of, has
 
 if TYPE_CHECKING:
     from rlightning.module.evaluation import EvaluationSteps
@@ -69,7 +69,7 @@ class _Monitor:
     _has_trained = False
     _is_known = False
 
-    def _generate_state_key(self, **kwargs: Any) -> str:
+    def _generate_state_key(self, **kwargs: object) -> str:
         """Keep the name under which Lightning's checkpoints hold the state of the class that the user listed."""
         return f"{_name_of(self)}{kwargs!r}"
 
@@ -122,7 +122,7 @@ def _training_metrics(trainer: Trainer) -> set[str]:
 
 def logs_at_epoch_end(trainer: Trainer, module: object) -> bool:
     """Whether code of the user's may log a metric at an epoch's end for the first time."""
-    configured = getattr(module, "configured", module)  # a controller's module stands for the user's
+    configured = module.configured if has(module, StandsForModule) else module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     own = [type(c) for c in callbacks if not type(c).__module__.startswith(("lightning.", "rlightning."))]
     return is_overridden("on_train_epoch_end", configured, LightningModule) or any(

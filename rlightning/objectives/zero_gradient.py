@@ -75,7 +75,6 @@ def _leaves(value: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad nodes alone
-        if isinstance(leaf, Tensor):
-            yield leaf
+        if hasattr(node, "variable") and isinstance(node.variable, Tensor):  # of AccumulateGrad nodes alone
+            yield node.variable
         waiting += [following for following, _ in node.next_functions]

@@ -5,7 +5,7 @@ are asked for: other parts of this folder do without Lightning and transformers.
 """
 
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlightning.parallel.fsdp import FSDP
@@ -16,7 +16,7 @@ __all__ = ["DDP", "FSDP"]
 _FILES = {"DDP": "strategy", "FSDP": "fsdp"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _FILES:
         return resolve_name(f"{__name__}.{_FILES[name]}.{name}")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -177,7 +177,7 @@ def local_part(whole: Tensor, target: Tensor) -> Tensor:
     return local_box(target).of(whole) if isinstance(target, DTensor) else whole
 
 
-def shard_like(value: Any, parameter: nn.Parameter) -> Any:
+def shard_like(value: object, parameter: nn.Parameter) -> object:
     """Return a full tensor of an optimizer's state, sharded as its parameter is; anything else as it is."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:
         return value

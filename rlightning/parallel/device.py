@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlightning.parallel.execution_mode import is_controller
+from rlightning.protocols import HasAccelerator, HasDevice, HasRootDevice, HasStrategy, has
 from rlightning.torch_internals import set_allocator
 
 GIB = 1 << 30
@@ -165,19 +166,22 @@ def device_of(trainer: object, module: object) -> torch.device | None:
     The trainer is Lightning's or a Fabric (``strategy.root_device``), transformers' (``accelerator.device``), or an
     object of the user's (``device``); the module has a ``device``, or parameters.
     """
-    places = (
-        (getattr(trainer, "strategy", None), "root_device"),
-        (getattr(trainer, "accelerator", None), "device"),
-        (trainer, "device"),
-        (module, "device"),
-    )
-    for owner, name in places:
-        device = getattr(owner, name, None)
+    for device in _named_devices(trainer, module):
         if device is not None:
             return torch.device(device)
     parameters = module.parameters() if isinstance(module, torch.nn.Module) else iter(())
     first = next(parameters, None)
     return None if first is None else first.device
+
+
+def _named_devices(trainer: object, module: object) -> Iterator[torch.device | str | None]:
+    if has(trainer, HasStrategy) and has(trainer.strategy, HasRootDevice):
+        yield trainer.strategy.root_device
+    if has(trainer, HasAccelerator) and has(trainer.accelerator, HasDevice):
+        yield trainer.accelerator.device
+    for owner in (trainer, module):
+        if has(owner, HasDevice):
+            yield owner.device
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from rlightning.parallel.device import empty_cache, host_bytes, synchronize, synchronize_stream
-from rlightning.torch_internals import is_traceable_wrapper_subclass
+from rlightning.torch_internals import inner_tensors, is_traceable_wrapper_subclass
 
 BLOCK_BYTES = 256 << 20
 """Page-locked memory is allocated in powers of two: one large buffer would waste up to half of it."""
@@ -109,7 +109,7 @@ def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[Un
 def _plain_tensors(thing: object) -> Iterator[Tensor]:
     """A tensor itself, or those that it is made of: a DTensor's shard (and its mesh), a quantised tensor's codes."""
     if is_traceable_wrapper_subclass(thing):
-        for name in thing.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(thing, name))
+        for part in inner_tensors(thing).values():
+            yield from _plain_tensors(part)
     elif isinstance(thing, Tensor):
         yield thing

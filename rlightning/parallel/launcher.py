@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -22,6 +22,8 @@ from rlightning.lightning_internals import SubprocessLauncher
 from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, read_launch
 from rlightning.parallel.failure import active_watch, end_children, exit_now, report_failure
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class RankLauncher(SubprocessLauncher):
     Here the failure watch ends them; until it stands, a child's failure is rank 0's end, and the other way round.
     """
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
         """Start the other ranks, unless torchrun or SLURM has, and run ``function`` on this one."""
         check_launch(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

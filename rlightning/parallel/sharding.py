@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlightning.torch_internals import non_persistent_buffers
+from rlightning.torch_internals import inner_tensors, non_persistent_buffers
 
 CPUOffload = Literal["none", "optimizer", "parameters"]
 
@@ -164,8 +164,8 @@ def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None
     """
     if not isinstance(tensor, DTensor):
         return local
-    names, layout = tensor.__tensor_flatten__()
-    parts = {name: getattr(tensor, name) for name in names} | {"_local_tensor": local}
+    _, layout = tensor.__tensor_flatten__()
+    parts = inner_tensors(tensor) | {"_local_tensor": local}
     whole = tensor if shape is None else torch.empty(tuple(shape), device="meta")
     rebuilt: Tensor = DTensor.__tensor_unflatten__(parts, layout, whole.shape, whole.stride())
     return rebuilt

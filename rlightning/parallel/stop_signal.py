@@ -287,7 +287,7 @@ class EndOnSigterm(Callback):
         """Called when the run is over."""
         self._close()
 
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: object, *args: object, **kwargs: object) -> None:
         """Stop before the next batch."""
         if trainer.received_sigterm:
             raise SIGTERMException

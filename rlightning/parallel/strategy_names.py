@@ -80,7 +80,7 @@ def check_strategy(name: object) -> None:
     )
 
 
-def find_strategy(strategy: Any) -> Any:
+def find_strategy(strategy: object) -> object:
     """Return a strategy of this package that a short name or a dotted path of :data:`CLASSES` stands for, or as is."""
     if not isinstance(strategy, str) or strategy not in CLASSES:
         return strategy

@@ -113,8 +113,7 @@ def _branches(batch: RolloutBatch, kind: "pyarrow.ListType") -> "pyarrow.Array":
 
     bounds = pa.array(batch.cu_seqlens.cpu().numpy())
     columns: dict[str, pyarrow.Array] = {"reason": pa.array(batch.reasons, pa.string())}
-    for name, source, _ in TOKEN_FIELDS:
-        values = getattr(batch, name).cpu().numpy()
+    for source, values in batch.token_arrays().items():
         tokens = pa.array(values.view(np.int8) if values.dtype == np.bool_ else values)
         columns[source] = pa.ListArray.from_arrays(bounds, tokens.cast(kind.value_type.field(source).type.value_type))
     counts = batch.trajectory_ids.cpu().bincount(minlength=batch.num_trajectories)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from rlightning.argument_checks import checked
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.protocols import has
+from rlightning.python_values import module_name
 from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
@@ -278,7 +279,6 @@ class _ModulePickler(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         """See pickle.Pickler: called for what is no plain value; this leaves the work to pickle."""
-        module = getattr(value, "__module__", None)
-        if isinstance(module, str):
+        if module := module_name(value):
             self.modules.add(module)
         return NotImplemented

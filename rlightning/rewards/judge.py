@@ -140,7 +140,7 @@ class Judge(CheckedArguments):
         attempts = (self.max_retries + 1) * self.request_timeout + self.max_retries * LONGEST_DELAY
         return math.ceil(MAX_CONCURRENT / self.max_concurrent) * attempts + 10.0
 
-    async def __call__(self, **given: Any) -> float:
+    async def __call__(self, **given: object) -> float:
         """Score one sample.
 
         Args:

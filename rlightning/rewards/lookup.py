@@ -30,8 +30,8 @@ def import_function(path: str) -> Any:
         )
     for name in names:
         if not hasattr(found, name):
-            known = [n for n in getattr(found, "__all__", None) or vars(found) if not n.startswith("_")]
-            owner = getattr(found, "__name__", None) or type(found).__name__
+            known = [n for n in vars(found).get("__all__") or vars(found) if not n.startswith("_")]
+            owner = found.__name__ if hasattr(found, "__name__") else type(found).__name__
             raise ConfigError(f"'{owner}' has no reward function '{name}'. {did_you_mean(name, known)}")
         found = getattr(found, name)
     return found

@@ -144,14 +144,19 @@ def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
 
 def is_own_module(name: str) -> bool:
     """Whether this process has imported a module of that name which is the user's."""
-    spec = getattr(sys.modules.get(name), "__spec__", None)
+    spec = _imported_spec(name)
     return spec is not None and _is_own(spec)
+
+
+def _imported_spec(name: str) -> ModuleSpec | None:
+    """Where this process has imported a module from; None if it has not, or for one that was made."""
+    return getattr(sys.modules.get(name), "__spec__", None)
 
 
 def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
     """Where a module is, without importing anything."""
     if name in sys.modules:
-        return getattr(sys.modules[name], "__spec__", None)
+        return _imported_spec(name)
     if "." not in name:
         return PathFinder.find_spec(name)
     folders = None if parent is None else parent.submodule_search_locations

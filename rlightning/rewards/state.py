@@ -8,9 +8,10 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from types import FunctionType, NoneType
+from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, NoneType
 from typing import Any, NamedTuple
 
+from rlightning.python_values import module_name
 from rlightning.rewards.lookup import unwrap
 from rlightning.rewards.sources import is_own_module
 
@@ -62,9 +63,17 @@ def find_state(function: object) -> str | None:
 def _source_of(function: object) -> _Source:
     """The function of a function, a method or a callable object."""
     method = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
-    bound = getattr(function, "__self__", None) if inspect.isroutine(function) else function
+    if isinstance(function, BuiltinMethodType | MethodType | MethodWrapperType):
+        bound: object = function.__self__
+    else:
+        bound = None if inspect.isroutine(function) else function
     owner = bound if inspect.isclass(bound) else None if bound is None else type(bound)
-    return _Source(getattr(method, "__func__", method), owner)
+    return _Source(_unbound(method), owner)
+
+
+def _unbound(method: object) -> object:
+    """The function of a method; all else as it is."""
+    return method.__func__ if inspect.ismethod(method) else method
 
 
 def _parse(function: object) -> ast.FunctionDef | None:
@@ -158,7 +167,7 @@ def _called(tree: ast.FunctionDef, source: _Source) -> Iterator[_Source]:
             found = source.owner if is_own else _look_up(node.func.value, source)
             owner = found if found is None or inspect.isclass(found) else type(found)
             method = getattr(owner, node.func.attr, None)
-            called = _Source(getattr(method, "__func__", method), owner)
+            called = _Source(_unbound(method), owner)
         if isinstance(called, _Source) and _is_of_user(called.function, source):
             yield called
 
@@ -173,5 +182,5 @@ def _look_up(node: ast.expr, source: _Source) -> object:
 
 def _is_of_user(function: object, source: _Source) -> bool:
     """Whether a function is of the same module as ``source``, or of another one of the user's."""
-    name = getattr(function, "__module__", None)
-    return name is not None and (name == source.function.__module__ or is_own_module(name))
+    name = module_name(function)
+    return bool(name) and (name == source.function.__module__ or is_own_module(name))

@@ -11,20 +11,20 @@ Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlightning.errors import ConfigError, EngineError
 from rlightning.models.architecture import describe_traits
 from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.sharding import local_tensor
-from rlightning.protocols import adapter_of
+from rlightning.protocols import HasAdapter, HasConfig, SampledPolicy, adapter_of, has
 from rlightning.rollout.comparison import Findings, Floats, compare, find_way_back
 from rlightning.rollout.sampler import Sampler
 from rlightning.rpc.client import LoopThread
@@ -84,7 +84,7 @@ class Canary:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -282,7 +282,7 @@ class Verification:
         self.num_syncs = 0
         self.canary: Canary | None = None
 
-    def begin_run(self, module: Any, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def begin_run(self, module: SampledPolicy, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         """Count syncs anew.
 
         Args:
@@ -294,13 +294,13 @@ class Verification:
         self.num_syncs = 0
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
-    def needs_proof(self, module: Any, engines: Sequence[AdaptedSampler]) -> bool:
+    def needs_proof(self, module: SampledPolicy, engines: Sequence[AdaptedSampler]) -> bool:
         """Whether an engine of any rank has not shown yet that it uses an adapter; all ranks call it."""
         if self.canary is None or adapter_of(module) is None:
             return False
         return any_rank(any(one.is_alive and not one.is_proven for one in engines), name="adapter is proven")
 
-    def evaluate(self, module: Any, engines: Sequence[VerifiedSampler], *, is_proof: bool = False) -> bool:
+    def evaluate(self, module: SampledPolicy, engines: Sequence[VerifiedSampler], *, is_proof: bool = False) -> bool:
         """Have the actor score the canary, if this sync or the next is verified on any rank; all ranks call it.
 
         Args:
@@ -313,7 +313,7 @@ class Verification:
         """
         if self.canary is None:
             return False
-        adapter_off = module.adapter_off if adapter_of(module) is not None else None
+        adapter_off = module.adapter_off if has(module, HasAdapter) and module.adapter is not None else None
         if is_proof:
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
             self.canary.check_is_seen()
@@ -325,7 +325,7 @@ class Verification:
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
         return is_due
 
-    def verify(self, module: Any, engine: VerifiedSampler) -> None:
+    def verify(self, module: SampledPolicy, engine: VerifiedSampler) -> None:
         """Refuse to sample from an engine that has other weights than the actor had at :meth:`evaluate`.
 
         Raises:
@@ -333,14 +333,15 @@ class Verification:
         """
         assert self.canary is not None, "begin_run and evaluate come first"
         try:
-            self.canary.check(engine.score_all(self.canary.token_ids), getattr(module, "model_config", None))
+            config = module.model_config if has(module, HasConfig) else None
+            self.canary.check(engine.score_all(self.canary.token_ids), config)
         except EngineError:
             engine.weight_version = None  # its weights are taken for none
             raise
         engine.is_verified = True
 
 
-def canary_tokens(tokenizer: Any, max_length: int) -> NDArray[np.int64]:
+def canary_tokens(tokenizer: PreTrainedTokenizerBase, max_length: int) -> NDArray[np.int64]:
     """Return the canary [N, L]: sums in every other sequence, tokens drawn at random in the others.
 
     Args:
@@ -374,7 +375,7 @@ def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
     """
     generators: dict[torch.device, torch.Generator] = {}
 
-    def perturb(module: nn.Module, inputs: Any, output: Any) -> None:
+    def perturb(module: nn.Module, inputs: object, output: Tensor) -> None:
         if not isinstance(module, nn.Embedding):
             return
         values = local_tensor(output)

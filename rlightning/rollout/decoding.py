@@ -21,6 +21,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.models.attention import packed_attention
+from rlightning.models.counts import read_setting
 from rlightning.models.policy import remove_dropout
 
 CACHED_ATTENTION = "rlightning_cached"
@@ -241,5 +242,5 @@ def output_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     if len(hidden) < MIN_ROWS:
         return output_logits(model, hidden[[*range(len(hidden)), *FILLER[len(hidden) :]]])[: len(hidden)]
     logits = linear(hidden, model.get_output_embeddings().weight).float()
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    softcap = read_setting(model.config, "final_logit_softcapping")
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -5,7 +5,12 @@ besides. In its Python process this costs several times what all the rest of a t
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+from rlightning.protocols import HasBackend, has
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 CONTEXT_TOKENS = 32
 """Of the prompt, that are decoded along: some tokenizers write a token otherwise where a text begins."""
@@ -13,7 +18,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What bytes are decoded to that are no character, or not yet."""
 
 
-def decode_completions(tokenizer: Any, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> list[str]:
+def decode_completions(
+    tokenizer: "Tokenizer", prompt: Sequence[int], completions: Sequence[Sequence[int]]
+) -> list[str]:
     """Return the texts of completions, as vLLM would decode them.
 
     Special tokens and the bytes of a character that the completion's end has cut are left out.
@@ -34,10 +41,10 @@ def decode_completions(tokenizer: Any, prompt: Sequence[int], completions: Seque
     return texts
 
 
-def decode_tokens(tokenizer: Any, token_ids: list[int]) -> str:
+def decode_tokens(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
     """Return the text of tokens, without special ones.
 
     Not by ``tokenizer.decode`` where there is a backend, which may remove spaces in front of punctuation.
     """
-    decoder = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    decoder = tokenizer.backend_tokenizer if has(tokenizer, HasBackend) else tokenizer
     return str(decoder.decode(token_ids, skip_special_tokens=True))

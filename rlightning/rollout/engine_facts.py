@@ -16,7 +16,7 @@ CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rop
 """Keys of a model's configuration that are compared even if only one side has them."""
 
 
-def make_facts(**facts: Any) -> dict[str, Any]:
+def make_facts(**facts: object) -> dict[str, Any]:
     """Return the versions of rlightning and transformers, and further ``facts``."""
     return {"rlightning": _own_version(), "transformers": version("transformers"), **facts}
 

@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError, check_rules
 from rlightning.models import load_config
+from rlightning.models.files import torch_dtype
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank, world_size
-from rlightning.protocols import AdapterSettings, HasAdapter, HasConfig, adapter_of, has
+from rlightning.protocols import AdapterSettings, HasAdapter, HasConfig, HasPlan, SampledPolicy, adapter_of, has
 from rlightning.rollout.adapter_support import engine_arguments, find_obstacle, place_bytes, sent_bytes
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
@@ -142,7 +143,12 @@ class EngineOptions:
             check_key(parse_url(url)[0], "rollout.engines")
 
     def configure(
-        self, module: Any, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None, folder: Path
+        self,
+        module: SampledPolicy,
+        device: torch.device,
+        sampling: Sampling,
+        max_prompt_tokens: int | None,
+        folder: Path,
     ) -> list[EngineConfig]:
         """The engines that this rank has to do with: its own, or all that are standalone.
 
@@ -183,7 +189,12 @@ class EngineOptions:
         ]
 
     def configure_served(
-        self, module: Any, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None, log_file: Path
+        self,
+        module: SampledPolicy,
+        device: torch.device,
+        sampling: Sampling,
+        max_prompt_tokens: int | None,
+        log_file: Path,
     ) -> EngineConfig:
         """One engine for a trainer on another host, on all devices that this process sees.
 
@@ -204,7 +215,7 @@ class EngineOptions:
 
     def _configure(
         self,
-        module: Any,
+        module: SampledPolicy,
         device: torch.device,
         sampling: Sampling,
         max_prompt_tokens: int | None,
@@ -230,7 +241,7 @@ class EngineOptions:
             "disable_log_stats": True,
             "trust_remote_code": trusts_remote_code(module),
         }
-        model_config = getattr(module, "model_config", None)
+        model_config = module.model_config if has(module, HasConfig) else None
         check_engine_model(model_config, is_cuda=is_cuda)
         adapter = adapter_of(module)
         if adapter is not None and self.adapter_obstacle(module) is None:
@@ -243,7 +254,8 @@ class EngineOptions:
             # compiling costs 30 s and gains nothing there; one worker needs no process of its own
             backend = "uni" if self.devices_per_engine == 1 else "mp"
             arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
-        plan, longest_prompt = getattr(module, "plan", None), max_prompt_tokens or module.max_model_length
+        plan = module.plan if has(module, HasPlan) else None
+        longest_prompt = max_prompt_tokens or module.max_model_length
         arguments |= derive_settings(self._work(plan, longest_prompt, num_engines), given, is_cuda=is_cuda)
         if not is_cuda:
             arguments |= read_prompts_whole(given, arguments)
@@ -255,7 +267,7 @@ class EngineOptions:
         return EngineConfig(
             engine_args=arguments,
             device=device,
-            dtype=getattr(torch, dtype),
+            dtype=torch_dtype(dtype),
             log_file=folder / ("engine.log" if num_engines == 1 else f"engine.{number}.log"),
             can_sleep=can_sleep,
             weight_folder=self.weight_folder,
@@ -332,9 +344,13 @@ class EngineOptions:
         engine = read_engine(config, arguments, num_engines=self.num_engines, can_sleep=self.sleep)
         if adapter is None or self.send_adapter is False:
             return engine
-        itemsize = getattr(torch, self.engine_dtype(device)).itemsize
+        itemsize = self.itemsize(device)
         places = self.num_engines * place_bytes(adapter, itemsize)
         return replace(engine, weights=engine.weights + places, asleep=self.num_engines * sent_bytes(adapter, itemsize))
+
+    def itemsize(self, device: torch.device) -> int:
+        """Bytes of one of the engine's weights."""
+        return torch_dtype(self.engine_dtype(device)).itemsize
 
     def engine_dtype(self, device: torch.device) -> str:
         """The name of the dtype that engines on a device compute in."""
@@ -363,7 +379,9 @@ def find_version() -> str:
     return ""
 
 
-def derive_length(module: Any, sampling: Sampling, max_prompt_tokens: int | None, given: Mapping[str, Any]) -> int:
+def derive_length(
+    module: SampledPolicy, sampling: Sampling, max_prompt_tokens: int | None, given: Mapping[str, Any]
+) -> int:
     """Return ``max_model_len``: the user's, if it has room for the run's completions, or what they need.
 
     Args:
@@ -375,7 +393,7 @@ def derive_length(module: Any, sampling: Sampling, max_prompt_tokens: int | None
     Raises:
         ConfigError: if the user's is too short, or longer than the model's positions.
     """
-    limit: int = module.max_model_length
+    limit = module.max_model_length
     prompt = 1 if max_prompt_tokens is None else max_prompt_tokens
     needed = prompt + sampling.max_new_tokens
     origin = f"{prompt} of a prompt + rollout.max_new_tokens={sampling.max_new_tokens}"

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
-from rlightning.models.counts import num_experts
+from rlightning.models.counts import num_experts, read_setting
 from rlightning.models.rotary import describe_longrope_gap
 from rlightning.rollout.engine_arguments import argument_names
 
@@ -107,7 +107,7 @@ def check_engine_model(config: PreTrainedConfig | None, *, is_cuda: bool) -> Non
             f"Of this {config.model_type}'s longrope positions vLLM and transformers scale sines and cosines by other "
             f"factors: {longrope_gap}. Use a model whose config.json leaves the factor to the lengths."
         )
-    is_latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+    is_latent = read_setting(config, "kv_lora_rank") is not None
     gap = CPU_GAPS.get(config.model_type, LATENT_GAP if is_latent else None)
     if gap is not None and not is_cuda:
         what = "latent attention (kv_lora_rank)" if is_latent else f"a {config.model_type}"

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlightning.models.remote_code import read_config, read_tokenizer
+from rlightning.protocols import HasBackend, has
 from rlightning.run_settings import flatten
 
 IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
@@ -85,8 +86,8 @@ def load_generation_config(model: str, config: PreTrainedConfig) -> GenerationCo
 
 def digest_tokenizer(tokenizer: Tokenizer) -> str:
     """Return a digest of what maps texts to tokens and back."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    is_fast = has(tokenizer, HasBackend)
+    content = tokenizer.backend_tokenizer.to_str() if is_fast else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
 
 

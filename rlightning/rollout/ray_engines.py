@@ -25,7 +25,9 @@ from rlightning.controller.cluster import import_ray
 from rlightning.controller.driver import DriverContext
 from rlightning.controller.worker_group import describe_resources
 from rlightning.errors import ConfigError
+from rlightning.protocols import SampledPolicy
 from rlightning.rollout.engine_options import EngineOptions
+from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.service import SCHEME, EngineService, listen
 
 log = logging.getLogger(__name__)
@@ -54,8 +56,8 @@ class EngineActor:
     def run(
         self,
         options: EngineOptions,
-        module: Any,
-        sampling: Any,
+        module: SampledPolicy,
+        sampling: Sampling,
         max_prompt_tokens: int | None,
         log_file: Path,
         key: str,

@@ -139,7 +139,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} --port {port}: nothing can listen there ({error}).") from error
 
 
-def pack_arrays(value: Any) -> Any:
+def pack_arrays(value: object) -> object:
     """Return a result with its arrays as such: a memoryview would arrive as bytes."""
     if isinstance(value, memoryview):
         return rpc.Buffer(value)

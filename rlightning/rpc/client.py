@@ -9,16 +9,20 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rlightning import intervals
 from rlightning.foreign_text import describe_error
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rpc.authentication import authenticate_server, parse_url
 from rlightning.rpc.connection import ConnectionLostError, RPCError
-from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, limit
+from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, PeerSettings, limit
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ class ProcessStartError(RPCError):
 
 
 async def connect(
-    url: str, key: bytes | None, methods: Mapping[str, Method], *, timeout: float, **settings: Any
+    url: str, key: bytes | None, methods: Mapping[str, Method], *, timeout: float, **settings: "Unpack[PeerSettings]"
 ) -> Peer:
     """Connect to a :class:`~rlightning.rpc.server.Server`, and authenticate both ends.
 
@@ -64,11 +68,16 @@ async def connect(
         # asyncio's text has the address alone; getaddrinfo's errors have no positive number.
         reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
         raise ConnectionLostError(f"{url} cannot be reached: {reason}") from error
-    return await Peer.open(end, methods, **{"name": url, **settings})
+    settings.setdefault("name", url)
+    return await Peer.open(end, methods, **settings)
 
 
 async def connect_process(
-    process: ManagedProcess, methods: Mapping[str, Method], *, ready_timeout: float, **settings: Any
+    process: ManagedProcess,
+    methods: Mapping[str, Method],
+    *,
+    ready_timeout: float,
+    **settings: "Unpack[PeerSettings]",
 ) -> tuple[Peer, Any]:
     """Connect to a child process, and wait until it notifies this one that it is ready.
 
@@ -86,11 +95,12 @@ async def connect_process(
     """
     ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def set_ready(value: Any = None) -> None:
+    async def set_ready(value: object = None) -> None:
         if not ready.done():
             ready.set_result(value)
 
-    settings = {"name": process.name, "heartbeat_timeout": float("inf"), **settings}
+    settings.setdefault("name", process.name)
+    settings.setdefault("heartbeat_timeout", float("inf"))
     peer = await Peer.open(process.connection, {**methods, "ready": set_ready}, **settings)
     try:
         await asyncio.wait([ready, peer.closed], timeout=ready_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +202,7 @@ class LoopThread:
         finally:
             future.cancel()  # whatever has interrupted this wait, such as Ctrl-C
 
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+    def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Call a function on the loop, and return what it returns.
 
         Raises:
@@ -200,7 +210,7 @@ class LoopThread:
         """
 
         async def run() -> T:
-            return function(*arguments)
+            return function(*arguments, **named)
 
         try:
             return self.run(run(), timeout=intervals.LOOP_TIMEOUT)

@@ -63,7 +63,7 @@ class Buffer:
         self.view = memoryview(data)
 
 
-def encode(message: Any) -> tuple[bytes, list[memoryview]]:
+def encode(message: object) -> tuple[bytes, list[memoryview]]:
     """Return a frame without its buffers, and these as bytes.
 
     Raises:
@@ -72,7 +72,7 @@ def encode(message: Any) -> tuple[bytes, list[memoryview]]:
     """
     buffers: list[memoryview] = []
 
-    def pack_buffer(value: Any) -> Any:
+    def pack_buffer(value: Any) -> object:
         try:
             view = value.view if isinstance(value, Buffer) else memoryview(value)
         except TypeError:
@@ -154,7 +154,7 @@ class Connection(asyncio.BufferedProtocol):
         """Whether a small message would leave at once."""
         return self._may_write.is_set() and not self._send_lock.locked()
 
-    async def send(self, message: Any) -> None:
+    async def send(self, message: object) -> None:
         """Send a message; returns when it has been written, or lies in the write buffer as a whole.
 
         It is sent, unless the connection ends, even if this call is cancelled.

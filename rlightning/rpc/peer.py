@@ -7,11 +7,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from rlightning import intervals
 from rlightning.processes.liveness import Heartbeat
 from rlightning.rpc.connection import Connection, ConnectionLostError, RPCError
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 T = TypeVar("T")
 
@@ -40,6 +43,15 @@ class RemoteError(RPCError):
     def __init__(self, type_name: str, message: str, traceback: str) -> None:
         super().__init__(f"{type_name}: {message}")
         self.type_name, self.message, self.traceback = type_name, message, traceback
+
+
+class PeerSettings(TypedDict, total=False):
+    """Settings of :class:`Peer`."""
+
+    name: str
+    heartbeat_timeout: float
+    heartbeat_interval: float
+    check_alive: Callable[[], Awaitable[None]] | None
 
 
 class Peer:
@@ -79,7 +91,9 @@ class Peer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def open(cls, end: socket.socket, methods: Mapping[str, Method], **settings: Any) -> "Peer":
+    async def open(
+        cls, end: socket.socket, methods: Mapping[str, Method], **settings: "Unpack[PeerSettings]"
+    ) -> "Peer":
         """Return the peer at the other end of a connected socket; ``settings`` are those of the class."""
         peer = cls(methods, **settings)
         peer._connection = await Connection.open(end, peer._receive, peer._end)
@@ -87,7 +101,7 @@ class Peer:
         peer._start(peer._watch())
         return peer
 
-    async def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+    async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
         """Call a method of the other end. Cancelling the caller cancels the method.
 
         Args:
@@ -107,7 +121,7 @@ class Peer:
         except TimeoutError:
             raise DeadlineExceededError(f"{self.name}: '{method}' took more than {timeout:g} s") from None
 
-    async def notify(self, method: str, *arguments: Any) -> None:
+    async def notify(self, method: str, *arguments: object) -> None:
         """Call a method of the other end without waiting for it, nor for its errors, which are logged there."""
         await self._send([NOTIFICATION, method, arguments])
 
@@ -132,7 +146,7 @@ class Peer:
         """Close the copy of the connection that a forked child has; it goes on in the parent process."""
         self._connection.close_copy()
 
-    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def _call(self, method: str, arguments: tuple[object, ...]) -> Any:
         if self.closed.done():
             raise self.closed.result()
         await self._slots.acquire()

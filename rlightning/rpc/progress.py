@@ -6,9 +6,11 @@ The parent can read it while a call holds the interpreter's lock, and after a ca
 import asyncio
 import os
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 CALL: ContextVar[int] = ContextVar("CALL", default=0)
 """The key of the call that a task belongs to, or 0; tasks that it creates inherit it."""
@@ -90,7 +92,7 @@ class _Steps(Coroutine[Any, Any, Any]):
     def __init__(self, work: Coroutine[Any, Any, Any], call: int, show: Callable[[int, bool], None]) -> None:
         self._work, self._call, self._show = work, call, show
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> object:
         return self._run_step(self._work.send, value)
 
     def throw(self, *error: Any) -> Any:
@@ -99,14 +101,14 @@ class _Steps(Coroutine[Any, Any, Any]):
     def close(self) -> None:
         self._work.close()
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, None, Any]:
         return self._work.__await__()
 
     def __getattr__(self, name: str) -> Any:
         """What libraries ask of a coroutine, such as ``cr_frame``."""
         return getattr(self._work, name)
 
-    def _run_step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+    def _run_step(self, step: Callable[..., T], *arguments: object) -> T:
         self._show(self._call, True)
         try:
             return step(*arguments)

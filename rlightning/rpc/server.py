@@ -5,12 +5,15 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlightning import intervals
 from rlightning.rpc.authentication import AuthenticationError, BusyError, authenticate_client
 from rlightning.rpc.connection import close_socket
-from rlightning.rpc.peer import Method, Peer, limit
+from rlightning.rpc.peer import Method, Peer, PeerSettings, limit
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -127,12 +130,13 @@ def listen(host: str, port: int) -> socket.socket:
         raise OSError(str(error)) from error
 
 
-async def serve_parent(fd: int, methods: Mapping[str, Method], **settings: Any) -> Peer:
+async def serve_parent(fd: int, methods: Mapping[str, Method], **settings: "Unpack[PeerSettings]") -> Peer:
     """Return the parent process, which has passed this one's end of a socket pair as file descriptor ``fd``.
 
     Args:
         fd: an end of a socket pair.
         methods: that the parent may call; ``settings`` are further ones of :class:`Peer`.
     """
-    settings = {"name": "the parent process", "heartbeat_timeout": float("inf"), **settings}
+    settings.setdefault("name", "the parent process")
+    settings.setdefault("heartbeat_timeout", float("inf"))
     return await Peer.open(socket.socket(fileno=fd), methods, **settings)

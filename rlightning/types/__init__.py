@@ -39,9 +39,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import what needs torch when it is asked for: workers of environments have none."""
     if name in ("LossTotals", "RolloutBatch"):
-        from rlightning.types import batch
+        from rlightning.types.batch import LossTotals, RolloutBatch
 
-        return getattr(batch, name)
+        return LossTotals if name == "LossTotals" else RolloutBatch
     if name == "axis":
         from rlightning.types.axes import axis
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError
+from rlightning.python_values import field_values
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -59,7 +60,8 @@ def axis_fields(batch: "Dataclass") -> list[tuple["Field[Any]", AxisOf]]:
 
 def axis_values(batch: "DataclassInstance") -> list[tuple["Field[Any]", AxisOf, Any]]:
     """Return the fields of a batch that have an axis, with their values."""
-    return [(f, own, getattr(batch, f.name)) for f, own in axis_fields(batch)]
+    values = field_values(batch)
+    return [(f, own, values[f.name]) for f, own in axis_fields(batch)]
 
 
 def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
@@ -110,7 +112,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 def to(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with all of its tensors on a device; copies from the host to a GPU are not waited for."""
-    tensors = {f.name: value for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor | dict)}
+    tensors = {name: value for name, value in field_values(batch).items() if isinstance(value, Tensor | dict)}
     return replace(batch, **{name: map_tensors(lambda one: move(one, device), v) for name, v in tensors.items()})
 
 

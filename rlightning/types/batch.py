@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlightning.errors import ConfigError
+from rlightning.python_values import field_values
 from rlightning.types import axes
 from rlightning.types.axes import Axis, axis
 from rlightning.types.shared_prefixes import SharedPrefixes
@@ -170,9 +172,14 @@ class RolloutBatch:
             groups.append([Trajectory.single_turn(Prompt(number, "", list(tokens[:1]), {}), sample)])
         return cls.pack(groups)
 
+    def token_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return what each token has, [T] each, by the names that a branch has for them."""
+        values = field_values(self)
+        return {source: values[name].cpu().numpy() for name, source, _ in TOKEN_FIELDS}
+
     def unpack(self) -> list[Trajectory]:
         """Return the trajectories with their branches: what :meth:`pack` got, unless branches were selected away."""
-        columns = [(source, getattr(self, name).cpu().numpy()) for name, source, _ in TOKEN_FIELDS]
+        columns = self.token_arrays().items()
         branches: list[list[Branch]] = [[] for _ in self.trajectories]
         bounds = self.cu_seqlens.tolist()
         for reason, start, end, m in zip(self.reasons, bounds, bounds[1:], self.trajectory_ids.tolist(), strict=False):

@@ -67,7 +67,7 @@ class Buffers:
 
     def attributes(self) -> dict[str, Any]:
         """Return all attributes by name."""
-        names = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
+        names = [name for kind in type(self).__mro__ for name in vars(kind).get("__slots__", ())]
         return {name: getattr(self, name) for name in names}
 
     def __eq__(self, other: object) -> bool:

@@ -43,7 +43,7 @@ def test_completion_of_sentencepiece_is_split_from_the_whole_text(
 ) -> None:  # fmt: skip
     tokenizer = make_metaspace_tokenizer(adds_eos=adds_eos, way=way)
     assert tokenizer("T", add_special_tokens=False)["input_ids"] == [SPACE_T]  # what would be learned otherwise
-    used = tokenizer if has_offsets else WithoutOffsets(tokenizer)
+    used: Any = tokenizer if has_offsets else WithoutOffsets(tokenizer)
     (tokens,) = tokenize(used, [prompt], [completion], has_special_tokens=False)
     assert (tokens.prompt, tokens.completion) == (prompt_ids, completion_ids)
 

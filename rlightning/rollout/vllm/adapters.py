@@ -76,6 +76,6 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
             _replace(model, name, module)
 
 
-def _replace(model: nn.Module, name: str, module: Any) -> None:
+def _replace(model: nn.Module, name: str, module: object) -> None:
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, module)

@@ -8,7 +8,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
-from rlightning.models.counts import cached_numbers, count_weights, head_size, inner_size, num_key_value_heads
+from rlightning.models.counts import (
+    cached_numbers,
+    count_weights,
+    head_size,
+    inner_size,
+    num_key_value_heads,
+    read_setting,
+)
+from rlightning.models.files import torch_dtype
 from rlightning.parallel.device import GIB, memory_use
 from rlightning.rollout.engine_settings import BLOCK_TOKENS
 
@@ -109,7 +117,7 @@ def read_engine(
     """
     text_config: Any = config.get_text_config()
     cache, named = str(arguments.get("kv_cache_dtype") or "auto"), arguments.get("kv_cache_memory_bytes")
-    size, itemsize = int(arguments.get("tensor_parallel_size") or 1), getattr(torch, arguments["dtype"]).itemsize
+    size, itemsize = int(arguments.get("tensor_parallel_size") or 1), torch_dtype(arguments["dtype"]).itemsize
     num_sequences = num_engines * int(arguments["max_num_seqs"])
     # Hidden states with residual, queries with keys and values, and the feed-forward's two halves and their product.
     heads = text_config.num_attention_heads + 2 * num_key_value_heads(config)
@@ -211,6 +219,5 @@ def check_kv_cache(arguments: Mapping[str, Any], config: PreTrainedConfig | None
 
 def _is_cached_whole(config: PreTrainedConfig) -> bool:
     """Whether every layer caches every token, so that what a sequence takes is known."""
-    text_config: Any = config.get_text_config()
-    kinds = getattr(text_config, "layer_types", None) or []
-    return {"full_attention"}.issuperset(kinds) and getattr(text_config, "sliding_window", None) is None
+    kinds = read_setting(config, "layer_types") or []
+    return {"full_attention"}.issuperset(kinds) and read_setting(config, "sliding_window") is None

@@ -27,7 +27,7 @@ def keep_experts_unpacked() -> None:
     packer: Any = getattr(cpu_moe, "CPUUnquantizedExperts", unquantized_fused_moe_method.UnquantizedFusedMoEMethod)
     pack: Any = packer.process_weights_after_loading
 
-    def keep_and_pack(experts: Any, layer: nn.Module) -> None:
+    def keep_and_pack(experts: object, layer: nn.Module) -> None:
         _unpacked[layer] = {name: (weight, weight.data) for name, weight in layer.named_parameters(recurse=False)}
         _pack_again[layer] = lambda: pack(experts, layer)
         pack(experts, layer)
@@ -62,5 +62,6 @@ def _split_again(layer: Any, dtype: torch.dtype) -> None:
     before = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
     layer.process_weights_after_loading(dtype)
     for name, old in before.items():
-        if getattr(layer, name) is not old:
-            setattr(layer, name, old.copy_(getattr(layer, name)))
+        new = getattr(layer, name)  # an attribute or a parameter
+        if new is not old:
+            setattr(layer, name, old.copy_(new))

@@ -24,10 +24,11 @@ import vllm.envs as envs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlightning.processes.process_group import die_with_parent
@@ -105,7 +106,7 @@ class RestingSequences:
         names = self._due.pop(self.step, [])
         return [name for name in names if name in self.rows and self._end[self.rows[name]] == self.step]
 
-    def schedule(self, output: Any) -> None:
+    def schedule(self, output: SchedulerOutput) -> None:
         """Add a token of each to a step of vLLM's."""
         names, rows = list(self.rows), np.fromiter(self.rows.values(), np.int64, len(self.rows))
         computed = self._computed[rows] + self.step - self._first[rows]
@@ -117,7 +118,7 @@ class RestingSequences:
         output.num_scheduled_tokens |= dict.fromkeys(names, 1)
         output.total_num_scheduled_tokens += len(names)
 
-    def take_in(self, output: Any) -> tuple[set[str], list[str]]:
+    def take_in(self, output: ModelRunnerOutput) -> tuple[set[str], list[str]]:
         """Write down a step's samples.
 
         Returns:
@@ -135,12 +136,14 @@ class RestingSequences:
         places, rows, ids = places[~is_loud], rows[~is_loud], ids[~is_loud]
         quiet = {names[place] for place in places}
         column = self._count[rows]
-        starts = output.logprobs.cu_num_generated_tokens
+        logprobs = output.logprobs
+        assert logprobs is not None, "those that rest ask for the log-probability of what they sample"
+        starts = logprobs.cu_num_generated_tokens
         if starts is not None:
             places = np.asarray(starts)[places]
         self._ids[rows, column] = ids
-        self._logprobs[rows, column] = output.logprobs.logprobs[places, 0]
-        self._ranks[rows, column] = output.logprobs.sampled_token_ranks[places]
+        self._logprobs[rows, column] = logprobs.logprobs[places, 0]
+        self._ranks[rows, column] = logprobs.sampled_token_ranks[places]
         self._count[rows] += 1
         return quiet, loud
 
@@ -195,7 +198,7 @@ class RolloutScheduler(Scheduler):
             self.waiting.remove_request(request)
             self.waiting.prepend_request(request)
 
-    def schedule(self, throttle_prefills: bool = False) -> Any:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """See Scheduler: what runs in the next step."""
         resting = self.resting
         self._wake(resting.due())
@@ -216,7 +219,7 @@ class RolloutScheduler(Scheduler):
         self._let_rest(begun)
         return output
 
-    def _schedule_resting(self, output: Any) -> None:
+    def _schedule_resting(self, output: SchedulerOutput) -> None:
         """Add those that rest to a step of the others."""
         self.resting.schedule(output)
         scheduled, names = output.num_scheduled_tokens, [request.request_id for request in self.running]
@@ -255,9 +258,9 @@ class RolloutScheduler(Scheduler):
         if not self._may_rest or request.request_id not in self.unsent or request.is_prefill_chunk:
             return 0
         # A piece of a prompt is still in flight, or what was when the request had to make way for others.
-        if getattr(request, "num_in_flight_tokens", 0) > MOST_IN_FLIGHT:
+        if _counted(request, "num_in_flight_tokens") > MOST_IN_FLIGHT:
             return 0
-        if getattr(request, "num_stale_output_tokens", 0) or getattr(request, "async_tokens_to_discard", 0):
+        if _counted(request, "num_stale_output_tokens") or _counted(request, "async_tokens_to_discard"):
             return 0
         computed = request.num_computed_tokens
         offset = computed % self.block_size
@@ -283,7 +286,9 @@ class RolloutScheduler(Scheduler):
                 request.append_output_token_ids(tokens.ids)
                 self.unsent[name].add(tokens)
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """See Scheduler: take in what a step has sampled."""
         if self.resting.rows:
             quiet, loud = self.resting.take_in(model_runner_output)
@@ -363,6 +368,11 @@ class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
     """The same, for steps that are scheduled ahead of the device."""
 
     has_placeholders = True
+
+
+def _counted(request: Request, name: str) -> int:
+    """What a request counts of its tokens; 0 under a name that this version of vLLM does not have."""
+    return int(getattr(request, name, 0))
 
 
 def make_scheduler(vllm_config: Any, **arguments: Any) -> Scheduler:

@@ -9,10 +9,10 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -157,7 +157,8 @@ class StoredForm:
     def __init__(self, model: ModelConfig) -> None:
         config = read_config(model.model, trust_remote_code=model.trust_remote_code)
         if type(config).__module__.startswith("vllm."):  # registered by vLLM in the place of transformers' own
-            config = getattr(transformers, CONFIG_MAPPING_NAMES[config.model_type]).from_pretrained(model.model)
+            name = CONFIG_MAPPING_NAMES[config.model_type]
+            config = resolve_name(f"transformers:{name}").from_pretrained(model.model)
         with torch.device("meta"):
             policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         self._policy = policy if get_model_conversion_mapping(policy, add_legacy=False) else None
@@ -211,7 +212,7 @@ class ReadWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
     """Yield the tensors among arguments, also those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):

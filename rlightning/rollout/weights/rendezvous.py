@@ -96,7 +96,7 @@ class RendezvousServer:
             peer.abort("the rendezvous is over")
 
     def _method(self, operation: str) -> Callable[..., Awaitable[Any]]:
-        async def call(*arguments: Any) -> Any:
+        async def call(*arguments: object) -> object:
             return getattr(self.store, operation)(*arguments)
 
         return call
