@@ -151,6 +151,9 @@ def find_run_error(error: BaseException) -> RunError | None:
         return ConfigError(str(error))
     if isinstance(error, OSError) and error.errno in HOST_LIMITS:
         return HostError(f"{cut_line(error)}. {HOST_LIMITS[error.errno]}")
+    wandb = sys.modules.get("wandb.errors")
+    if wandb is not None and isinstance(error, wandb.Error):
+        return ConfigError(f"Weights & Biases: {cut_line(str(error).strip().rpartition(chr(10))[2])}")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
         return DeviceMemoryError(

@@ -101,6 +101,10 @@ def test_errors_that_libraries_raise_are_told_as_ours() -> None:
     assert full is not None and full.line == (
         "[Errno 28] No space left on device: 'runs/a/checkpoints'. Make room there."
     )
+    import wandb
+
+    login = find_run_error(wandb.errors.UsageError("api_key not configured.\nRun `wandb login`."))
+    assert login is not None and str(login) == "Weights & Biases: Run `wandb login`." and login.exit_code == 2
     files = find_run_error(OSError(errno.EMFILE, "Too many open files"))
     assert isinstance(files, HostError) and files.line.endswith("ulimit -n 65536.")
     memory = find_run_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))

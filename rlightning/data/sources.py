@@ -247,7 +247,9 @@ def _read_named(path: str, limit: int | None) -> RowTable:
     root = folder.parts[0] if folder.parts else ""
     is_local = len(folder.parts) > 1 and Path(root).is_dir()
     if is_local or folder.suffix in _SUFFIXES or not _HUB_NAME.fullmatch(path):
-        raise ConfigError(f"There is no file '{path}'. {_nearest_file(folder)}")
+        is_text = not folder.suffix and not _HUB_NAME.fullmatch(path)
+        hint = " Prompts themselves are given as [{'prompt': ...}]: texts are names of files." if is_text else ""
+        raise ConfigError(f"There is no file '{path}'. {_nearest_file(folder)}{hint}")
     return _read_hub(path, name, options, limit)
 
 

@@ -142,8 +142,8 @@ def test_a_restart_goes_on_with_engines(many: Path) -> None:
     """A worker that is killed takes its engine with it; an actor's goes on. What the step had sampled comes again."""
     for name in ("colocated", "standalone"):
         found, engines = seen(many, name), json.loads((many / name / "engines.json").read_text())
-        first, lost, again = found["sampled"]
-        assert lost == again != first
+        first, *lost, again = found["sampled"]  # what a killed worker has sampled may not have come to the controller
+        assert lost in ([], [again]) and again != first
         assert len(found["steps"]) == 2 and engines["left"] == []
         assert (engines["kept"] == engines["before"]) == (name == "standalone")
 
@@ -152,7 +152,7 @@ def test_a_restart_goes_on_with_engines(many: Path) -> None:
 def test_standalone_engines_are_actors_of_their_own(many: Path) -> None:
     """They sample what the colocated ones did, and end with the run; with a staleness they sample ahead."""
     expected, got = seen(many, "colocated"), seen(many, "standalone")
-    assert got["sampled"] == expected["sampled"]
+    assert [got["sampled"][n] for n in (0, -1)] == [expected["sampled"][n] for n in (0, -1)]
     assert got["validations"] == expected["validations"]
     for number in range(2):
         assert (many / "standalone" / f"engine.{number}.log").is_file()

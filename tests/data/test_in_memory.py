@@ -237,6 +237,8 @@ def test_a_wrong_row_of_several_files_is_named(
     other = write_rows(tmp_path / "c.jsonl", [{"question": "1"}])
     with pytest.raises(ConfigError, match=r"c\.jsonl, line 1 has no column 'prompt', which other rows have"):
         build([good, other])
+    with pytest.raises(ConfigError, match=r"There is no file '1\+1='.* given as \[\{'prompt': \.\.\.\}\]"):
+        build(["1+1=", "2+2="])
     with pytest.raises(ConfigError, match=r"There is no file '.*d\.jsonl'"):
         build([good, str(tmp_path / "d.jsonl")])
 
