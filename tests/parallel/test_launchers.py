@@ -72,9 +72,10 @@ class Fails(Callback):
                     sys.stderr.write(f"a collective ends after {usual.total_seconds():g} s\\n")
                     _set_pg_timeout(timedelta(seconds=2), world)  # from here on: the ranks' start takes its time
                     intervals.HEARTBEAT_INTERVAL, intervals.SILENT_AFTER, intervals.STUCK_GRACE = 0.5, 4, 1
-                torch.distributed.all_reduce(torch.ones(1))
-            if self.how == "SIGINT":
+            if self.how == "SIGINT":  # before a collective, amid which it would not hear of the signal
                 self.hurry_stop(trainer)
+            if self.others == "collective":
+                torch.distributed.all_reduce(torch.ones(1))
             time.sleep(600 if self.how != "SIGTERM" else 0)
         elif self.how == "raise":
             raise ValueError("boom")
