@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.environment import LimitReachedError, Reply
+from rlightning.environments.environment import AskLimitError, LimitReachedError, Reply
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
 from rlightning.environments.snapshots import SavedTrajectory, copy_plain, outcome_from_plain, outcome_to_plain
@@ -167,7 +167,7 @@ class RecordedPolicy:
         history = self.chat_format.render(messages)
         room = min(max_new_tokens or self.sampling.max_new_tokens, self.max_length - len(history))
         if room < 1:
-            raise LimitReachedError(f"{len(history)} tokens leave no room in {self.max_length}.")
+            raise AskLimitError(f"{len(history)} tokens leave no room in {self.max_length}.")
         seed = mix_seed(self.stream, "ask", self._num_asked)
         self._num_asked += 1
         sampling = Sampling(temperature=temperature, max_new_tokens=room, seed=seed)
