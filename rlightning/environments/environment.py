@@ -19,7 +19,7 @@ class LimitReachedError(Exception):
 
 
 class AskLimitError(Exception):
-    """A conversation that :meth:`Policy.ask` was given has no room for an answer; that says nothing of the trajectory."""
+    """A conversation that :meth:`Policy.ask` was given has no room for an answer; the trajectory may have."""
 
 
 class Reply(Sample):

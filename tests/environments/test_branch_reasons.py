@@ -74,6 +74,9 @@ class Client:
         ("s:is u:one a:1 t:ok a:2 u:two a:3 u:more", "system_changed"),
         ("s:be u:other", "started_over"),
         ("u:other a:few t:shot", "started_over"),
+        ("u:one a:1 t:ok a:2 u:two a:3 s:be", "history_edited"),
+        ("u:one a:1 s:be", "history_edited"),
+        ("u:one s:be a:1 t:ok a:2 u:two a:3 u:more", "history_edited"),
     ],
 )
 def test_a_rewritten_conversation_says_how(words: str, reason: str) -> None:
