@@ -15,12 +15,14 @@ that the process had end with it. A call may offer methods, which the worker cal
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlightning import intervals
+from rlightning.foreign_text import cut_line
 from rlightning.processes.liveness import Deadline, Heartbeat, RestartPolicy
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rpc.client import ProcessStartError, connect_process, end_process
@@ -29,6 +31,8 @@ from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, RemoteError
 from rlightning.rpc.progress import ProgressFile
 from rlightning.rpc.worker import STACK_SIGNAL
 from rlightning.rpc.worker_limits import MB, UNLIMITED, WorkerLimits, WorkerOutput, find_excess
+
+log = logging.getLogger(__name__)
 
 STACK_SECONDS = 1.0
 """In which a hanging process writes its stacks; one that is stopped writes none."""
@@ -74,7 +78,8 @@ class WorkerPool:
         limits: of a worker; one that is above them is ended, and its calls fail.
 
     Attributes:
-        deaths: the budget of restarts that no call explains; where calls are not repeated, of all restarts.
+        deaths: the budget of restarts that no call explains; where calls are not repeated, of all restarts. Workers
+            that do not start count too, once one has started.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class WorkerPool:
         self._waiting: deque[_Call] = deque()
         self._keys = itertools.count(1)
         self._num_closed = 0
+        self._has_started = False
         self.deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
 
     async def check(self) -> None:
@@ -226,10 +232,14 @@ class WorkerPool:
         """Start a worker, watch it, and end it."""
         try:
             await worker.start(self.setup, self.start_timeout)
+            self._has_started = True
             self._dispatch()
             await worker.watch()
         except (ProcessStartError, OSError) as error:
-            self._fail_waiting(error)
+            if self._has_started and self.deaths.take():  # others take the calls, or one that starts next
+                log.warning("%s did not start, as others have: %s", self.name, cut_line(str(error)))
+            else:
+                self._fail_waiting(error)
         finally:
             self._workers.remove(worker)
             await asyncio.shield(worker.end())

@@ -55,6 +55,10 @@ async def main() -> None:
             os._exit(5)
         if deed == "raise":
             raise ValueError(deed)
+        if deed.startswith("/"):  # the second process of these fails
+            Path(deed, f"start.{os.getpid()}").touch()
+            if len(list(Path(deed).glob("start.*"))) == 2:
+                raise ValueError("second")
         if deed == "hold":
             await asyncio.sleep(3600)
 

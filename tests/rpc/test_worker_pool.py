@@ -124,3 +124,15 @@ def test_worker_that_cannot_start_fails_all_calls(tmp_path: Path, setup: str, ti
         await pool.close()
 
     run(work())
+
+
+def test_worker_that_does_not_start_leaves_calls_to_the_others(tmp_path: Path) -> None:
+    async def work() -> None:
+        pool, folder = make_pool(num_workers=2, setup=str(tmp_path)), str(tmp_path)
+        await pool.call("a", folder, hang_timeout=60)
+        calls = [pool.call("slow", folder, hang_timeout=60) for _ in range(2)]
+        assert all(isinstance(one, int) for one in await asyncio.gather(*calls))
+        assert count(tmp_path, "slow") == 2
+        await pool.close()
+
+    run(work())
