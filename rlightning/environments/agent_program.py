@@ -53,7 +53,7 @@ class AgentProgram(Environment):
         num_workers: processes that functions run in; 0: the trainer's; None: as many as this process has cores but
             one, and at most eight, or 0 with fewer than four cores.
         workers: further arguments of their :class:`~rlightning.environments.WorkerEnvironment`, such as ``{python:
-            my-venv/bin/python}``.
+            my-venv/bin/python}``. ``hang_timeout`` is 600 seconds.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`, such as ``{ignored: [top_p]}``.
     """
 

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 FUNCTION = f"{AgentFunction.__module__}.{AgentFunction.__name__}"
 MAX_DEFAULT_WORKERS = 8
+HANG_TIMEOUT = 600.0
+"""Seconds for which an agent may block its worker by default: some run programs, such as tests, without a thread."""
 MIN_CORES = 4
 """Below which there are no workers by default: the trainer and an engine share the cores with them."""
 
@@ -25,7 +27,10 @@ MIN_CORES = 4
 class AgentWorkers(WorkerEnvironment):
     """Calls an agent's function in worker processes; the endpoint is the trainer's."""
 
+    prefix = "environment.workers"
+
     def __init__(self, function: AgentFunction, **settings: Any) -> None:
+        settings.setdefault("hang_timeout", HANG_TIMEOUT)
         super().__init__(FUNCTION, {"agent": function.agent, "arguments": function.arguments}, **settings)
         self.name, self.key = str(function.agent), function.name
         self._says_unsendable = True

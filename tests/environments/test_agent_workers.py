@@ -163,6 +163,8 @@ def test_there_are_workers_where_there_are_cores(monkeypatch: pytest.MonkeyPatch
         workers = start_workers(AgentFunction(DO), None, 8, {})
         assert (0 if workers is None else workers.num_workers) == num_workers
     monkeypatch.undo()
+    workers = start_workers(AgentFunction(DO), 2, 8, {})
+    assert workers is not None and workers.hang_timeout == 600.0
     workers = start_workers(AgentFunction(DO), 2, 8, {"hang_timeout": 5.0})
     assert workers is not None and (workers.num_workers, workers.hang_timeout) == (2, 5.0)
 
@@ -173,6 +175,7 @@ def test_there_are_workers_where_there_are_cores(monkeypatch: pytest.MonkeyPatch
         ("worker_agents.nothing", {}, r"^AgentProgram: agent=worker_agents\.nothing: 'worker_agents' has no class or"),
         (DO, {"workers": {"pyton": "x"}}, r"^AgentProgram: workers=\{'pyton': 'x'\}: .*unexpected keyword"),
         (DO, {"workers": {"python": "x"}, "num_workers": 0}, r"needs num_workers\.$"),
+        (DO, {"workers": {"hang_timeout": 0}}, r"^environment\.workers\.hang_timeout=0 must be above 0 seconds\.$"),
         (DO, {"num_workers": -1}, r"num_workers=-1 must be at least 0\.$"),
         (None, {"command": ["true"], "num_workers": 2}, r"a command is a process of its own\.$"),
     ],
