@@ -34,7 +34,7 @@ class AgentProgram(Environment):
 
     A function that is named by its dotted path runs in worker processes where there are cores for them, so that its
     client takes no time of the trainer's event loop. All else, and prompts that cannot be sent there, is of the
-    trainer's process.
+    trainer's process; an error where ``num_workers`` or ``workers`` is given.
 
     An agent that raises, and a program that fails, counts as not sampled, as does any failure of the policy's sampler,
     whatever the agent makes of it.

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from array import array
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -125,14 +126,24 @@ def test_functions_without_a_loop_run_there_too(agents: Agents) -> None:
 
 
 def test_prompts_that_cannot_be_sent_stay_in_the_trainers_process(
-    agents: Agents, caplog: pytest.LogCaptureFixture
+    agents: Agents, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    by_default = AgentProgram(DO, {"folder": str(agents.folder)})
     with caplog.at_level(logging.INFO, "rlightning"):
         for _ in range(2):
-            (one,) = agents.attempt(agents.there, "ask", day=date(2026, 1, 1))
+            (one,) = agents.attempt(by_default, "ask", day=date(2026, 1, 1))
             assert (one.reward, one.metrics["pid"]) == (0.5, os.getpid())
+    agents.runner.run(by_default.close())
     (line,) = [one.getMessage() for one in caplog.records if "cannot be sent" in one.getMessage()]
     assert line.startswith(f"AgentProgram: agent={DO} runs in the trainer's process for prompts that cannot be sent")
+
+
+def test_prompts_that_cannot_be_sent_to_required_workers_are_an_error(agents: Agents) -> None:
+    for column in (date(2026, 1, 1), array("f", [1.0])):
+        with pytest.raises(ConfigError, match="prompt 3 cannot be sent to workers: Its column 'day'") as caught:
+            agents.attempt(agents.there, "ask", day=column)
+        assert "\n" not in caught.value.line
 
 
 async def own(client: Any) -> float:
@@ -147,13 +158,22 @@ async def own(client: Any) -> float:
         (lambda client: 1.0, {}, "it is no dotted path"),
         ("__main__.own", {}, "workers do not run the script"),
         (DO, {"folder": Path("x")}, "its arguments cannot be sent"),
+        (DO, {"folder": array("f", [1.0])}, "its arguments hold arrays"),
     ],
 )
 def test_what_cannot_be_sent_runs_in_the_trainers_process(
-    agent: Any, arguments: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+    agent: Any,
+    arguments: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     with caplog.at_level(logging.INFO, "rlightning"):
-        assert start_workers(AgentFunction(agent, arguments), 2, 8, {}) is None
+        assert start_workers(AgentFunction(agent, arguments), None, 8, {}) is None
+    for asked in ((2, {}), (None, {"max_memory_mb": 100})):
+        with pytest.raises(ConfigError, match=f"cannot run in workers: {reason}"):
+            start_workers(AgentFunction(agent, arguments), asked[0], 8, asked[1])
     assert f"runs in the trainer's process, not in workers: {reason}" in caplog.text
 
 
