@@ -44,8 +44,8 @@ class AgentWorkers(WorkerEnvironment):
         reason = _find_unsendable(prompt.columns)
         if reason and self._is_required:
             raise ConfigError(
-                f"{self.key}: prompt {prompt.index} cannot be sent to workers: {reason} Make the column plain data, such "
-                "as a text, or leave out num_workers and workers: such prompts run in the trainer's process then."
+                f"{self.key}: prompt {prompt.index} cannot be sent to workers: {reason} Make the column plain "
+                "data, such as a text, or leave out num_workers and workers: it runs in the trainer's process then."
             )
         if reason and self._says_unsendable:
             self._says_unsendable = False

@@ -113,7 +113,7 @@ class WorkerEnvironment(Environment):
         self._workers: _Workers | None = None
 
     async def check(self) -> None:
-        """Start a worker.
+        """Start the workers, and wait for one.
 
         Raises:
             ConfigError: the interpreter or the environment cannot be used.

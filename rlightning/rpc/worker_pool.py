@@ -96,25 +96,24 @@ class WorkerPool:
         may_repeat: bool = True,
         limits: WorkerLimits = UNLIMITED,
     ) -> None:
-        self.limits = limits
-        self.command, self.name, self.setup, self.may_repeat = command, name, setup, may_repeat
+        self.command, self.name, self.setup, self.may_repeat, self.limits = command, name, setup, may_repeat, limits
         self.num_workers, self.max_calls, self.max_queued = num_workers, max_calls, max_queued
         self.start_timeout, self.finish_timeout = start_timeout, finish_timeout
         self._workers: list[_Worker] = []
         self._lives: set[asyncio.Task[None]] = set()
         self._waiting: deque[_Call] = deque()
         self._keys = itertools.count(1)
-        self._num_closed = 0
-        self._has_started = False
+        self._num_closed, self._has_started = 0, False
         self.deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
 
     async def check(self) -> None:
-        """Start a worker if there is none, and return when it is ready.
+        """Start all workers, so that no call waits for them later, and return when one is ready.
 
         Raises:
             ProcessStartError: it did not start.
         """
         call = _Call(next(self._keys), float("inf"), {})
+        self._start_workers(self.num_workers)
         worker = await self._get_place(call)
         del worker.calls[call.key]
         self._dispatch()

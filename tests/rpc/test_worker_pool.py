@@ -126,6 +126,16 @@ def test_worker_that_cannot_start_fails_all_calls(tmp_path: Path, setup: str, ti
     run(work())
 
 
+def test_check_starts_all_workers(tmp_path: Path) -> None:
+    async def work() -> None:
+        pool = make_pool(num_workers=2)
+        await pool.check()
+        assert len(pool._workers) == 2
+        await pool.close()
+
+    run(work())
+
+
 def test_worker_that_does_not_start_leaves_calls_to_the_others(tmp_path: Path) -> None:
     async def work() -> None:
         pool, folder = make_pool(num_workers=2, setup=str(tmp_path)), str(tmp_path)
