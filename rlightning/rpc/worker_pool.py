@@ -31,6 +31,7 @@ from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, RemoteError
 from rlightning.rpc.progress import ProgressFile
 from rlightning.rpc.worker import STACK_SIGNAL
 from rlightning.rpc.worker_limits import MB, UNLIMITED, WorkerLimits, WorkerOutput, find_excess
+from rlightning.run_key import environment_without_key
 
 log = logging.getLogger(__name__)
 
@@ -169,10 +170,7 @@ class WorkerPool:
     async def _get_place(self, call: "_Call") -> "_Worker":
         """Return the worker whose ``calls`` the call has been put into."""
         call.place = asyncio.get_running_loop().create_future()
-        if call.is_alone:
-            self._waiting.appendleft(call)
-        else:
-            self._waiting.append(call)
+        (self._waiting.appendleft if call.is_alone else self._waiting.append)(call)
         self._start_workers(self._num_calls)
         self._dispatch()
         try:
@@ -356,13 +354,13 @@ class _Worker:
             ProcessStartError: it ended before, or took too long.
         """
         deadline, name = Deadline(timeout), self.pool.name
-        fds = (self._progress.fd, self._stacks)
+        fds, own = (self._progress.fd, self._stacks), environment_without_key()
         command = [*self.pool.command, *map(str, fds)]
         if self.pool.limits.max_output_mb is not None:
             self._output = WorkerOutput(self.pool.limits.max_output_mb * MB)
         try:
             output = None if self._output is None else self._output.fd
-            self._process = process = ManagedProcess(command, name=name, pass_fds=fds, output=output)
+            self._process = process = ManagedProcess(command, name=name, pass_fds=fds, output=output, environment=own)
         finally:
             if self._output is not None:
                 self._output.close_fd()
@@ -437,8 +435,7 @@ class _Worker:
         culprit = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
         error = WorkerHungError(f"{self.pool.name} hung", stacks) if self._is_hung else WorkerDiedError(how, stacks)
         is_explained = not keys or (culprit is not None and self.pool.may_repeat)
-        may_repeat = is_explained or self.pool.deaths.take()
-        self.ended.set_result(_End(culprit, error, keys, may_repeat))
+        self.ended.set_result(_End(culprit, error, keys, is_explained or self.pool.deaths.take()))
 
     async def _write_stacks(self) -> None:
         """Have the process write the stacks of its threads."""

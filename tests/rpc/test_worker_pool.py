@@ -12,6 +12,7 @@ import pytest
 
 from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerError, WorkerHungError, WorkerPool
+from rlightning.run_key import RUN_KEY_VARIABLE
 
 pytestmark = pytest.mark.processes
 
@@ -126,11 +127,14 @@ def test_worker_that_cannot_start_fails_all_calls(tmp_path: Path, setup: str, ti
     run(work())
 
 
-def test_check_starts_all_workers(tmp_path: Path) -> None:
+def test_check_starts_all_workers_without_the_runs_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_KEY_VARIABLE, "secret")
+
     async def work() -> None:
         pool = make_pool(num_workers=2)
         await pool.check()
         assert len(pool._workers) == 2
+        assert await pool.call("has key", str(tmp_path), hang_timeout=60) == 0
         await pool.close()
 
     run(work())
