@@ -150,19 +150,19 @@ class RecordedGroup:
 
     async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
         """Make a trajectory, again if it was lost: within the budget, unless another one is known to be the cause."""
-        attempt = num_caused = 0
+        num_caused = 0
         while True:
+            policy = self._policies[number]
             try:
-                return await self._run(run, self._policies[number])
+                return await self._run(run, policy)
             except TrajectoryLostError as error:
                 num_caused += error.is_cause
                 if num_caused > self._max_requeues:
                     return self.fail(str(error), error.details)
                 line = cut_line(str(error))
-            attempt += 1
             self.num_requeues += 1
             log.warning("A trajectory of prompt %d is requeued: %s", self._request.prompt.index, line)
-            self._policies[number] = self._make_policy(number, attempt)
+            self._policies[number] = self._make_policy(number, policy.attempt + 1)
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
         try:

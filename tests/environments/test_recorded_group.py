@@ -8,7 +8,8 @@ from chat_templates import make_tokenizer
 
 from rlightning.environments import Environment, Message, Policy, PolicyGroup, SingleTurn
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest
+from rlightning.environments.environment import TrajectoryLostError
+from rlightning.environments.policy import GroupRequest, RecordedPolicy
 from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.rollout import Sampling
 from rlightning.types import Outcome, Prompt, Sample, Trajectory
@@ -40,8 +41,10 @@ async def turn(policy: Policy, *messages: Message) -> Outcome:
     return Outcome(reward=1.0, metrics={"turns": 1.0})
 
 
-def make_group(saved: Any = None, *, sampler: Any = None, max_requeues: int = 0) -> RecordedGroup:
-    request = GroupRequest(PROMPT, Sampling(max_new_tokens=4, seed=1), 2, saved)
+def make_group(
+    saved: Any = None, *, sampler: Any = None, max_requeues: int = 0, num_trajectories: int = 2
+) -> RecordedGroup:
+    request = GroupRequest(PROMPT, Sampling(max_new_tokens=4, seed=1), num_trajectories, saved)
     return RecordedGroup(sampler or Sampler(), ChatFormat(TOKENIZER), request, 512, None, max_requeues)
 
 
@@ -106,3 +109,34 @@ def test_a_checkpoint_keeps_outcomes_without_what_a_group_adds() -> None:
         assert [(one.reward, one.metrics) for one in finish(Bonus(), group)] == [(1.5, {"turns": 2.0})] * 2
         group = make_group(group.save(), sampler=sampler)
     assert len(sampler.seeds) == 2
+
+
+class Lossy(Environment):
+    """Is lost as often as it is told; hands over a state after its turn, from which it goes on."""
+
+    def __init__(self, num_lost: int) -> None:
+        self.num_lost, self.attempts = num_lost, list[int]()
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        assert isinstance(policy, RecordedPolicy)
+        state = await policy.resume()
+        self.attempts.append(policy.attempt)
+        if state is None:
+            await policy.report(await turn(policy), "state")
+        if self.num_lost:
+            self.num_lost -= 1
+            raise TrajectoryLostError("lost")
+        return await turn(policy.split(), {"role": "user", "content": "part"})
+
+
+def test_each_attempt_draws_other_random_numbers_after_a_resume_too() -> None:
+    sampler = Sampler()
+    first, second = Lossy(1), Lossy(1)
+    group = make_group(sampler=sampler, max_requeues=1, num_trajectories=1)
+    finish(first, group)
+    (saved,) = group.save()
+    assert saved is not None
+    saved["outcome"], saved["state"] = None, "state"  # as if it were under way
+    finish(second, make_group([saved], sampler=sampler, max_requeues=1, num_trajectories=1))
+    assert (first.attempts, second.attempts) == ([0, 1], [1, 2])
+    assert len(set(sampler.seeds)) == len(sampler.seeds) == 5
