@@ -235,9 +235,12 @@ class Collector:
     def close(self) -> None:
         """Cancel what is under way; what is in flight stays known. May be called twice."""
         if self._runner is not None:
-            self.save_progress()
-            self._runner.cancel(self._running)
-            self._runner.close()
+            try:
+                self.save_progress()
+            finally:
+                running, self._running = self._running, {}
+                self._runner.cancel(running)
+                self._runner.close()
 
     def environment_metrics(self) -> dict[str, float]:
         """Return what the step's environments have come to, on rank 0; {} on others."""
