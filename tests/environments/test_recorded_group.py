@@ -41,10 +41,8 @@ async def turn(policy: Policy, *messages: Message) -> Outcome:
     return Outcome(reward=1.0, metrics={"turns": 1.0})
 
 
-def make_group(
-    saved: Any = None, *, sampler: Any = None, max_requeues: int = 0, num_trajectories: int = 2
-) -> RecordedGroup:
-    request = GroupRequest(PROMPT, Sampling(max_new_tokens=4, seed=1), num_trajectories, saved)
+def make_group(saved: Any = None, *, sampler: Any = None, max_requeues: int = 0, size: int = 2) -> RecordedGroup:
+    request = GroupRequest(PROMPT, Sampling(max_new_tokens=4, seed=1), size, saved)
     return RecordedGroup(sampler or Sampler(), ChatFormat(TOKENIZER), request, 512, None, max_requeues)
 
 
@@ -132,11 +130,11 @@ class Lossy(Environment):
 def test_each_attempt_draws_other_random_numbers_after_a_resume_too() -> None:
     sampler = Sampler()
     first, second = Lossy(1), Lossy(1)
-    group = make_group(sampler=sampler, max_requeues=1, num_trajectories=1)
+    group = make_group(sampler=sampler, max_requeues=1, size=1)
     finish(first, group)
     (saved,) = group.save()
     assert saved is not None
     saved["outcome"], saved["state"] = None, "state"  # as if it were under way
-    finish(second, make_group([saved], sampler=sampler, max_requeues=1, num_trajectories=1))
+    finish(second, make_group([saved], sampler=sampler, max_requeues=1, size=1))
     assert (first.attempts, second.attempts) == ([0, 1], [1, 2])
     assert len(set(sampler.seeds)) == len(sampler.seeds) == 5
