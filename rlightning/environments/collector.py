@@ -186,6 +186,8 @@ class Collector:
         self._expect(num_wanted * num_samples)
         if self._runner is not None:
             self._finish_groups()
+            for group in self._running.values():
+                group.saved = None  # a checkpoint has it, and the next one saves it anew
             settings = sampling_settings(num_samples, sampling)
             self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
             flight.add(request for handed, _ in received.values() for request in handed)
