@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rlightning import intervals
 from rlightning.environments.agent_command import AgentCommand, RewardSource
-from rlightning.environments.agent_function import Access, AgentFunction
+from rlightning.environments.agent_function import MAX_IDLE_CONNECTIONS, Access, AgentFunction
 from rlightning.environments.agent_workers import AgentWorkers, start_workers
 from rlightning.environments.endpoint import Endpoint, Session
 from rlightning.environments.environment import Environment, Policy, PolicyGroup
@@ -95,6 +95,11 @@ class AgentProgram(Environment):
             self.endpoint = Endpoint(**(endpoint or {}))
         except TypeError as error:
             raise ConfigError(f"AgentProgram: endpoint={cut_value(endpoint)}: {cut_line(error)}.") from error
+        most, num_kept = self.endpoint.max_connections, MAX_IDLE_CONNECTIONS * max_trajectories
+        rule = (
+            f"max_trajectories={max_trajectories} may keep {num_kept} connections, and endpoint.max_connections={most}"
+        )
+        check_rules({f"AgentProgram: {rule} must be more": agent is None or num_kept < most})
         self.max_trajectories = max_trajectories
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 

@@ -124,6 +124,7 @@ class Lossy(Environment):
         if self.num_lost:
             self.num_lost -= 1
             raise TrajectoryLostError("lost")
+        policy.split()  # whose first turn would be the trajectory's
         return await turn(policy.split(), {"role": "user", "content": "part"})
 
 
