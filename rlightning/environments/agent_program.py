@@ -96,10 +96,8 @@ class AgentProgram(Environment):
         except TypeError as error:
             raise ConfigError(f"AgentProgram: endpoint={cut_value(endpoint)}: {cut_line(error)}.") from error
         most, num_kept = self.endpoint.max_connections, MAX_IDLE_CONNECTIONS * max_trajectories
-        rule = (
-            f"max_trajectories={max_trajectories} may keep {num_kept} connections, and endpoint.max_connections={most}"
-        )
-        check_rules({f"AgentProgram: {rule} must be more": agent is None or num_kept < most})
+        rule = f"endpoint.max_connections={most} must be above the {num_kept} of max_trajectories={max_trajectories}"
+        check_rules({f"AgentProgram: {rule}": agent is None or num_kept < most})
         self.max_trajectories = max_trajectories
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
