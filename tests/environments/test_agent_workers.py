@@ -171,9 +171,10 @@ def test_what_cannot_be_sent_runs_in_the_trainers_process(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     with caplog.at_level(logging.INFO, "rlightning"):
         assert start_workers(AgentFunction(agent, arguments), None, 8, {}) is None
-    for asked in ((2, {}), (None, {"max_memory_mb": 100})):
+    asked: list[tuple[int | None, dict[str, Any]]] = [(2, {}), (None, {"max_memory_mb": 100})]
+    for num_workers, settings in asked:
         with pytest.raises(ConfigError, match=f"cannot run in workers: {reason}"):
-            start_workers(AgentFunction(agent, arguments), asked[0], 8, asked[1])
+            start_workers(AgentFunction(agent, arguments), num_workers, 8, settings)
     assert f"runs in the trainer's process, not in workers: {reason}" in caplog.text
 
 
