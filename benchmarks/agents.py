@@ -60,6 +60,7 @@ def agent(num_workers: int | None, idle: float = 0.0) -> dict[str, Any]:
         "agent": "agent_work.ask_once",
         "arguments": {"idle": idle},
         "max_trajectories": 1 << 16,
+        "endpoint": {"max_connections": 1 << 18},
         "num_workers": num_workers,
     }
     return {"class_path": "rlightning.environments.AgentProgram", "init_args": settings}

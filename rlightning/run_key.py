@@ -22,6 +22,11 @@ def read_key() -> bytes | None:
     return os.environ.get(RUN_KEY_VARIABLE, "").encode() or None
 
 
+def environment_without_key() -> dict[str, str]:
+    """Return the variables of this environment but the key, for programs that have no use for it."""
+    return {name: value for name, value in os.environ.items() if name != RUN_KEY_VARIABLE}
+
+
 def is_loopback(host: str) -> bool:
     """Return whether ``host`` resolves to loopback addresses alone."""
     try:

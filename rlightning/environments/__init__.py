@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlightning.environments.environment import Environment, LimitReachedError, Policy, PolicyGroup, Reply
+from rlightning.environments.environment import (
+    AskLimitError,
+    Environment,
+    LimitReachedError,
+    Policy,
+    PolicyGroup,
+    Reply,
+)
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
@@ -15,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgentProgram",
+    "AskLimitError",
     "AssistantMessage",
     "Environment",
     "LimitReachedError",

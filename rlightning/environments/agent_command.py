@@ -19,7 +19,7 @@ from rlightning.environments.messages import Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut, cut_value
 from rlightning.processes.process_group import end_group
-from rlightning.run_key import RUN_KEY_VARIABLE
+from rlightning.run_key import environment_without_key
 from rlightning.types.trajectory import Outcome, Prompt
 
 RewardSource = Literal["last_line", "exit_code", "none"]
@@ -77,8 +77,7 @@ class AgentCommand:
         Raises:
             ChildProcessError: it failed.
         """
-        environment = {name: value for name, value in os.environ.items() if name != RUN_KEY_VARIABLE}
-        environment |= {**variables, **self.variables}
+        environment = {**environment_without_key(), **variables, **self.variables}
         given = {"text": prompt.text, "index": prompt.index, "columns": prompt.columns, "messages": messages}
         folder = await asyncio.to_thread(self._make_folder)
         try:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rlightning import intervals
 from rlightning.environments.agent_command import AgentCommand, RewardSource
-from rlightning.environments.agent_function import Access, AgentFunction
+from rlightning.environments.agent_function import MAX_IDLE_CONNECTIONS, Access, AgentFunction
 from rlightning.environments.agent_workers import AgentWorkers, start_workers
 from rlightning.environments.endpoint import Endpoint, Session
 from rlightning.environments.environment import Environment, Policy, PolicyGroup
@@ -34,7 +34,7 @@ class AgentProgram(Environment):
 
     A function that is named by its dotted path runs in worker processes where there are cores for them, so that its
     client takes no time of the trainer's event loop. All else, and prompts that cannot be sent there, is of the
-    trainer's process.
+    trainer's process; an error where ``num_workers`` or ``workers`` is given.
 
     An agent that raises, and a program that fails, counts as not sampled, as does any failure of the policy's sampler,
     whatever the agent makes of it.
@@ -53,7 +53,7 @@ class AgentProgram(Environment):
         num_workers: processes that functions run in; 0: the trainer's; None: as many as this process has cores but
             one, and at most eight, or 0 with fewer than four cores.
         workers: further arguments of their :class:`~rlightning.environments.WorkerEnvironment`, such as ``{python:
-            my-venv/bin/python}``.
+            my-venv/bin/python}``. ``hang_timeout`` is 600 seconds.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`, such as ``{ignored: [top_p]}``.
     """
 
@@ -95,6 +95,9 @@ class AgentProgram(Environment):
             self.endpoint = Endpoint(**(endpoint or {}))
         except TypeError as error:
             raise ConfigError(f"AgentProgram: endpoint={cut_value(endpoint)}: {cut_line(error)}.") from error
+        most, num_kept = self.endpoint.max_connections, MAX_IDLE_CONNECTIONS * max_trajectories
+        rule = f"endpoint.max_connections={most} must be above the {num_kept} of max_trajectories={max_trajectories}"
+        check_rules({f"AgentProgram: {rule}": agent is None or num_kept < most})
         self.max_trajectories = max_trajectories
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 FUNCTION = f"{AgentFunction.__module__}.{AgentFunction.__name__}"
 MAX_DEFAULT_WORKERS = 8
+HANG_TIMEOUT = 600.0
+"""Seconds for which an agent may block its worker by default: some run programs, such as tests, without a thread."""
 MIN_CORES = 4
 """Below which there are no workers by default: the trainer and an engine share the cores with them."""
 
@@ -25,17 +27,26 @@ MIN_CORES = 4
 class AgentWorkers(WorkerEnvironment):
     """Calls an agent's function in worker processes; the endpoint is the trainer's."""
 
-    def __init__(self, function: AgentFunction, **settings: Any) -> None:
+    prefix = "environment.workers"
+
+    def __init__(self, function: AgentFunction, *, is_required: bool = True, **settings: Any) -> None:
+        settings.setdefault("hang_timeout", HANG_TIMEOUT)
         super().__init__(FUNCTION, {"agent": function.agent, "arguments": function.arguments}, **settings)
         self.name, self.key = str(function.agent), function.name
-        self._says_unsendable = True
+        self._is_required, self._says_unsendable = is_required, True
 
     def takes(self, prompt: Prompt) -> bool:
-        """Return whether the prompt would arrive as it is; the first that would not is told."""
-        try:
-            reason = "its columns hold arrays." if encode(prompt.columns)[1] else None
-        except UNSENDABLE as error:
-            reason = cut_line(error)
+        """Return whether the prompt would arrive as it is; the first that would not is told.
+
+        Raises:
+            ConfigError: it would not, and it must run in a worker.
+        """
+        reason = _find_unsendable(prompt.columns)
+        if reason and self._is_required:
+            raise ConfigError(
+                f"{self.key}: prompt {prompt.index} cannot be sent to workers: {reason} Make the column plain "
+                "data, such as a text, or leave out num_workers and workers: it runs in the trainer's process then."
+            )
         if reason and self._says_unsendable:
             self._says_unsendable = False
             log.info(
@@ -84,8 +95,10 @@ def start_workers(
         settings: of the workers.
 
     Raises:
-        ConfigError: a setting is unknown, or of a value that cannot be.
+        ConfigError: a setting is unknown, or of a value that cannot be, or the agent cannot run in the workers that
+            were asked for.
     """
+    is_required = bool(num_workers or settings)
     if num_workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         num_workers = min(MAX_DEFAULT_WORKERS, cores - 1) if cores >= MIN_CORES else int(bool(settings))
@@ -93,11 +106,17 @@ def start_workers(
     if not num_workers:
         return None
     reason = _why_not(function)
+    if reason is not None and is_required:
+        raise ConfigError(
+            f"{function.name} cannot run in workers: {reason}. Leave out num_workers and workers: it runs in the "
+            "trainer's process then."
+        )
     if reason is not None:
         log.info("%s runs in the trainer's process, not in workers: %s.", function.name, reason)
         return None
     try:
-        return AgentWorkers(function, num_workers=num_workers, max_trajectories=max_trajectories, **settings)
+        numbers = {"num_workers": num_workers, "max_trajectories": max_trajectories}
+        return AgentWorkers(function, is_required=is_required, **numbers, **settings)
     except TypeError as error:
         raise ConfigError(f"AgentProgram: workers={cut_value(settings)}: {cut_line(error)}.") from error
 
@@ -109,7 +128,17 @@ def _why_not(function: AgentFunction) -> str | None:
     if function.agent.startswith("__main__."):
         return "workers do not run the script"
     try:
-        encode(function.arguments)
+        return "its arguments hold arrays" if encode(function.arguments)[1] else None
     except UNSENDABLE as error:
         return f"its arguments cannot be sent ({cut_line(error)})"
+
+
+def _find_unsendable(columns: Mapping[str, Any]) -> str | None:
+    """Return which column would not arrive as it is, and why, as a sentence; None if all would."""
+    for name, value in columns.items():
+        try:
+            if encode(value)[1]:
+                return f"Its column '{name}' holds arrays."
+        except UNSENDABLE as error:
+            return f"Its column '{name}': {cut_line(error)}"
     return None

@@ -6,6 +6,7 @@ messages that follow it are rendered, in the form that the template gives them t
 
 import json
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -56,6 +57,9 @@ class ChatFormat:
         tokenizer: the policy's.
         template_arguments: of its chat template, such as ``{"enable_thinking": False}``; None: those of the prompts.
         prompt_format: how rows become prompts.
+
+    Attributes:
+        beginnings: tokens of conversations that trajectories began with, by their JSON, the latest last.
     """
 
     def __init__(
@@ -65,7 +69,8 @@ class ChatFormat:
         *,
         prompt_format: PromptFormat = USUAL,
     ) -> None:
-        self._tokenizer, self._prompt_format = tokenizer, prompt_format
+        self.tokenizer, self._prompt_format = tokenizer, prompt_format
+        self.beginnings: dict[str, array[int]] = {}
         chosen = prompt_format.chat_template_arguments if template_arguments is None else template_arguments
         self._arguments = {name: value for name, value in chosen.items() if name != CONTINUES}
 
@@ -84,15 +89,10 @@ class ChatFormat:
             )
         return messages
 
-    @property
-    def tokenizer(self) -> Any:
-        """The policy's."""
-        return self._tokenizer
-
     @cached_property
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
-        return self._tokenizer.chat_template is not None or "chat_template" in self._arguments
+        return self.tokenizer.chat_template is not None or "chat_template" in self._arguments
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
@@ -135,7 +135,7 @@ class ChatFormat:
             return self._encode("".join(message["content"] for message in cleaned))
         close, text = self._find_rest(cleaned)
         if ended and sampled and sampled[-1] in self._hidden_ids and close is not None:
-            last = self._tokenizer.convert_ids_to_tokens(int(sampled[-1]))
+            last = self.tokenizer.convert_ids_to_tokens(int(sampled[-1]))
             is_known = last in close and text.startswith(close)
             end = close.find(last) + len(last) if is_known else self._end_of_special(text)
             return self._encode(text[end:])
@@ -164,7 +164,7 @@ class ChatFormat:
         if isinstance(self._parser, RenderersParser):
             return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
         read = [token for token in token_ids if token not in self._hidden_ids]
-        text = self._tokenizer.decode(read, skip_special_tokens=False)
+        text = self.tokenizer.decode(read, skip_special_tokens=False)
         family = self._family if tools else None
         return read_message(text, family, call_ids, in_thought=self._is_in_thought(prompt_ids))
 
@@ -182,7 +182,7 @@ class ChatFormat:
         if is_read_elsewhere and family is not None and family.call_start is None:
             return None
         return PartialMessage(
-            TokenText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=False))),
+            TokenText(lambda token_ids: str(self.tokenizer.decode(token_ids, skip_special_tokens=False))),
             hidden_ids=self._unread_ids,
             in_thought=self._is_in_thought(prompt_ids),
             is_stripped=is_read_elsewhere,
@@ -235,7 +235,7 @@ class ChatFormat:
         if self.rewrites is None:
             return f"Chats: {reader}; the chat template is append-only, so that histories are what it renders."
         for name, value in _KEEPS_REASONING.items():
-            kept = ChatFormat(self._tokenizer, {**self._arguments, name: value})
+            kept = ChatFormat(self.tokenizer, {**self._arguments, name: value})
             if name in self._template and kept.rewrites is None:
                 way = f"chat_template_arguments: {{{name}: {str(value).lower()}}} has it append only"
                 break
@@ -249,7 +249,7 @@ class ChatFormat:
     @cached_property
     def _template(self) -> str:
         """Of several that a tokenizer may have, the one for tools."""
-        return str(self._tokenizer.get_chat_template(self._arguments.get("chat_template"), [_TOOL]))
+        return str(self.tokenizer.get_chat_template(self._arguments.get("chat_template"), [_TOOL]))
 
     @cached_property
     def _family(self) -> Family | None:
@@ -261,7 +261,7 @@ class ChatFormat:
         if self._family is None or not self._family.renderers:
             return None
         try:
-            return RenderersParser(self._tokenizer, self._family, self._arguments)
+            return RenderersParser(self.tokenizer, self._family, self._arguments)
         except ImportError:
             return f"which is not installed: {INSTALL}."
         except ConfigError as error:
@@ -269,26 +269,26 @@ class ChatFormat:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        added = self._tokenizer.added_tokens_decoder
-        return frozenset(self._tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
         """Special tokens that are no part of what a turn says."""
         marks = (OPEN_THOUGHT, CLOSE_THOUGHT, *_CALL_TOKENS)
-        return self._special_ids - {self._tokenizer.convert_tokens_to_ids(mark) for mark in marks}
+        return self._special_ids - {self.tokenizer.convert_tokens_to_ids(mark) for mark in marks}
 
     @cached_property
     def _unread_ids(self) -> frozenset[int]:
         """As :attr:`_hidden_ids`, but for those that calls begin with."""
         if self._family is None or self._family.call_start is None:
             return self._hidden_ids
-        names = {token: self._tokenizer.convert_ids_to_tokens(token) for token in self._hidden_ids}
+        names = {token: self.tokenizer.convert_ids_to_tokens(token) for token in self._hidden_ids}
         return frozenset(token for token, name in names.items() if not self._family.call_start.search(name))
 
     @cached_property
     def _special_text(self) -> re.Pattern[str]:
-        texts = sorted(self._tokenizer.convert_ids_to_tokens(sorted(self._special_ids)), key=len, reverse=True)
+        texts = sorted(self.tokenizer.convert_ids_to_tokens(sorted(self._special_ids)), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     @cached_property
@@ -336,7 +336,7 @@ class ChatFormat:
 
     def _apply(self, messages: list[Message], tools: Sequence[Message] | None, add_generation_prompt: bool) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=list(tools) if tools else None,
                 tokenize=False,
@@ -348,7 +348,7 @@ class ChatFormat:
         return str(text)
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        token_ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return token_ids
 
     def _find_rest(self, messages: list[Message]) -> tuple[str | None, str]:
@@ -404,7 +404,7 @@ class ChatFormat:
     def _is_in_thought(self, prompt_ids: Sequence[int] | None) -> bool:
         if prompt_ids is None:
             return self._opens_thought
-        end = self._tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False)
+        end = self.tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False)
         return bool(end.rstrip().endswith(OPEN_THOUGHT))
 
     @cached_property

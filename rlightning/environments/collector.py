@@ -186,6 +186,8 @@ class Collector:
         self._expect(num_wanted * num_samples)
         if self._runner is not None:
             self._finish_groups()
+            for group in self._running.values():
+                group.saved = None  # a checkpoint has it, and the next one saves it anew
             settings = sampling_settings(num_samples, sampling)
             self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
             flight.add(request for handed, _ in received.values() for request in handed)
@@ -235,9 +237,12 @@ class Collector:
     def close(self) -> None:
         """Cancel what is under way; what is in flight stays known. May be called twice."""
         if self._runner is not None:
-            self.save_progress()
-            self._runner.cancel(self._running)
-            self._runner.close()
+            try:
+                self.save_progress()
+            finally:
+                running, self._running = self._running, {}
+                self._runner.cancel(running)
+                self._runner.close()
 
     def environment_metrics(self) -> dict[str, float]:
         """Return what the step's environments have come to, on rank 0; {} on others."""

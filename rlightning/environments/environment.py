@@ -18,6 +18,10 @@ class LimitReachedError(Exception):
     """The trajectory has no room for a further turn. One that ends with this error is truncated, and trained."""
 
 
+class AskLimitError(Exception):
+    """A conversation that :meth:`Policy.ask` was given has no room for an answer; the trajectory may have."""
+
+
 class Reply(Sample):
     """A turn of the policy's: what was sampled, and the message that it says.
 
@@ -74,7 +78,7 @@ class Policy(Protocol):
             max_new_tokens: that the answer is cut at; None: the run's.
 
         Raises:
-            LimitReachedError: the conversation is as long as a sequence may be.
+            AskLimitError: the conversation is as long as a sequence may be.
         """
 
     async def report(self, outcome: Outcome, state: object = None) -> None:

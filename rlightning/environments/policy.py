@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.environment import LimitReachedError, Reply
+from rlightning.environments.environment import AskLimitError, LimitReachedError, Reply
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
 from rlightning.environments.snapshots import SavedTrajectory, copy_plain, outcome_from_plain, outcome_to_plain
@@ -69,6 +69,7 @@ class RecordedPolicy:
         attempt: at the trajectory, from 0; each draws other random numbers.
 
     Attributes:
+        attempt: that goes on, which a checkpoint keeps.
         temperature: that all of its turns are sampled at in place of the prompt's or the run's; None: that one.
         has_reached_limit: whether the last request was longer than a sequence may be.
         failure: the first error of the sampler's, after which nothing of the trajectory is worth anything.
@@ -95,7 +96,7 @@ class RecordedPolicy:
         self.failure: Exception | None = None
         self.progress: Outcome | None = None
         self.on_turn: Callable[[], None] = lambda: None
-        self._sampler, self._request, self._number, self._attempt = sampler, request, number, attempt
+        self._sampler, self._request, self._number, self.attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
         self._kept: tuple[Mark, dict[str, Any], Any] | None = None
         self._resumable: SavedTrajectory | None = None
@@ -123,7 +124,9 @@ class RecordedPolicy:
 
         It records on its own; ``recorder.extend`` makes that part of this trajectory.
         """
-        part = RecordedPolicy(self._sampler, self.chat_format, self._request, self._number, self.max_length)
+        part = RecordedPolicy(
+            self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt
+        )
         part.temperature, part.on_turn = self.temperature, lambda: self.on_turn()
         part.num_requested = self._num_parts << PART_BITS  # draws from streams of its own
         self._num_parts += 1
@@ -167,7 +170,7 @@ class RecordedPolicy:
         history = self.chat_format.render(messages)
         room = min(max_new_tokens or self.sampling.max_new_tokens, self.max_length - len(history))
         if room < 1:
-            raise LimitReachedError(f"{len(history)} tokens leave no room in {self.max_length}.")
+            raise AskLimitError(f"{len(history)} tokens leave no room in {self.max_length}.")
         seed = mix_seed(self.stream, "ask", self._num_asked)
         self._num_asked += 1
         sampling = Sampling(temperature=temperature, max_new_tokens=room, seed=seed)
@@ -205,7 +208,7 @@ class RecordedPolicy:
         made = from_plain(saved["trajectory"], self._request.prompt)
         self.recorder.load(made.branches, made.turns)
         settings = saved["settings"]
-        self._tools, self._attempt, self.temperature = settings["tools"], settings["attempt"], settings["temperature"]
+        self._tools, self.attempt, self.temperature = settings["tools"], settings["attempt"], settings["temperature"]
         self.num_requested, self.num_constrained = settings["num_requested"], settings["num_constrained"]
         self.has_reached_limit = settings["has_reached_limit"]
         self.progress = outcome_from_plain(settings["progress"])
@@ -230,7 +233,7 @@ class RecordedPolicy:
     def _settings(self) -> dict[str, Any]:
         return {
             "tools": self._tools,
-            "attempt": self._attempt,
+            "attempt": self.attempt,
             "temperature": self.temperature,
             "num_requested": self.num_requested,
             "num_constrained": self.num_constrained,
@@ -271,7 +274,7 @@ class RecordedPolicy:
         if seed is not None and seed == self.sampling.seed:
             # The first turn draws what it would if the group were sampled by one request.
             seed, is_first = seed + self._number, self.num_requested == 0 and num_samples == 1
-            seed = mix_seed(seed, "attempt", self._attempt) if self._attempt else seed
+            seed = mix_seed(seed, "attempt", self.attempt) if self.attempt else seed
             seed = seed if is_first else mix_seed(seed, "turn", self.num_requested)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=seed)
         self.num_requested += num_samples

@@ -61,6 +61,8 @@ class RecordedGroup:
         self._ended: dict[int, Outcome] = {}
         self._known: dict[int, Outcome] = {}
         """Of trajectories that an earlier run has made, and that no call has returned yet."""
+        self._num_parts = 0
+        """Calls of :meth:`sample_all` and :meth:`run_each`, each of which makes a part of all trajectories."""
         for number, one in enumerate(saved):
             if one is not None:
                 self._load(number, one)
@@ -78,21 +80,21 @@ class RecordedGroup:
             self._policies[number].offer(saved)
         else:
             self._policies[number].load(saved)
-            self._ended[number] = self._known[number] = outcome
+            self._ended[number], self._known[number] = _copy_outcome(outcome), outcome
 
     def save(self) -> list[SavedTrajectory | None]:
         """Return the trajectories in plain types, for a checkpoint. Another thread may call it.
 
         Returns:
             Those under way as of the last state that their environment has handed over; None for one without any, which
-            begins again.
+            begins again. None of any in a second part: what is saved does not say which part it is of.
         """
         found: list[SavedTrajectory | None] = []
         for number, sampler in enumerate(self._samplers):
             outcome = self._ended.get(number)
             saved = self._policies[number].save(outcome)
             found.append(saved and {**saved, "timings": sampler.timings})
-        return found
+        return found if self._num_parts < 2 else [None] * len(found)
 
     @property
     def loses_turns(self) -> bool:
@@ -102,6 +104,11 @@ class RecordedGroup:
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""
+        self._num_parts += 1
+        if self._num_parts == 1:  # what was loaded is another environment's
+            self._samplers = [TimedSampler(self._sampler, None) for _ in self._samplers]
+            self._policies = [self._make_policy(number) for number in range(len(self._policies))]
+        self._known, self._ended = {}, {}
         token_ids, sampling = self._request.prompt.token_ids, self._request.sampling
         samples = await self._sampler.sample(token_ids, sampling, num_samples=len(self._policies), session=None)
         for policy, sample in zip(self._policies, samples, strict=True):
@@ -114,6 +121,7 @@ class RecordedGroup:
         places: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
         """See :meth:`PolicyGroup.run_each`."""
+        self._num_parts += 1
 
         async def run_in_place(number: int) -> Outcome:
             known = self._known.pop(number, None)
@@ -124,7 +132,8 @@ class RecordedGroup:
                 self.started_at[number] = monotonic()
                 try:
                     with self._samplers[number].timing():
-                        self._ended[number] = outcome = await self._run_again(run, number)
+                        outcome = await self._run_again(run, number)
+                        self._ended[number] = _copy_outcome(outcome)  # run_group may change its own
                         return outcome
                 finally:
                     del self.started_at[number]
@@ -141,19 +150,19 @@ class RecordedGroup:
 
     async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
         """Make a trajectory, again if it was lost: within the budget, unless another one is known to be the cause."""
-        attempt = num_caused = 0
+        num_caused = 0
         while True:
+            policy = self._policies[number]
             try:
-                return await self._run(run, self._policies[number])
+                return await self._run(run, policy)
             except TrajectoryLostError as error:
                 num_caused += error.is_cause
                 if num_caused > self._max_requeues:
                     return self.fail(str(error), error.details)
                 line = cut_line(str(error))
-            attempt += 1
             self.num_requeues += 1
             log.warning("A trajectory of prompt %d is requeued: %s", self._request.prompt.index, line)
-            self._policies[number] = self._make_policy(number, attempt)
+            self._policies[number] = self._make_policy(number, policy.attempt + 1)
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
         try:
@@ -200,6 +209,16 @@ class RecordedGroup:
             trajectory.timings |= sampler.timings
             trajectories.append(trajectory)
         return trajectories
+
+
+def _copy_outcome(outcome: Outcome) -> Outcome:
+    rewards, traces = outcome.turn_rewards, outcome.traces
+    return replace(
+        outcome,
+        metrics=dict(outcome.metrics),
+        turn_rewards=None if rewards is None else list(rewards),
+        traces=None if traces is None else list(traces),
+    )
 
 
 @asynccontextmanager

@@ -7,10 +7,14 @@ again. Requests of one trajectory may be under way at the same time: a branch be
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 from rlightning.environments.messages import AssistantMessage
 from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn
+
+SHARED_TOKENS = 1024
+"""That are compared at once: many sessions share the event loop."""
 
 
 @dataclass(eq=False, slots=True)
@@ -172,11 +176,18 @@ class Recorder:
         known = [list(branch.token_ids) for branch in self.branches]
         if any(tokens[: len(history)] == history[: len(tokens)] for tokens in known):
             return "sampled_again"
-        text = self._decode(history)
-        if any(text.startswith(self._decode(tokens)) for tokens in known):
+        starts = [one.is_sampled.index(1) for one in self.branches]
+        edited = [(tokens, n) for tokens, n in zip(known, starts, strict=True) if history[:n] == tokens[:n]]
+        if any(self._is_retokenized(history, tokens, start) for tokens, start in edited):
             return "retokenized"
-        prompts = [tokens[: one.is_sampled.index(1)] for one, tokens in zip(self.branches, known, strict=True)]
-        return "history_edited" if any(history[: len(prompt)] == prompt for prompt in prompts) else "started_over"
+        return "history_edited" if edited else "started_over"
+
+    def _is_retokenized(self, history: list[int], tokens: list[int], start: int) -> bool:
+        """Whether a history goes on with the text of a branch from where its tokens differ, at ``start`` or later."""
+        while history[start : start + SHARED_TOKENS] == tokens[start : start + SHARED_TOKENS]:
+            start += SHARED_TOKENS
+        start = next(place for place in count(start) if history[place] != tokens[place])
+        return self._decode(history[start:]).startswith(self._decode(tokens[start:]))
 
 
 def _begins(history: list[int], branch: Branch) -> bool:

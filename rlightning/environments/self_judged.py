@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlightning.environments.environment import Environment, LimitReachedError, Policy, PolicyGroup
+from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Policy, PolicyGroup
 from rlightning.environments.outcomes import check_outcome
 from rlightning.environments.policy import RecordedPolicy, total_reward
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import cut
 from rlightning.rewards.judge import SCORE, Judge, JudgeError, read_answer_text
 from rlightning.types.trajectory import Outcome, Prompt
 
@@ -91,7 +92,7 @@ class SelfJudged(Environment):
         try:
             reply = await policy.ask(*messages, max_new_tokens=self.max_new_tokens)
             score = self.judge.read(read_answer_text(reply.message.content, reply.finish_reason))
-        except (JudgeError, LimitReachedError) as error:
+        except (JudgeError, AskLimitError) as error:
             return replace(outcome, status="failed", reward=None, error=f"It could not be judged: {error}")
         reward = (total_reward(outcome) or 0.0) + self.weight * score
         return replace(outcome, reward=reward, metrics={**outcome.metrics, "judge_score": score})
@@ -120,6 +121,10 @@ class _JudgedGroup:
         """See :meth:`PolicyGroup.run_each`."""
 
         async def run_and_judge(policy: Policy) -> Outcome:
-            return await self._judge(policy, await run(policy))
+            try:
+                outcome = await run(policy)
+            except LimitReachedError as error:
+                outcome = Outcome(status="truncated", error=cut(str(error)))
+            return await self._judge(policy, outcome)
 
         return await self._group.run_each(run_and_judge, places)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlightning import intervals
 from rlightning.environments.dotted_path import import_object
-from rlightning.environments.environment import Environment, LimitReachedError, Reply
+from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Reply
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.outcomes import check_outcome
 from rlightning.errors import ConfigError
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def raise_limits() -> Iterator[None]:
-    """Raise a LimitReachedError of the other process as one of this process's own."""
+def raise_limits(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
+    """Raise an error of that class in the other process as one of this process's own."""
     try:
         yield
     except RemoteError as error:
-        if error.type_name == LimitReachedError.__name__:
-            raise LimitReachedError(error.message) from None
+        if error.type_name == kind.__name__:
+            raise kind(error.message) from None
         raise
 
 
@@ -66,7 +66,8 @@ class RemotePolicy:
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
         """See :meth:`Policy.ask`."""
-        return _read_reply(await self._request("ask", temperature, max_new_tokens, *messages))
+        with raise_limits(AskLimitError):
+            return _read_reply(await self._request("ask", temperature, max_new_tokens, *messages))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """See :meth:`Policy.sample`."""

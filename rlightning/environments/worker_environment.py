@@ -73,7 +73,10 @@ class WorkerEnvironment(Environment):
     Attributes:
         name: of what the workers run, for errors.
         key: and its value, which names it.
+        prefix: of the keys of its settings.
     """
+
+    prefix = "environment"
 
     def __init__(
         self,
@@ -90,9 +93,9 @@ class WorkerEnvironment(Environment):
         rules = {
             f"environment.num_workers={num_workers} must be at least 1": num_workers >= 1,
             f"environment.max_trajectories={max_trajectories} must be at least 1": max_trajectories >= 1,
-            f"environment.hang_timeout={hang_timeout} must be above 0 seconds": hang_timeout > 0,
-            f"environment.max_memory_mb={max_memory_mb} must be above 0": max_memory_mb is None or max_memory_mb > 0,
-            f"environment.max_output_mb={max_output_mb} must be above 0": max_output_mb is None or max_output_mb > 0,
+            f"{self.prefix}.hang_timeout={hang_timeout} must be above 0 seconds": hang_timeout > 0,
+            f"{self.prefix}.max_memory_mb={max_memory_mb} must be above 0": max_memory_mb is None or max_memory_mb > 0,
+            f"{self.prefix}.max_output_mb={max_output_mb} must be above 0": max_output_mb is None or max_output_mb > 0,
         }
         check_rules(rules)
         try:
@@ -110,7 +113,7 @@ class WorkerEnvironment(Environment):
         self._workers: _Workers | None = None
 
     async def check(self) -> None:
-        """Start a worker.
+        """Start the workers, and wait for one.
 
         Raises:
             ConfigError: the interpreter or the environment cannot be used.
@@ -209,7 +212,7 @@ class WorkerEnvironment(Environment):
         if pool.deaths.num_restarts >= pool.deaths.max_restarts:
             raise EnvironmentFailedError(
                 f"Workers of {self.name} ended {pool.deaths.num_restarts} times in a row, without a trajectory "
-                f"that came to its end; the last one {how}. Find out why, or raise environment.hang_timeout.",
+                f"that came to its end; the last one {how}. Find out why, or raise {self.prefix}.hang_timeout.",
                 details,
             )
         return line, details

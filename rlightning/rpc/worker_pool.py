@@ -15,12 +15,14 @@ that the process had end with it. A call may offer methods, which the worker cal
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlightning import intervals
+from rlightning.foreign_text import cut_line
 from rlightning.processes.liveness import Deadline, Heartbeat, RestartPolicy
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rpc.client import ProcessStartError, connect_process, end_process
@@ -29,6 +31,9 @@ from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, RemoteError
 from rlightning.rpc.progress import ProgressFile
 from rlightning.rpc.worker import STACK_SIGNAL
 from rlightning.rpc.worker_limits import MB, UNLIMITED, WorkerLimits, WorkerOutput, find_excess
+from rlightning.run_key import environment_without_key
+
+log = logging.getLogger(__name__)
 
 STACK_SECONDS = 1.0
 """In which a hanging process writes its stacks; one that is stopped writes none."""
@@ -74,7 +79,8 @@ class WorkerPool:
         limits: of a worker; one that is above them is ended, and its calls fail.
 
     Attributes:
-        deaths: the budget of restarts that no call explains; where calls are not repeated, of all restarts.
+        deaths: the budget of restarts that no call explains; where calls are not repeated, of all restarts. Workers
+            that do not start count too, once one has started.
     """
 
     def __init__(
@@ -91,24 +97,24 @@ class WorkerPool:
         may_repeat: bool = True,
         limits: WorkerLimits = UNLIMITED,
     ) -> None:
-        self.limits = limits
-        self.command, self.name, self.setup, self.may_repeat = command, name, setup, may_repeat
+        self.command, self.name, self.setup, self.may_repeat, self.limits = command, name, setup, may_repeat, limits
         self.num_workers, self.max_calls, self.max_queued = num_workers, max_calls, max_queued
         self.start_timeout, self.finish_timeout = start_timeout, finish_timeout
         self._workers: list[_Worker] = []
         self._lives: set[asyncio.Task[None]] = set()
         self._waiting: deque[_Call] = deque()
         self._keys = itertools.count(1)
-        self._num_closed = 0
+        self._num_closed, self._has_started = 0, False
         self.deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
 
     async def check(self) -> None:
-        """Start a worker if there is none, and return when it is ready.
+        """Start all workers, so that no call waits for them later, and return when one is ready.
 
         Raises:
             ProcessStartError: it did not start.
         """
         call = _Call(next(self._keys), float("inf"), {})
+        self._start_workers(self.num_workers)
         worker = await self._get_place(call)
         del worker.calls[call.key]
         self._dispatch()
@@ -164,10 +170,7 @@ class WorkerPool:
     async def _get_place(self, call: "_Call") -> "_Worker":
         """Return the worker whose ``calls`` the call has been put into."""
         call.place = asyncio.get_running_loop().create_future()
-        if call.is_alone:
-            self._waiting.appendleft(call)
-        else:
-            self._waiting.append(call)
+        (self._waiting.appendleft if call.is_alone else self._waiting.append)(call)
         self._start_workers(self._num_calls)
         self._dispatch()
         try:
@@ -226,10 +229,14 @@ class WorkerPool:
         """Start a worker, watch it, and end it."""
         try:
             await worker.start(self.setup, self.start_timeout)
+            self._has_started = True
             self._dispatch()
             await worker.watch()
         except (ProcessStartError, OSError) as error:
-            self._fail_waiting(error)
+            if self._has_started and self.deaths.take():  # others take the calls, or one that starts next
+                log.warning("%s did not start, as others have: %s", self.name, cut_line(str(error)))
+            else:
+                self._fail_waiting(error)
         finally:
             self._workers.remove(worker)
             await asyncio.shield(worker.end())
@@ -347,13 +354,13 @@ class _Worker:
             ProcessStartError: it ended before, or took too long.
         """
         deadline, name = Deadline(timeout), self.pool.name
-        fds = (self._progress.fd, self._stacks)
+        fds, own = (self._progress.fd, self._stacks), environment_without_key()
         command = [*self.pool.command, *map(str, fds)]
         if self.pool.limits.max_output_mb is not None:
             self._output = WorkerOutput(self.pool.limits.max_output_mb * MB)
         try:
             output = None if self._output is None else self._output.fd
-            self._process = process = ManagedProcess(command, name=name, pass_fds=fds, output=output)
+            self._process = process = ManagedProcess(command, name=name, pass_fds=fds, output=output, environment=own)
         finally:
             if self._output is not None:
                 self._output.close_fd()
@@ -428,8 +435,7 @@ class _Worker:
         culprit = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
         error = WorkerHungError(f"{self.pool.name} hung", stacks) if self._is_hung else WorkerDiedError(how, stacks)
         is_explained = not keys or (culprit is not None and self.pool.may_repeat)
-        may_repeat = is_explained or self.pool.deaths.take()
-        self.ended.set_result(_End(culprit, error, keys, may_repeat))
+        self.ended.set_result(_End(culprit, error, keys, is_explained or self.pool.deaths.take()))
 
     async def _write_stacks(self) -> None:
         """Have the process write the stacks of its threads."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from array import array
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -125,14 +126,24 @@ def test_functions_without_a_loop_run_there_too(agents: Agents) -> None:
 
 
 def test_prompts_that_cannot_be_sent_stay_in_the_trainers_process(
-    agents: Agents, caplog: pytest.LogCaptureFixture
+    agents: Agents, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    by_default = AgentProgram(DO, {"folder": str(agents.folder)})
     with caplog.at_level(logging.INFO, "rlightning"):
         for _ in range(2):
-            (one,) = agents.attempt(agents.there, "ask", day=date(2026, 1, 1))
+            (one,) = agents.attempt(by_default, "ask", day=date(2026, 1, 1))
             assert (one.reward, one.metrics["pid"]) == (0.5, os.getpid())
+    agents.runner.run(by_default.close())
     (line,) = [one.getMessage() for one in caplog.records if "cannot be sent" in one.getMessage()]
     assert line.startswith(f"AgentProgram: agent={DO} runs in the trainer's process for prompts that cannot be sent")
+
+
+def test_prompts_that_cannot_be_sent_to_required_workers_are_an_error(agents: Agents) -> None:
+    for column in (date(2026, 1, 1), array("f", [1.0])):
+        with pytest.raises(ConfigError, match="prompt 3 cannot be sent to workers: Its column 'day'") as caught:
+            agents.attempt(agents.there, "ask", day=column)
+        assert "\n" not in caught.value.line
 
 
 async def own(client: Any) -> float:
@@ -147,13 +158,23 @@ async def own(client: Any) -> float:
         (lambda client: 1.0, {}, "it is no dotted path"),
         ("__main__.own", {}, "workers do not run the script"),
         (DO, {"folder": Path("x")}, "its arguments cannot be sent"),
+        (DO, {"folder": array("f", [1.0])}, "its arguments hold arrays"),
     ],
 )
 def test_what_cannot_be_sent_runs_in_the_trainers_process(
-    agent: Any, arguments: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+    agent: Any,
+    arguments: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     with caplog.at_level(logging.INFO, "rlightning"):
-        assert start_workers(AgentFunction(agent, arguments), 2, 8, {}) is None
+        assert start_workers(AgentFunction(agent, arguments), None, 8, {}) is None
+    asked: list[tuple[int | None, dict[str, Any]]] = [(2, {}), (None, {"max_memory_mb": 100})]
+    for num_workers, settings in asked:
+        with pytest.raises(ConfigError, match=f"cannot run in workers: {reason}"):
+            start_workers(AgentFunction(agent, arguments), num_workers, 8, settings)
     assert f"runs in the trainer's process, not in workers: {reason}" in caplog.text
 
 
@@ -163,6 +184,8 @@ def test_there_are_workers_where_there_are_cores(monkeypatch: pytest.MonkeyPatch
         workers = start_workers(AgentFunction(DO), None, 8, {})
         assert (0 if workers is None else workers.num_workers) == num_workers
     monkeypatch.undo()
+    workers = start_workers(AgentFunction(DO), 2, 8, {})
+    assert workers is not None and workers.hang_timeout == 600.0
     workers = start_workers(AgentFunction(DO), 2, 8, {"hang_timeout": 5.0})
     assert workers is not None and (workers.num_workers, workers.hang_timeout) == (2, 5.0)
 
@@ -173,6 +196,8 @@ def test_there_are_workers_where_there_are_cores(monkeypatch: pytest.MonkeyPatch
         ("worker_agents.nothing", {}, r"^AgentProgram: agent=worker_agents\.nothing: 'worker_agents' has no class or"),
         (DO, {"workers": {"pyton": "x"}}, r"^AgentProgram: workers=\{'pyton': 'x'\}: .*unexpected keyword"),
         (DO, {"workers": {"python": "x"}, "num_workers": 0}, r"needs num_workers\.$"),
+        (DO, {"workers": {"hang_timeout": 0}}, r"^environment\.workers\.hang_timeout=0 must be above 0 seconds\.$"),
+        (DO, {"max_trajectories": 2048}, r"max_connections=4096 must be above the 4096 of max_trajectories=2048\.$"),
         (DO, {"num_workers": -1}, r"num_workers=-1 must be at least 0\.$"),
         (None, {"command": ["true"], "num_workers": 2}, r"a command is a process of its own\.$"),
     ],

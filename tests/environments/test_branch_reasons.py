@@ -74,6 +74,9 @@ class Client:
         ("s:is u:one a:1 t:ok a:2 u:two a:3 u:more", "system_changed"),
         ("s:be u:other", "started_over"),
         ("u:other a:few t:shot", "started_over"),
+        ("u:one a:1 t:ok a:2 u:two a:3 s:be", "history_edited"),
+        ("u:one a:1 s:be", "history_edited"),
+        ("u:one s:be a:1 t:ok a:2 u:two a:3 u:more", "history_edited"),
     ],
 )
 def test_a_rewritten_conversation_says_how(words: str, reason: str) -> None:
@@ -117,3 +120,17 @@ def test_tokens_tell_a_text_that_was_tokenized_anew() -> None:
     assert find(1) == find(1, 2) == "sampled_again"
     assert find(1, 6) == "history_edited"
     assert find(6) == "started_over"
+
+
+def test_only_what_follows_the_first_other_token_is_decoded() -> None:
+    decoded: list[list[int]] = []
+
+    def decode(tokens: list[int]) -> str:
+        decoded.append(tokens)
+        return str(tokens)
+
+    prompt = list(range(3000))
+    assert reason_of([*prompt, 1, 2, 3], 3000, [*prompt, 1, 4], decode) == "history_edited"
+    assert decoded == [[4], [2, 3]]
+    assert reason_of([*prompt, 1, 2, 3], 3000, [*prompt[1:], 1, 2], decode) == "started_over"
+    assert len(decoded) == 2

@@ -184,3 +184,22 @@ def test_cancelled_requests_are_gone_when_cancel_returns(make_run: Callable[...,
     run = make_run(lambda index: index < 2, max_staleness=0)
     run.collect(1, 0, *range(10, 42))
     assert run.sampler.num_held == 0, "an engine may sleep now"
+
+
+def test_close_may_be_called_twice_and_ends_the_runner_whatever_fails(make_run: Callable[..., Run]) -> None:
+    run = make_run(lambda index: index != 9)
+    run.collect(1, 0, 9)
+    run.collector.close()
+    run.collector.close()
+    other = make_run(lambda index: index != 9)
+    other.collect(1, 0, 9)
+
+    def fail() -> None:
+        raise OSError("no memory")
+
+    other.collector.save_progress = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no memory"):
+        other.collector.close()
+    del other.collector.save_progress
+    assert other.sampler.num_held == 0
+    other.collector.close()

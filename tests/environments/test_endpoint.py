@@ -146,6 +146,8 @@ def test_keys_sizes_and_paths_are_checked() -> None:
             client.headers["Authorization"] = f"Bearer {session.key}"
             models = (await client.get("/v1/models")).json()["data"]
             assert [(one["id"], one["max_model_len"]) for one in models] == [(session.model, 4096)]
+            assert (await client.get("/v1/models/")).json()["data"] == models
+            assert (await client.head("/v1/models")).status_code == 200
             long = {**body, "messages": [{**USER, "content": "x" * 2000}]}
             assert (await client.post("/v1/chat/completions", json=long)).status_code == 413
             assert (await client.post("/v1/chat/completions", content="{")).status_code == 400

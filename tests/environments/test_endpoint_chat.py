@@ -232,3 +232,15 @@ def test_a_malformed_message_is_the_clients_error_and_the_session_goes_on(messag
         await ask(client, [USER])
 
     assert run(policy, use).status == "finished"
+
+
+def test_the_tokens_of_a_trajectorys_beginning_alone_are_kept() -> None:
+    policy, _, _ = make("One.", "Two.")
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        await ask(client, [USER])
+        await ask(client, [SYSTEM, USER])
+
+    assert len(run(policy, use).branches) == 2
+    (kept,) = policy.chat_format.beginnings.values()
+    assert list(kept) == policy.chat_format.render([USER])

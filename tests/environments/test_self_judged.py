@@ -10,7 +10,7 @@ import pytest
 from cli_project import resolve_config
 from test_chat_format import get_tokenizer
 
-from rlightning.environments import Environment, Policy, SelfCorrection, WorkerEnvironment
+from rlightning.environments import Environment, LimitReachedError, Policy, SelfCorrection, WorkerEnvironment
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.recorded_group import RecordedGroup
@@ -97,6 +97,29 @@ def test_what_cannot_be_judged_has_no_reward(sampler: Sampler, error: str) -> No
 def test_a_conversation_without_room_is_not_judged() -> None:
     (one, _) = attempt(SelfJudged(RUBRIC), Sampler("Score: 2"), max_length=8)
     assert one.status == "failed" and "leave no room in 8" in (one.error or "")
+
+
+def test_a_trajectory_that_a_limit_ends_is_judged() -> None:
+    class Ends(Environment):
+        async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+            await policy.chat()
+            raise LimitReachedError("no room")
+
+    (one, _) = attempt(SelfJudged(RUBRIC, environment=Ends()), Sampler("Score: 2"))
+    assert (one.status, one.reward, one.error) == ("truncated", 0.2, "no room")
+    (one, _) = attempt(SelfJudged(RUBRIC, environment=Ends()), Sampler("no idea"))
+    assert (one.status, one.reward) == ("failed", None)
+
+
+def test_a_question_without_room_is_no_limit_of_the_trajectory() -> None:
+    class Asks(Environment):
+        async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+            await policy.chat()
+            await policy.ask({"role": "user", "content": "long " * 500})
+            return Outcome()
+
+    (one, _) = attempt(Asks(), Sampler(""))
+    assert one.status == "failed" and (one.error or "").startswith("AskLimitError: ")
 
 
 @pytest.mark.processes

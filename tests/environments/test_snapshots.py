@@ -146,9 +146,13 @@ def interrupt(start: Callable[..., Run], environment: Environment, say: Any = te
     """Return the checkpoint of a run in which one of three trajectories has ended, and two are in their third turn."""
     run = start(environment, say, 3)
     run.collector.in_flight.add(PROMPTS[1:])
-    run.collector.collect_trajectories([], NUM_SAMPLES, SAMPLING, None, StepPlan(0, 1, room=100, weight_version=0))
+    run.collect(0)
     wait_for_two_of_three(run)
-    return run.save()
+    state = run.save()
+    run.collect(0)
+    assert run.collector.in_flight.running[0].saved is None, "the checkpoint has it"
+    assert any(run.save()["groups"][0]["saved"])
+    return state
 
 
 def resume(start: Callable[..., Run], environment: Environment, state: dict[str, Any], say: Any = tell) -> Any:

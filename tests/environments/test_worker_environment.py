@@ -19,7 +19,15 @@ import pytest
 import yaml
 from stub_policy import StubPolicy
 
-from rlightning.environments import Environment, LimitReachedError, Message, Reply, SelfCorrection, WorkerEnvironment
+from rlightning.environments import (
+    AskLimitError,
+    Environment,
+    LimitReachedError,
+    Message,
+    Reply,
+    SelfCorrection,
+    WorkerEnvironment,
+)
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.recorded_group import RecordedGroup
@@ -57,6 +65,9 @@ class CannedPolicy(StubPolicy):
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         return Reply(await self.sample([]))
+
+    async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
+        raise AskLimitError("9 tokens leave no room")
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         self.num_turns += 1
@@ -247,6 +258,7 @@ def test_limits_cross_as_themselves(tmp_path: Path) -> None:
                 await environment.run(make_prompt(deed), CannedPolicy(error=limit))
         caught = await environment.run(make_prompt("catch the limit"), CannedPolicy(error=limit))
         assert (caught.status, caught.error) == ("truncated", str(limit))
+        assert (await environment.run(make_prompt("ask too much"), CannedPolicy())).error == str(limit)
         with pytest.raises(EngineError, match=r"^the engine is gone$"):
             await environment.run(make_prompt("until the limit"), CannedPolicy(error=EngineError("the engine is gone")))
         await environment.close()

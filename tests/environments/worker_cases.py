@@ -8,7 +8,7 @@ import time
 import zlib
 from pathlib import Path
 
-from rlightning.environments import Environment, LimitReachedError, Policy
+from rlightning.environments import AskLimitError, Environment, LimitReachedError, Policy
 from rlightning.types.trajectory import AgentTrace, Outcome, Prompt
 
 
@@ -78,6 +78,11 @@ class Deeds(Environment):
                 await policy.chat({"role": "user", "content": "more"})
             except LimitReachedError as error:
                 return Outcome(status="truncated", error=str(error))
+        elif deed == "ask too much":
+            try:
+                await policy.ask({"role": "user", "content": "more"})
+            except AskLimitError as error:
+                return Outcome(error=str(error))
         elif deed in ("hold", "ask forever"):
             (self.folder / f"{deed} {os.getpid()}").touch()
             try:

@@ -12,6 +12,7 @@ from typing import Any
 from rlightning.rpc.peer import Method
 from rlightning.rpc.progress import CALL, track_tasks
 from rlightning.rpc.worker import Worker
+from rlightning.run_key import RUN_KEY_VARIABLE
 
 
 def backtrack() -> None:
@@ -43,6 +44,8 @@ async def do(deed: str, folder: str) -> int:
             await asyncio.sleep(3600)
         finally:
             (Path(folder) / "cleaned up").touch()
+    elif deed == "has key":
+        return int(RUN_KEY_VARIABLE in os.environ)
     return os.getpid()
 
 
@@ -55,6 +58,10 @@ async def main() -> None:
             os._exit(5)
         if deed == "raise":
             raise ValueError(deed)
+        if deed.startswith("/"):  # the second process of these fails
+            Path(deed, f"start.{os.getpid()}").touch()
+            if len(list(Path(deed).glob("start.*"))) == 2:
+                raise ValueError("second")
         if deed == "hold":
             await asyncio.sleep(3600)
 

@@ -12,6 +12,7 @@ import pytest
 
 from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerError, WorkerHungError, WorkerPool
+from rlightning.run_key import RUN_KEY_VARIABLE
 
 pytestmark = pytest.mark.processes
 
@@ -121,6 +122,31 @@ def test_worker_that_cannot_start_fails_all_calls(tmp_path: Path, setup: str, ti
         for error in await asyncio.gather(*calls, return_exceptions=True):
             with pytest.raises(ProcessStartError, match=reason):
                 raise error
+        await pool.close()
+
+    run(work())
+
+
+def test_check_starts_all_workers_without_the_runs_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_KEY_VARIABLE, "secret")
+
+    async def work() -> None:
+        pool = make_pool(num_workers=2)
+        await pool.check()
+        assert len(pool._workers) == 2
+        assert await pool.call("has key", str(tmp_path), hang_timeout=60) == 0
+        await pool.close()
+
+    run(work())
+
+
+def test_worker_that_does_not_start_leaves_calls_to_the_others(tmp_path: Path) -> None:
+    async def work() -> None:
+        pool, folder = make_pool(num_workers=2, setup=str(tmp_path)), str(tmp_path)
+        await pool.call("a", folder, hang_timeout=60)
+        calls = [pool.call("slow", folder, hang_timeout=60) for _ in range(2)]
+        assert all(isinstance(one, int) for one in await asyncio.gather(*calls))
+        assert count(tmp_path, "slow") == 2
         await pool.close()
 
     run(work())

@@ -27,13 +27,13 @@ class Request:
 
     Attributes:
         method: in capital letters.
-        path: without a query.
+        path: without a query, and slashes at its end.
         headers: by their names in small letters.
     """
 
     def __init__(self, scope: Mapping[str, Any], receive: Receive) -> None:
         self.method: str = scope["method"]
-        self.path: str = scope["path"]
+        self.path: str = scope["path"].rstrip("/")
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._receive = receive
 

@@ -140,6 +140,8 @@ class Histories:
                 return "system_changed"
             if not _begins(talk, known):
                 return "reasoning_dropped"
+            if not _begins(own, past.messages):  # system messages have moved
+                return "history_edited"
         return describe_difference(talk, find_closest(talk, [_without_system(past.messages) for past in self._pasts]))
 
 
@@ -161,6 +163,8 @@ def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchRe
     said = {one[:3] for one in past if one.role == "assistant"}
     if start == 0 and not said.intersection(new):
         return "started_over"
+    if not new and not old:
+        return "history_edited"
     if not new:  # it ends earlier
         return "sampled_again" if old[0][0] == "assistant" else "messages_dropped"
     if not old:  # with a turn that the policy has not said

@@ -202,7 +202,7 @@ class Endpoint:
     async def _serve(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer a request; the application of ASGI."""
         request = Request(scope, receive)
-        is_reading = (request.method, request.path) == ("GET", MODELS)
+        is_reading = request.method in ("GET", "HEAD") and request.path == MODELS
         route = ROUTES.get(request.path) if request.method == "POST" else None
         try:
             if route is None and not is_reading:

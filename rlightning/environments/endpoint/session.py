@@ -5,7 +5,7 @@ import json
 import secrets
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,7 +223,9 @@ class Session:
             if tools:
                 chat_format.check_tools()
             if found.past is None:
-                return list(render_beginning(chat_format, json.dumps([messages, tools])))
+                if self.policy.recorder.branches:
+                    return chat_format.render(messages, tools)
+                return list(render_beginning(chat_format, messages, tools))
             sample = found.past.sample
             ended = sample.finish_reason == "stop"
             added = chat_format.render_observations(new, sampled=sample.token_ids, ended=ended)
@@ -248,11 +250,16 @@ class Session:
         return message._replace(content=cut_at_stops(message.content, stops))
 
 
-@lru_cache(MAX_BEGINNINGS)
-def render_beginning(chat_format: ChatFormat, conversation: str) -> "array[int]":
-    """Return the tokens of a conversation, JSON of its messages and tools."""
-    messages, tools = json.loads(conversation)
-    return array("q", chat_format.render(messages, tools))
+def render_beginning(
+    chat_format: ChatFormat, messages: Sequence[Message], tools: Sequence[Message] | None
+) -> "array[int]":
+    """Return the tokens of a conversation that a trajectory begins with, which others of its group have rendered."""
+    beginnings, conversation = chat_format.beginnings, json.dumps([messages, tools])
+    found = beginnings.pop(conversation, None)
+    beginnings[conversation] = array("q", chat_format.render(messages, tools)) if found is None else found
+    while len(beginnings) > MAX_BEGINNINGS:
+        del beginnings[next(iter(beginnings))]
+    return beginnings[conversation]
 
 
 def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:

@@ -23,7 +23,7 @@ from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.processes.liveness import Heartbeat
 from rlightning.processes.managed_process import ManagedProcess, python_command
-from rlightning.run_key import RUN_KEY_VARIABLE
+from rlightning.run_key import environment_without_key
 
 LAUNCHER = "rlightning.environments.verifiers.launcher"
 KEY_VARIABLE = "RLIGHTNING_POLICY_KEY"
@@ -184,7 +184,7 @@ class EnvironmentServer:
 
     def _make_environment(self) -> dict[str, str]:
         folder = str(Path(self.launch.python).absolute().parent)  # with the programs of that interpreter, such as uv
-        own = {name: value for name, value in os.environ.items() if name != RUN_KEY_VARIABLE}
+        own = environment_without_key()
         paths = {"PATH": os.pathsep.join((folder, own.get("PATH", os.defpath)))}
         modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # of what the server starts
         return {**own, **paths, **modules, **self.launch.variables}

@@ -1,0 +1,141 @@
+"""The trajectories of a prompt, and what a resumed run makes of those that a checkpoint has kept."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from chat_templates import make_tokenizer
+
+from rlightning.environments import Environment, Message, Policy, PolicyGroup, SingleTurn
+from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.environment import TrajectoryLostError
+from rlightning.environments.policy import GroupRequest, RecordedPolicy
+from rlightning.environments.recorded_group import RecordedGroup
+from rlightning.rollout import Sampling
+from rlightning.types import Outcome, Prompt, Sample, Trajectory
+
+TOKENIZER = make_tokenizer("qwen2.5")
+PROMPT = Prompt(3, "hi", [1, 2], {})
+
+
+class Sampler:
+    """Says the same each time."""
+
+    def __init__(self) -> None:
+        self.token_ids = TOKENIZER("said<|im_end|>").input_ids
+        self.seeds: list[int | None] = []
+
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: Any = None
+    ) -> list[Sample]:
+        self.seeds.append(sampling.seed)
+        tokens = self.token_ids
+        return [Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), "said", "stop") for _ in range(num_samples)]
+
+    async def score(self, token_ids: Any) -> Any:
+        raise NotImplementedError
+
+
+async def turn(policy: Policy, *messages: Message) -> Outcome:
+    await policy.chat(*messages)
+    return Outcome(reward=1.0, metrics={"turns": 1.0})
+
+
+def make_group(saved: Any = None, *, sampler: Any = None, max_requeues: int = 0, size: int = 2) -> RecordedGroup:
+    request = GroupRequest(PROMPT, Sampling(max_new_tokens=4, seed=1), size, saved)
+    return RecordedGroup(sampler or Sampler(), ChatFormat(TOKENIZER), request, 512, None, max_requeues)
+
+
+def finish(environment: Environment, group: RecordedGroup) -> list[Trajectory]:
+    return group.finish(asyncio.run(environment.run_group(PROMPT, group)), 0.0)
+
+
+class TwoParts(Environment):
+    """Two turns of each trajectory, by two calls; keeps what a checkpoint holds after the first and in the second."""
+
+    def __init__(self) -> None:
+        self.saved: list[Any] = []
+
+    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
+        assert isinstance(group, RecordedGroup)
+        await group.run_each(turn)
+        self.saved.append(group.save())
+
+        async def turn_and_save(policy: Policy) -> Outcome:
+            outcome = await turn(policy, {"role": "user", "content": "more"})
+            self.saved.append(group.save())
+            return outcome
+
+        outcomes = await group.run_each(turn_and_save)
+        self.saved.append(group.save())
+        return outcomes
+
+
+def test_a_checkpoint_in_the_second_of_two_parts_repeats_no_turn() -> None:
+    environment = TwoParts()
+    whole = finish(environment, make_group())
+    assert [len(one.samples) for one in whole] == [2, 2]
+    between, *later = environment.saved
+    assert all(between) and later == [[None, None]] * 3
+    sampler = Sampler()
+    assert [len(one.samples) for one in finish(TwoParts(), make_group(between, sampler=sampler))] == [2, 2]
+    assert len(sampler.seeds) == 2, "the first part is known"
+
+
+def test_a_single_turn_begins_anew_on_what_another_environment_has_made() -> None:
+    environment = TwoParts()
+    finish(environment, make_group())
+    for one in finish(SingleTurn(), make_group(environment.saved[0])):
+        assert len(one.samples) == 1 and len(one.branches) == 1 and one.final_text == "said"
+
+
+class Bonus(Environment):
+    """Adds to the rewards of a group once all of them are there."""
+
+    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
+        outcomes = await group.run_each(turn)
+        for outcome in outcomes:
+            outcome.reward = 0.5 + (outcome.reward or 0.0)
+            outcome.metrics["turns"] += 1.0
+        return outcomes
+
+
+def test_a_checkpoint_keeps_outcomes_without_what_a_group_adds() -> None:
+    sampler = Sampler()
+    group = make_group(sampler=sampler)
+    for _ in range(3):
+        assert [(one.reward, one.metrics) for one in finish(Bonus(), group)] == [(1.5, {"turns": 2.0})] * 2
+        group = make_group(group.save(), sampler=sampler)
+    assert len(sampler.seeds) == 2
+
+
+class Lossy(Environment):
+    """Is lost as often as it is told; hands over a state after its turn, from which it goes on."""
+
+    def __init__(self, num_lost: int) -> None:
+        self.num_lost, self.attempts = num_lost, list[int]()
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        assert isinstance(policy, RecordedPolicy)
+        state = await policy.resume()
+        self.attempts.append(policy.attempt)
+        if state is None:
+            await policy.report(await turn(policy), "state")
+        if self.num_lost:
+            self.num_lost -= 1
+            raise TrajectoryLostError("lost")
+        policy.split()  # whose first turn would be the trajectory's
+        return await turn(policy.split(), {"role": "user", "content": "part"})
+
+
+def test_each_attempt_draws_other_random_numbers_after_a_resume_too() -> None:
+    sampler = Sampler()
+    first, second = Lossy(1), Lossy(1)
+    group = make_group(sampler=sampler, max_requeues=1, size=1)
+    finish(first, group)
+    (saved,) = group.save()
+    assert saved is not None
+    saved["outcome"], saved["state"] = None, "state"  # as if it were under way
+    finish(second, make_group([saved], sampler=sampler, max_requeues=1, size=1))
+    assert (first.attempts, second.attempts) == ([0, 1], [1, 2])
+    assert len(set(sampler.seeds)) == len(sampler.seeds) == 5
