@@ -23,6 +23,10 @@ UNFINISHED = ("timeout", "failed", "aborted")
 """Statuses of trajectories that may have no turn of the policy's."""
 
 
+MIN_CONNECTIONS = 4096
+"""Of the endpoint at once, at least, where the user has not said how many."""
+
+
 class AgentProgram(Environment):
     """Runs an agent for each trajectory, and records what it samples from the policy through an API.
 
@@ -92,7 +96,8 @@ class AgentProgram(Environment):
             self._workers = start_workers(self._function, num_workers, max_trajectories, workers or {})
         self.command = AgentCommand(command, folder, variables or {}, reward) if command else None
         try:
-            self.endpoint = Endpoint(**(endpoint or {}))
+            room = max(MIN_CONNECTIONS, 2 * MAX_IDLE_CONNECTIONS * max_trajectories)
+            self.endpoint = Endpoint(**({"max_connections": room} | dict(endpoint or {})))
         except TypeError as error:
             raise ConfigError(f"AgentProgram: endpoint={cut_value(endpoint)}: {cut_line(error)}.") from error
         most, num_kept = self.endpoint.max_connections, MAX_IDLE_CONNECTIONS * max_trajectories

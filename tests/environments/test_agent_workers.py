@@ -197,7 +197,11 @@ def test_there_are_workers_where_there_are_cores(monkeypatch: pytest.MonkeyPatch
         (DO, {"workers": {"pyton": "x"}}, r"^AgentProgram: workers=\{'pyton': 'x'\}: .*unexpected keyword"),
         (DO, {"workers": {"python": "x"}, "num_workers": 0}, r"needs num_workers\.$"),
         (DO, {"workers": {"hang_timeout": 0}}, r"^environment\.workers\.hang_timeout=0 must be above 0 seconds\.$"),
-        (DO, {"max_trajectories": 2048}, r"max_connections=4096 must be above the 4096 of max_trajectories=2048\.$"),
+        (
+            DO,
+            {"max_trajectories": 2048, "endpoint": {"max_connections": 4096}},
+            r"max_connections=4096 must be above the 4096 of max_trajectories=2048\.$",
+        ),
         (DO, {"num_workers": -1}, r"num_workers=-1 must be at least 0\.$"),
         (None, {"command": ["true"], "num_workers": 2}, r"a command is a process of its own\.$"),
     ],
