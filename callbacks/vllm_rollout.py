@@ -81,7 +81,7 @@ class VLLMRollout(RolloutCallback):
         max_staleness: how many updates old a token may be when it is trained on; 0 is on-policy, and the engines wait
             while the actor is updated.
         oversample: further prompts in flight, as a share of a step's; a step trains on the first that are complete, the
-            oldest of them first. The others begin again with the next one, or go on if they may be that old.
+            oldest of them first. The others are requeued, or go on if they may be that old.
         cache_after_sync: whether completions that are under way when weights arrive "keep" the keys and values that the
             old ones made, or "recompute" them.
         gpu_memory_utilization: share of the device's memory that an awake engine may take; None: 0.45 colocated, 0.9

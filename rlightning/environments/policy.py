@@ -278,7 +278,7 @@ class RecordedPolicy:
             seed = seed if is_first else mix_seed(seed, "turn", self.num_requested)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=seed)
         self.num_requested += num_samples
-        self._resumable = None  # the environment has begun anew
+        self._resumable = None  # the environment has started anew
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             try:

@@ -87,7 +87,7 @@ class RecordedGroup:
 
         Returns:
             Those under way as of the last state that their environment has handed over; None for one without any, which
-            begins again. None of any in a second part: what is saved does not say which part it is of.
+            is requeued. None of any in a second part: what is saved does not say which part it is of.
         """
         found: list[SavedTrajectory | None] = []
         for number, sampler in enumerate(self._samplers):

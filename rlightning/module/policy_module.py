@@ -269,11 +269,7 @@ class PolicyModule(Ranks, SavedModule):
         return state if self.adapter is None else adapter_checkpoints.without_base(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; the frozen base of an adapter need not be there.
-
-        Raises:
-            ConfigError: if it is strict, and the names or shapes of weights differ.
-        """
+        """Of an adapter without its base; a ConfigError if it is strict, and names or shapes of weights differ."""
         own = super().state_dict()
         if self.adapter is not None:
             state_dict = adapter_checkpoints.with_base(state_dict, own)

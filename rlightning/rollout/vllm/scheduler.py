@@ -359,7 +359,7 @@ class RolloutScheduler(Scheduler):
         return bool(super().has_requests()) or (self._is_paused() and any(self.unsent.values()))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """See Scheduler: forget what is in the KV cache, if need be by letting all begin again."""
+        """See Scheduler: forget what is in the KV cache, if need be by requeueing all."""
         self._wake(list(self.resting.rows))
         return super().reset_prefix_cache(*args, **kwargs)
 
