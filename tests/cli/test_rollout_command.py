@@ -250,6 +250,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, starts_processes: None
         shutil.rmtree(scratch)
 
 
+@pytest.mark.slow
 def test_vllm_server_gives_exact_samples(
     project: Path, capsys: pytest.CaptureFixture[str], vllm_server: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -62,6 +62,7 @@ def test_shards_of_two_ranks_hold_half() -> None:
     assert two.gathered_parameters() == pytest.approx(one.gathered_parameters(), rel=0.01)
 
 
+@pytest.mark.slow
 def test_an_update_with_an_adapter_takes_less() -> None:
     work = replace(COLOCATED, others=(), config=LARGE)
     device = read_device_memory("H200")
@@ -111,6 +112,7 @@ def test_plan_reads_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [role.name for role in apart.others] == ["reference"]
 
 
+@pytest.mark.slow
 def test_8b_fits_into_80_gb_where_full_training_does_not() -> None:
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
     config = type(LARGE)(**LARGE.to_dict() | sizes)

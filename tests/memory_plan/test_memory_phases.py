@@ -265,6 +265,7 @@ def test_a_whole_device_is_within_15_percent(config: Any, generating: float, upd
     assert planned.update().total / GIB == pytest.approx(updating, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_long_contexts_update_is_within_15_percent() -> None:
     """Of the same page: two sequences, each a micro-batch, in a first step, whose peak is before the moments exist."""
@@ -347,6 +348,7 @@ def test_what_one_device_cannot_hold_is_sharded() -> None:
     assert "Then plan again" in sentences
 
 
+@pytest.mark.slow
 def test_larger_microbatches_take_more_and_checkpointing_less() -> None:
     planned = MemoryPlan(COLOCATED, H200)
     sizes = [planned.update_of(tokens, 0).transient for tokens in (4096, 8192, 16384)]

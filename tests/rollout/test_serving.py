@@ -472,6 +472,7 @@ def test_an_engine_that_never_answers_is_left_out(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_whose_only_engine_never_answers_ends(project: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
