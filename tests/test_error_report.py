@@ -96,6 +96,7 @@ def test_other_error_keeps_its_trace(capsys: pytest.CaptureFixture[str]) -> None
     assert shown.startswith("Traceback") and shown.endswith("ValueError: boom\n")
 
 
+@pytest.mark.long
 def test_errors_that_libraries_raise_are_told_as_ours() -> None:
     full = find_run_error(OSError(errno.ENOSPC, "No space left on device", "runs/a/checkpoints"))
     assert full is not None and full.line == (
@@ -123,6 +124,7 @@ class Unrewarded(SFT):
 """
 
 
+@pytest.mark.long
 def test_error_in_training_ends_in_its_line(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "failing.py").write_text(
         "from rlightning.algorithms import SFT\nfrom rlightning.errors import RewardError\n" + OWN

@@ -121,6 +121,7 @@ def private_imports(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_private_names_are_imported_in_one_file_per_library() -> None:
     files = {path.relative_to(PACKAGE).as_posix(): private_imports(path) for path in PACKAGE.rglob("*.py")}
     found = {name: names for name, names in files.items() if names and name not in COMPILER}

@@ -78,6 +78,7 @@ def train(model_folder: str, folder: Path, *callbacks: Any, num_steps: int = 2) 
     return trainer.adapter
 
 
+@pytest.mark.long
 def test_hooks_come_as_in_a_loop_of_ones_own(model_folder: str, tmp_path: Path) -> None:
     witness = Witness()
     adapter = train(model_folder, tmp_path, witness)
@@ -110,6 +111,7 @@ def test_completions_of_a_step_are_in_one_file(model_folder: str, tmp_path: Path
     assert [(row["step"], row["group"], row["reward"]) for row in rows] == [(1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
 
 
+@pytest.mark.long
 def test_model_is_saved_at_the_end_or_refused_at_the_start(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ async def is_three(prompt: str) -> float:
     return float(prompt.startswith("3") and is_three.calls % 2)  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "arguments", "metrics"),
     [

@@ -75,6 +75,7 @@ def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixtur
     assert resolved(capsys, "--trainer.strategy", "auto") == "auto"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -51,6 +51,7 @@ def attempt(
     return trajectories
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("agent", "arguments", "reward", "turns"),
     [
@@ -74,6 +75,7 @@ def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
     assert [(one.status, one.num_sampled, len(one.branches)) for one in trajectories] == [("finished", 4, 1)] * 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("agent", "error", "status", "reason"),
     [
@@ -133,6 +135,7 @@ def test_an_engines_failure_is_no_reward_of_an_environment_and_ends_its_siblings
     assert (environment.num_begun, environment.num_cancelled) == (3, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("own", "run_s"), [(0.5, 60.0), (None, 0.5)])
 def test_an_agent_that_takes_too_long_was_not_sampled(own: float | None, run_s: float) -> None:
     (one,) = attempt(AgentProgram(my_agents.waits, timeout=own), "1", timeout=run_s)
@@ -192,6 +195,7 @@ def run_program(folder: Path, code: str, **arguments: Any) -> Trajectory:
     return one
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("code", "reward", "expected", "metrics"),
     [
@@ -211,6 +215,7 @@ def test_programs_give_their_reward(
     assert one.metrics == {"turns": 1.0, "branches": 1.0, "abandoned_requests": 0.0} | metrics
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("code", "reward", "reason"),
     [
@@ -234,6 +239,7 @@ def test_arguments_are_scripts_of_any_length_and_filled_once() -> None:
     assert _fill("{question} {answer} {a|b} {other}", columns) == "say {answer} 2 3 {other}"
 
 
+@pytest.mark.processes
 def test_nothing_of_a_program_is_left_after_its_time(tmp_path: Path) -> None:
     code = f"""
 import subprocess, time
@@ -246,6 +252,7 @@ time.sleep(600)
     assert still_running(map(int, (tmp_path / "pids").read_text().split())) == []
 
 
+@pytest.mark.processes
 def test_a_child_that_holds_its_pipes_delays_nothing(tmp_path: Path) -> None:
     assert run_program(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '600'])\nprint(1.0)").reward == 1.0
 

@@ -19,6 +19,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="ut
 PROGRAMS, ENDPOINT = PAGE.partition("\n## Agent programs\n")[2].split("\n## The endpoint\n")
 
 
+@pytest.mark.long
 def test_agent_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PROGRAMS, re.DOTALL)
     (tmp_path / "my_agents_of_docs.py").write_text(code)

@@ -17,6 +17,7 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 
 
+@pytest.mark.long
 def test_schemas_reach_the_engine_where_that_is_allowed() -> None:
     policy, sampler, _ = make("One.", "Two.", "Three.", "Four.")
     sampler.follows_schemas = True
@@ -34,6 +35,7 @@ def test_schemas_reach_the_engine_where_that_is_allowed() -> None:
     assert trajectory.metrics == {"constrained_turns": 3.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("follows", "form", "reason"),
     [
@@ -69,6 +71,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 ANTHROPIC_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
@@ -117,6 +120,7 @@ def test_a_trajectory_is_sampled_at_one_temperature() -> None:
     assert len(sampler.samplings) == 1
 
 
+@pytest.mark.long
 def test_seeds_repeat_within_a_trajectory_alone() -> None:
     policies = [make("One.", "Two.") for _ in range(2)]
     policies[1][0]._number = 1
@@ -131,6 +135,7 @@ def test_seeds_repeat_within_a_trajectory_alone() -> None:
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 
 
+@pytest.mark.long
 def test_keys_sizes_and_paths_are_checked() -> None:
     policy, sampler, _ = make("One.")
 
@@ -161,6 +166,7 @@ def test_keys_sizes_and_paths_are_checked() -> None:
     assert not sampler.histories
 
 
+@pytest.mark.long
 def test_a_client_that_goes_away_ends_its_request() -> None:
     policy, sampler, tokenizer = make("Never.", "One.", "Two.", delay=0.3)
 
@@ -207,6 +213,7 @@ def test_no_room_is_a_context_length_error() -> None:
     assert policy.has_reached_limit
 
 
+@pytest.mark.long
 def test_requests_beyond_the_limit_are_asked_again_by_the_sdk() -> None:
     policy, _, _ = make(*["One."] * 6, delay=0.05)
 

@@ -74,6 +74,7 @@ def test_streams_are_read_by_the_sdk() -> None:
     assert len(run(policy, use).branches) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("second", "tools", "reason"),
     [
@@ -100,6 +101,7 @@ def test_rewritten_history_begins_a_branch_that_says_why(second: Any, tools: Any
     assert trained(trajectory, tokenizer) == [f"One.{END}Three.{END}", f"Two.{END}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keeps", [True, False])
 def test_reasoning_stays_or_goes_with_the_template(keeps: bool) -> None:
     policy, _, tokenizer = make("<think>\nhm\n</think>\n\nOne.", "Two.")
@@ -162,6 +164,7 @@ def test_stop_strings_are_sampled_but_not_answered() -> None:
     assert f"One. STOP{END}\n<|im_start|>user\nMore." in texts(trajectory, tokenizer)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

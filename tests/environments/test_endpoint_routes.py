@@ -68,6 +68,7 @@ def test_a_stop_string_that_the_client_writes_itself_is_read_once() -> None:
     assert texts(trajectory, tokenizer) == ["A:Thought\nObservation: 42Two."]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.")
@@ -104,6 +105,7 @@ def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
     assert trained(finish(policy), tokenizer) == [f"<think>\nhm\n</think>\n\nLet me.\n{CALL}{END}It is 3.{END}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_responses_with_tools_are_one_branch(is_stored: bool) -> None:
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.", "Yes.")

@@ -101,6 +101,7 @@ async def read_texts(base_url: str, key: str) -> Parts:
 Read = Callable[[str, str], Parts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", [read_chat, read_responses, read_messages, read_texts])
 def test_text_comes_while_it_is_sampled(read: Read) -> None:
     policy, sampler, tokenizer = make(SAID)
@@ -184,6 +185,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
     assert trained(finish(policy), tokenizer) == [f"One.{END}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("read", "kind"),
     [(read_chat, openai.APIError), (read_responses, openai.APIError), (read_messages, anthropic.APIError)],

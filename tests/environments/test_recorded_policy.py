@@ -167,6 +167,7 @@ class Scripted(Environment):
         return Outcome(reward=1.0)
 
 
+@pytest.mark.long
 def test_failures_and_deadlines_are_one_trajectorys_alone(sampler: TransformersSampler, prompt: Prompt) -> None:
     request = GroupRequest(prompt, SAMPLING, 4)
     group = RecordedGroup(sampler, ChatFormat(sampler.files.tokenizer), request, 96, timeout=2.0)

@@ -314,6 +314,7 @@ def test_failed_game_is_closed(deed: str, error: str) -> None:
     assert [game.num_closed for game in step_cases.made] == [1]
 
 
+@pytest.mark.long
 def test_rewards_until_a_timeout_are_kept() -> None:
     (late,) = play_group(StepEnvironment(StallsLater), 1, timeout=0.5, tokenizer=make_tokenizer("qwen2.5"))
     assert (late.status, late.reward, late.turn_rewards) == ("timeout", 1.0, [0.5, 0.5, 0.0])
@@ -328,6 +329,7 @@ def test_game_out_of_time_is_closed_after_its_step(game: type[Game], num_turns: 
     assert [(game.num_closed, game.num_turns_at_close) for game in step_cases.made] == [(1, num_turns)]
 
 
+@pytest.mark.long
 def test_hanging_step_costs_no_more_than_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.intervals.CANCEL_GRACE", 0.1)
     started_at = time.monotonic()

@@ -74,6 +74,7 @@ def verify(sampler: TransformersSampler, trajectories: Sequence[Trajectory], **o
     return asyncio.run(verifier.verify(trajectories, SAMPLING, **options)), verifier
 
 
+@pytest.mark.long
 def test_sampled_trajectories_pass(sampler: TransformersSampler) -> None:
     trajectories = attempt(sampler)
     gap, verifier = verify(sampler, trajectories)
@@ -114,6 +115,7 @@ def lose_a_number(branch: Branch) -> None:
     branch.logprobs[branch.is_sampled.index(1)] = float("nan")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("edit", "turns"),
     [

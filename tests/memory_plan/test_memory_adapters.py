@@ -80,6 +80,7 @@ def test_the_adapter_is_its_own_reference() -> None:
     assert replace(work, is_own_reference=True).is_scored
 
 
+@pytest.mark.long
 def test_an_engine_has_room_for_the_adapter() -> None:
     rollout = VLLMRollout()
     bare = Work(config=SMALL, batch=TWO_PROMPTS, longest=1280)
@@ -99,6 +100,7 @@ def test_an_engine_has_room_for_the_adapter() -> None:
     assert memory.with_engine(asleep=1000).update().contexts - memory.update().contexts == 1000
 
 
+@pytest.mark.long
 def test_plan_reads_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "model", hidden_size=256, num_hidden_layers=4)
     (tmp_path / "run.yaml").write_text(RUN)
@@ -123,6 +125,7 @@ def test_8b_fits_into_80_gb_where_full_training_does_not() -> None:
     assert adapted.update().frozen_models == 2 * count_weights(config).total
 
 
+@pytest.mark.long
 def test_norms_of_a_frozen_base_are_float32_under_autocast() -> None:
     """What they give is kept for the backward pass; FSDP computes them in bfloat16."""
     work = Work(config=SMALL, adapter=adapter_of(SMALL), batch=TWO_PROMPTS, longest=1280)

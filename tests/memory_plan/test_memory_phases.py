@@ -297,6 +297,7 @@ def test_auto_checkpointing_uses_fewest_layers_leaving_tenth_free(device: str) -
     assert planned.update().total + saved * (1 + FRESH_FRAGMENTATION) > 0.9 * planned.device_memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_largest_microbatch_fits_and_larger_exceeds_device(gradient_checkpointing: bool) -> None:
     planned = MemoryPlan(replace(COLOCATED, gradient_checkpointing=gradient_checkpointing), H200)

@@ -128,6 +128,7 @@ def test_prompts_without_a_limit_are_planned_by_the_models_positions(project: Pa
         parse_work(["fit", *options, "--rollout.max_new_tokens", "1100"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "message"),
     [

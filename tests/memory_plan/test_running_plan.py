@@ -90,6 +90,7 @@ def test_an_update_without_room_is_refused_with_its_sum(run: tuple[Any, Any], mo
         decide_checkpointing(*run)
 
 
+@pytest.mark.long
 def test_an_engine_without_room_is_refused_with_its_sum(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, module = run
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 31))

@@ -71,6 +71,7 @@ def test_an_adapter_of_a_base_with_other_values_is_refused(tmp_path: Path) -> No
         resolve(other, path=tmp_path / "adapter")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["both", "adapter", "merged"])
 def test_save_hf_saves_base_and_adapter(kind: Any, model_folder: str, tmp_path: Path) -> None:
     module = make_grpo(model_folder, adapter=Adapter(rank=4), lr=0.1, validate_first=False)

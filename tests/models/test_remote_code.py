@@ -81,6 +81,7 @@ def test_code_is_refused_wherever_a_model_is_loaded(tmp_path: Path) -> None:
     assert not [name for name in sys.modules if "configuration_own" in name or "tokenization_own" in name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["fit", "plan", "serve"])
 def test_commands_refuse_code_in_a_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -26,6 +26,7 @@ def fit(
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", [GRPO, DrGRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCEPlusPlus])
 def test_every_algorithm_trains_the_adapter_alone(algorithm: type[RLModule], model_folder: str, tmp_path: Path) -> None:
     module = make_algorithm(algorithm, model_folder, adapter=ADAPTER, validate_first=False)
@@ -42,6 +43,7 @@ def test_every_algorithm_trains_the_adapter_alone(algorithm: type[RLModule], mod
     assert all(torch.equal(weight, held[f"actor.{name}"]) for name, weight in base.items())
 
 
+@pytest.mark.long
 def test_the_reference_is_the_actor_without_its_adapter(model_folder: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     own = make_grpo(model_folder, adapter=ADAPTER, kl_coef=0.1, lr=1e-2, validate_first=False)
@@ -57,6 +59,7 @@ def test_the_reference_is_the_actor_without_its_adapter(model_folder: str, tmp_p
     )
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_as_one_in_one_go(model_folder: str, tmp_path: Path) -> None:
     ends = []
     for cut in (None, 2):
@@ -76,6 +79,7 @@ def test_a_resumed_run_ends_as_one_in_one_go(model_folder: str, tmp_path: Path) 
     assert again.adapter is not None and again.adapter.rank == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -38,6 +38,7 @@ def checkpoints(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> 
     return paths
 
 
+@pytest.mark.long
 def test_checkpoint_of_other_shapes_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     other = make_grpo(save_model(tmp_path / "other", hidden_size=64))
     with pytest.raises(
@@ -67,6 +68,7 @@ def test_checkpoint_with_a_parameter_more_is_refused(
     assert make_grpo(model_folder).load_from_checkpoint(checkpoints["headed"], strict=False) is not None
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_come_are_said_in_a_line() -> None:
     with pytest.raises(dist.DistStoreError) as caught:
         dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1))  # type: ignore[attr-defined]

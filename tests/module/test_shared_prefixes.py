@@ -113,6 +113,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None, phases=[Phase.generate])
 @given(draw=RANDOM)
@@ -187,6 +188,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_a_run_takes_the_same_steps(arguments: dict[str, Any], model_folder: str, tmp_path: Path) -> None:
     once, alone = (train(tmp_path, model_folder, is_shared, **arguments) for is_shared in (True, False))

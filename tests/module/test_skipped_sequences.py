@@ -140,6 +140,7 @@ def check_skipped(skipped: dict[str, Any], whole: dict[str, Any]) -> None:
             assert few["policy/loss"] * (1 - shares[step]) == pytest.approx(all_["policy/loss"], abs=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -163,6 +164,7 @@ def test_skipping_in_large_microbatches_gives_the_same_up_to_rounding(model: str
     assert sum(skipped["computed"]) < 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "arguments"),
     [("HalfAlike", {"kl_coef": 0.1}), ("HalfAlike", {"entropy_coef": 0.01}), ("OwnLoss", {})],

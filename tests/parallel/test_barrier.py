@@ -181,6 +181,7 @@ class Failed(dist.Work):
         raise RuntimeError("gloo says which, in words of its own")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seconds", "message"),
     [

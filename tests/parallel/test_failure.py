@@ -272,6 +272,7 @@ def test_failure_server_reports_own_failure_of_rank_that_ends_at_once(monkeypatc
     hub.close()
 
 
+@pytest.mark.long
 def test_failure_server_keeps_first_of_two_failures_when_the_second_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to all ranks ends two at once: the one that ends earlier has said why, and did not die unexplained."""
     monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 0.5)
@@ -297,6 +298,7 @@ def test_failure_server_refuses_strangers_and_is_over_when_all_have_left() -> No
     hub.close()
 
 
+@pytest.mark.long
 def test_failure_server_outlives_strangers_that_use_up_descriptors_or_say_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -53,6 +53,7 @@ def test_module_level_client_serves_fits_and_validations(tmp_path: Path) -> None
     assert len(judges.client.loops) == 1
 
 
+@pytest.mark.long
 def test_wrapped_async_functions_run_on_the_one_loop(make_runner: MakeRunner) -> None:
     runner = make_runner(
         RewardFunction(judges.retry(unsendable(judges.retried)), timeout=0.5),

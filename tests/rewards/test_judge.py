@@ -85,6 +85,7 @@ async def _gather(*calls: Any) -> list[Any]:
     return await asyncio.gather(*calls)
 
 
+@pytest.mark.long
 def test_what_is_no_judgement_is_an_error(server: JudgeServer) -> None:
     judge = make(server, max_retries=1, request_timeout=0.5)
     messages = {
@@ -106,6 +107,7 @@ def test_what_is_no_judgement_is_an_error(server: JudgeServer) -> None:
     assert math.isnan(judge.parse("no")) and judge.parse("Score: 1.5") == 1.5 and math.isnan(judge.parse("Score: 1,5"))
 
 
+@pytest.mark.long
 def test_requests_at_once_are_bounded(server: JudgeServer) -> None:
     assert ask(make(server, max_concurrent=3), *(f"slow {i}" for i in range(12))) == [1.0] * 12
     assert server.most_at_once == 3

@@ -37,6 +37,7 @@ def time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.rewards.numeric.TIME_LIMIT", 60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", dict.fromkeys(row["kind"] for row in ROWS))
 def test_numeric_answer_gives_expected_verdict(kind: str) -> None:
     rows = [row for row in ROWS if row["kind"] == kind]

@@ -64,6 +64,7 @@ def test_a_step_that_takes_longer_than_others_wait_is_named() -> None:
     )
 
 
+@pytest.mark.long
 def test_slow_and_random_functions_are_asked_for_less_than_a_second(
     make_runner: MakeRunner, caplog: pytest.LogCaptureFixture
 ) -> None:

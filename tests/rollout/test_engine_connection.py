@@ -159,6 +159,7 @@ def test_engine_that_only_samples_hangs_sooner(monkeypatch: pytest.MonkeyPatch) 
         assert time.monotonic() - began < 2.5  # of the 3 s that other calls have
 
 
+@pytest.mark.long
 def test_engine_that_reads_nothing_counts_as_hung() -> None:
     ours, theirs = socket.socketpair()
     connection = Connection(ours, start_timeout=0.5)

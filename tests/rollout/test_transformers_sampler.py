@@ -150,6 +150,7 @@ def test_greedy_takes_the_trainers_likeliest_token(loaded: TransformersSampler, 
             assert one.logprobs[place] == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-5)
 
 
+@pytest.mark.long
 def test_streams_do_not_depend_on_the_batch(
     loaded: TransformersSampler, folder: str, files: ModelFiles, actor: Any
 ) -> None:
@@ -200,6 +201,7 @@ def test_too_long_request_is_refused(loaded: TransformersSampler) -> None:
         asyncio.run(loaded.sample([1] * 236, SAMPLING))
 
 
+@pytest.mark.long
 def test_cancelled_request_leaves_others_and_the_loop_alone(folder: str, files: ModelFiles, actor: Any) -> None:
     sampler = make_sampler(folder, replace(files, end_token_ids=()))  # which go on to their limit
     sampler.update_weights(Source(actor), 3)

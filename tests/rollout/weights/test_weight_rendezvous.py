@@ -48,6 +48,7 @@ def test_store_shares_keys_between_members(server: RendezvousServer) -> None:
     assert first.get("late") == b"here"
 
 
+@pytest.mark.long
 def test_rendezvous_refuses_processes_without_the_key(
     server: RendezvousServer, caplog: pytest.LogCaptureFixture
 ) -> None:

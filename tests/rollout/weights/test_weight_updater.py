@@ -111,6 +111,7 @@ def assert_updated(engines: Sequence[LocalEngine], version: int) -> None:
         assert engine.loaded == [dict.fromkeys(WEIGHTS, float(version))] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["shared memory", "broadcast"])
 def test_engines_connect_anew_only_when_they_change(transport: str, engines: list[LocalEngine]) -> None:
     updater = WeightUpdater(make_sender(transport))
