@@ -69,6 +69,7 @@ def test_functions_say_by_their_parameters_what_they_get(
     assert (one.metrics["turns"], one.metrics["branches"], len(one.branches)) == (turns, 1, 1)
 
 
+@pytest.mark.long
 def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
     environment = AgentProgram(my_agents.two_turns, max_trajectories=3)
     trajectories = attempt(environment, *["1"] * 16, num_trajectories=8)

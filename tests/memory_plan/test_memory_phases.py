@@ -306,6 +306,7 @@ def test_largest_microbatch_fits_and_larger_exceeds_device(gradient_checkpointin
     assert planned.longest_sequence() == min(most, 40960)
 
 
+@pytest.mark.long
 def test_a_plan_that_fits_says_so() -> None:
     planned = MemoryPlan(COLOCATED, H200)
     assert advise(planned) == []

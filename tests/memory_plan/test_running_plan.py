@@ -110,6 +110,7 @@ def test_a_limit_of_pytorchs_makes_the_device_smaller(run: tuple[Any, Any], monk
     assert plan.engine.utilization == 2 * share  # it is told in parts of the whole device
 
 
+@pytest.mark.long
 def test_start_of_a_run_says_the_memory_of_each_phase(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, module = run
     assert describe_memory(trainer, module) == ""  # a CPU has no plan

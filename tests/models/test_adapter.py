@@ -173,6 +173,7 @@ def test_a_folder_of_pefts_computes_as_in_peft(model: str, tmp_path: Path, kwarg
         torch.testing.assert_close(got, theirs(ids).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_merged_weights_and_forward_are_those_of_the_adapted_model(model: str, tmp_path: Path) -> None:
     save_peft(model, tmp_path / "adapter", target_modules="all-linear")
     policy = load_adapted(model, resolve(model, path=tmp_path / "adapter"))

@@ -49,6 +49,7 @@ def test_checkpoint_of_other_shapes_is_refused(checkpoints: dict[str, Path], tmp
         )
 
 
+@pytest.mark.long
 def test_checkpoint_without_an_own_parameter_is_refused(
     checkpoints: dict[str, Path], model_folder: str, tmp_path: Path
 ) -> None:
@@ -58,6 +59,7 @@ def test_checkpoint_without_an_own_parameter_is_refused(
         )
 
 
+@pytest.mark.long
 def test_checkpoint_with_a_parameter_more_is_refused(
     checkpoints: dict[str, Path], model_folder: str, tmp_path: Path
 ) -> None:
