@@ -168,10 +168,14 @@ def test_nothing_is_left_of_a_step(folder: Path, run: str) -> None:
 
 
 def test_resident_memory_is_flat(folder: Path) -> None:
-    """Eight megabytes a step would be 80 MB in the last 10 steps; a tenth is what allocators may do in it."""
+    """A payload left behind in each step would be ten of them in the last 10 steps.
+
+    Three are allowed: one may be under way at a look, the store may put one on pages that this process has not touched
+    before, and allocators keep some.
+    """
     for process in PROCESSES:
         resident = {row[0]: row[5] for row in read(folder, "with, lax", process) if row[0] % MEASURED_EVERY == 0}
-        assert resident[20] - resident[10] < 10 * PAYLOAD_BYTES / 10, (process, resident)
+        assert resident[20] - resident[10] < 3 * PAYLOAD_BYTES, (process, resident)
 
 
 def test_without_the_callback_what_is_acknowledged_by_nobody_grows(folder: Path) -> None:
