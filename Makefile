@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 help:
 	@echo "make setup   make .venv with everything in it (PYTHON=... names a Python, 3.11 or later)"
 	@echo "make demo    train a small model on arithmetic with real rollouts; about 10 minutes on 2 cores"
-	@echo "make demo-agent   train it to use a calculator over several turns; about 5 minutes on 2 cores"
+	@echo "make demo-agent   train it to use a calculator over several turns; about 6 minutes on 2 cores"
 	@echo "make test    run the tests, of slow variants one a kind"
 	@echo "make check   lint, format, types"
 	@echo "make test-fast   the short tests that start no process; about a minute"
