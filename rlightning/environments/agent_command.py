@@ -129,12 +129,6 @@ async def run_process(
 ) -> tuple[int, str, str]:
     """Run a command to its end, and end what it leaves behind; a cancellation ends all of it.
 
-    Args:
-        command: program and arguments.
-        stdin: its standard input.
-        folder: where it runs.
-        environment: its variables.
-
     Returns:
         Its exit code, minus the signal's number if one ended it, and the ends of its output and of its errors.
     """

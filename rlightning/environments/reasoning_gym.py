@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 from rlightning.environments.environment import Environment, Policy
@@ -40,7 +41,7 @@ class ReasoningGym(Environment):
         self.arguments = {"size": size, "seed": seed, **(arguments or {})}
 
     @cached_property
-    def _package(self) -> Any:
+    def _package(self) -> ModuleType:
         try:
             import reasoning_gym.factory
             import reasoning_gym.utils

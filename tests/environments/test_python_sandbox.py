@@ -9,17 +9,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attempts import CannedPolicy
 from python_tool import PythonTool
-from stub_policy import StubPolicy
+from waiting import wait_for
 
-from rlightning.environments import Message, Reply, python_sandbox
+from rlightning.environments import python_sandbox
 from rlightning.environments.python_sandbox import CodeRunner, Isolation, PythonSandbox, SandboxError, SandboxResult
 from rlightning.errors import ConfigError
-from rlightning.types import Prompt, Sample
+from rlightning.types import Prompt
 
 pytestmark = pytest.mark.processes
 
@@ -60,13 +61,6 @@ def processes_with(text: str) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def lingering(mark: str) -> str:
@@ -237,11 +231,11 @@ def test_killed_trainer_leaves_no_process_and_no_folder(folder: Path) -> None:
     )
     variables = {**os.environ, "TMPDIR": str(folder)}
     trainer = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=variables)
-    wait_until(lambda: len(processes_with(f"sleep(600)\0{mark}")) == 2)
+    wait_for(lambda: len(processes_with(f"sleep(600)\0{mark}")) == 2)
     trainer.kill()
     trainer.wait()
-    wait_until(lambda: not processes_with(mark))
-    wait_until(lambda: not [*folder.iterdir()])
+    wait_for(lambda: not processes_with(mark))
+    wait_for(lambda: not [*folder.iterdir()])
 
 
 def test_64_programs_run_at_once(folder: Path) -> None:
@@ -263,12 +257,9 @@ def test_supervisor_without_result_is_an_error_not_a_result(monkeypatch: pytest.
         asyncio.run(sandbox.run("print(1)"))
 
 
-def test_interpreter_that_cannot_run_is_refused() -> None:
+def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"python=/nowhere/python cannot run a program .*No such file"):
         PythonSandbox(python="/nowhere/python")
-
-
-def test_impossible_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory_mb=1 must be at least 64"):
         PythonSandbox(memory_mb=1)
 
@@ -276,24 +267,10 @@ def test_impossible_limit_is_refused() -> None:
 # The example
 
 
-class ScriptedPolicy(StubPolicy):
-    """Samples given texts, and keeps what it is told."""
-
-    def __init__(self, *texts: str) -> None:
-        self.texts, self.observations = list(texts), list[Message]()
-
-    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
-        self.observations += observations
-        return Reply(Sample([1], [0.0], [0], self.texts.pop(0), "stop"))
-
-    async def sample(self, token_ids: Sequence[int]) -> Sample:
-        raise NotImplementedError
-
-
 def test_example_observes_output_and_answers() -> None:
-    policy = ScriptedPolicy("Compute:\n```python\nprint(6 * 7)\n```", "```python\n1 / 0\n```", "It is 42")
+    policy = CannedPolicy("Compute:\n```python\nprint(6 * 7)\n```", "```python\n1 / 0\n```", "It is 42")
     runner: CodeRunner = PythonSandbox()
     outcome = asyncio.run(PythonTool(runner=runner).run(Prompt(0, "6 * 7?", [1], {"answer": 42}), policy))
-    assert policy.observations[0]["content"] == "42\n"
-    assert policy.observations[1]["content"].endswith("ZeroDivisionError: division by zero\n")
+    observations = [message["content"] for heard in policy.heard for message in heard]
+    assert observations[0] == "42\n" and observations[1].endswith("ZeroDivisionError: division by zero\n")
     assert (outcome.reward, outcome.metrics) == (1.0, {"num_programs": 2})
