@@ -128,13 +128,7 @@ class AgentProgram(Environment):
             TrajectoryLostError: it was lost with its worker.
         """
         async with self.endpoint.open(policy) as session:
-            try:
-                async with session.policy.clock.limit(self.timeout) as deadline:
-                    outcome = await self._run_agent(prompt, session)
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                outcome = Outcome(status="timeout", error=f"The agent took more than {self.timeout:g} s.")
+            outcome = await session.policy.clock.run(self._run_agent(prompt, session), self.timeout, "The agent")
         recorder = session.policy.recorder
         if outcome.status not in UNFINISHED and not recorder.branches:
             raise ValueError("the agent ended without a turn of the policy's")

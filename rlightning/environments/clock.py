@@ -1,8 +1,10 @@
 """The deadlines of a trajectory, which do not run while it waits for what is no part of it, such as a worker."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+
+from rlightning.types.trajectory import Outcome
 
 
 class Clock:
@@ -20,6 +22,16 @@ class Clock:
                 yield deadline
             finally:
                 self._deadlines.discard(deadline)
+
+    async def run(self, work: Awaitable[Outcome], seconds: float | None, name: str) -> Outcome:
+        """Return what ``work`` makes, or that it, by that name, took more than so many seconds."""
+        try:
+            async with self.limit(seconds) as deadline:
+                return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return Outcome(status="timeout", error=f"{name} took more than {seconds:g} s.")
 
     @contextmanager
     def stopped(self) -> Iterator[None]:

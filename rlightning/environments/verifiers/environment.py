@@ -180,15 +180,14 @@ class Verifiers(Environment):
         with policy.clock.stopped():
             await self._start(server)
         parts: dict[str, RecordedPolicy] = {}
-        try:
-            async with asyncio.timeout(self.timeout) as deadline:
-                episode = await self._run_episode(server, key, prompt, policy, parts)
+
+        async def run_and_read() -> Outcome:
+            episode = await self._run_episode(server, key, prompt, policy, parts)
             self._deaths.reset()
             return self._read(episode, policy, parts)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            return Outcome(status="timeout", error=f"The episode took more than {self.timeout:g} s.")
+
+        try:
+            return await policy.clock.run(run_and_read(), self.timeout, "The episode")
         except ServersClosedError as error:
             return Outcome(status="aborted", error=str(error))
         except ServerEndedError as error:
