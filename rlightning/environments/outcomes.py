@@ -63,5 +63,4 @@ def outcome_to_plain(outcome: Outcome) -> list[Any]:
 
 def outcome_from_plain(plain: Sequence[Any]) -> Outcome:
     """Return the outcome that :func:`outcome_to_plain` was given."""
-    *values, traces = plain
-    return Outcome(*values, read_traces(traces))
+    return Outcome(*plain[:-1], traces=read_traces(plain[-1]))

@@ -229,7 +229,7 @@ class RecordedPolicy:
         mark, settings, state = kept
         branches, turns = self.recorder.until(mark)
         trajectory = to_plain(Trajectory(self._request.prompt, tuple(branches), tuple(turns)))
-        ended = outcome and outcome_to_plain(outcome)
+        ended = None if outcome is None else outcome_to_plain(outcome)
         return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": ended}
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -243,7 +243,7 @@ class RecordedPolicy:
             "num_requested": self.num_requested,
             "num_constrained": self.num_constrained,
             "has_reached_limit": self.has_reached_limit,
-            "progress": self.progress and outcome_to_plain(self.progress),
+            "progress": None if self.progress is None else outcome_to_plain(self.progress),
         }
 
     async def sample_turns(

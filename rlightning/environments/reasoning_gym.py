@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 from rlightning.environments.environment import Environment, Policy
@@ -41,7 +40,7 @@ class ReasoningGym(Environment):
         self.arguments = {"size": size, "seed": seed, **(arguments or {})}
 
     @cached_property
-    def _package(self) -> ModuleType:
+    def _package(self) -> Any:  # it has no types
         try:
             import reasoning_gym.factory
             import reasoning_gym.utils

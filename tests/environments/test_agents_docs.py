@@ -27,8 +27,8 @@ PROMPT = Prompt(0, "2+2=", [5, 6], {"prompt": "2+2=", "answer": "4"})
 
 
 def play(environment: Environment, *texts: str) -> Trajectory:
-    settings = {"sampling": Sampling(max_new_tokens=200), "max_length": 4000}
-    (trajectory,) = attempt(environment, say(*texts, family="qwen3"), PROMPT, **settings)
+    sampling = Sampling(max_new_tokens=200)
+    (trajectory,) = attempt(environment, say(*texts, family="qwen3"), PROMPT, sampling=sampling, max_length=4000)
     assert (trajectory.status, trajectory.error) == ("finished", None)
     return trajectory
 

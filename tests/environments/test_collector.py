@@ -5,7 +5,7 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from collector_cases import CollectorRun, runs_of
@@ -55,8 +55,8 @@ class Waits(Environment):
 
 
 def test_oldest_trajectory_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment: Any = Waits()
-    runner = EnvironmentRunner(ImmediateSampler(lambda _: True), None, environment, max_length=100, timeout=3600.0)
+    environment, sampler = Waits(), cast("Any", ImmediateSampler(lambda _: True))
+    runner = EnvironmentRunner(sampler, None, environment, max_length=100, timeout=3600.0)
     monkeypatch.setattr("rlightning.environments.runner.monotonic", lambda: 1e12)
     try:
         future = runner.submit(GroupRequest(Prompt(17, "", [1], {}), Sampling(max_new_tokens=1), 1))

@@ -281,11 +281,4 @@ def test_an_agent_program_is_a_section(project: Path, capsys: pytest.CaptureFixt
     workers = {"environment": "rlightning.environments.AgentProgram", "arguments": {"agent": "own_agent.agent"}}
     environment = WorkerEnvironment(**workers)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"AgentProgram serves the policy from the trainer's process"):
-        asyncio.run(_check(environment))
-
-
-async def _check(environment: Environment) -> None:
-    try:
-        await environment.check()
-    finally:
-        await environment.close()
+        asyncio.run(environment.check())

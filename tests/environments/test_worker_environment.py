@@ -291,7 +291,7 @@ def test_wait_for_a_new_worker_takes_no_time(tmp_path: Path, monkeypatch: pytest
 
     async def work() -> None:
         environment, prompt = make(tmp_path), make_prompt("exit once")
-        limits = {"timeout": 1000.0, "turn_timeout": 1000.0, "max_requeues": 1}
+        limits: dict[str, Any] = {"timeout": 1000.0, "turn_timeout": 1000.0, "max_requeues": 1}
         (one,) = await run_group(environment, make_group(CannedSampler(), prompt, **limits), prompt)
         assert (one.status, one.error, num_started) == ("finished", None, 2)
         await environment.close()

@@ -74,7 +74,7 @@ def attempt_task(
     sampler.tokenizer.save_pretrained(folder)
     sampler.tokenizer.name_or_path = str(folder)
     prompt = Prompt(0, "", [1], {"task": task})
-    limits = {"sampling": Sampling(max_new_tokens=200, seed=3), "max_length": 16384, "timeout": 120.0}
+    limits: dict[str, Any] = {"sampling": Sampling(max_new_tokens=200, seed=3), "max_length": 16384, "timeout": 120.0}
     group = make_group(sampler, prompt, number, **limits | settings)
 
     async def run() -> list[Trajectory]:
