@@ -46,7 +46,7 @@ def test_functions_say_by_their_parameters_what_they_get(
 
 
 @pytest.mark.long
-def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
+def test_each_trajectory_of_a_group_has_its_session() -> None:
     environment = AgentProgram(my_agents.two_turns, max_trajectories=3)
     trajectories = run_agent(environment, *["1"] * 16, number=8)
     assert [(one.status, one.num_sampled, len(one.branches)) for one in trajectories] == [("finished", 4, 1)] * 8
@@ -78,7 +78,7 @@ def test_what_fails_is_never_a_reward(agent: Any, error: Any, status: str, reaso
     assert reason in str(one.error)
 
 
-def test_a_dead_engine_ends_the_run_whatever_the_agent_returns() -> None:
+def test_a_dead_engine_ends_an_agents_run() -> None:
     with pytest.raises(EngineError, match="gone"):
         run_agent(AgentProgram(my_agents.swallows), error=EngineError("The engine is gone."))
 
@@ -103,7 +103,7 @@ class Swallows(Environment):
         return Outcome(reward=1.0)
 
 
-def test_an_engines_failure_is_no_reward_of_an_environment_and_ends_its_siblings() -> None:
+def test_an_engines_failure_is_no_reward() -> None:
     (one,) = run_agent(Swallows(), error=RequestRefusedError("ValueError: no"))
     assert (one.status, one.reward) == ("failed", None)
     environment = Swallows()
@@ -114,7 +114,7 @@ def test_an_engines_failure_is_no_reward_of_an_environment_and_ends_its_siblings
 
 @pytest.mark.long
 @pytest.mark.parametrize(("own", "run_s"), [(0.5, 60.0), (None, 0.5)])
-def test_an_agent_that_takes_too_long_was_not_sampled(own: float | None, run_s: float) -> None:
+def test_an_agent_out_of_time_was_not_sampled(own: float | None, run_s: float) -> None:
     (one,) = run_agent(AgentProgram(my_agents.waits, timeout=own), "1", timeout=run_s)
     assert (one.status, one.reward) == ("timeout", None) and "took more than 0.5 s" in str(one.error)
     assert one.num_sampled > 0
@@ -224,7 +224,7 @@ def test_programs_that_fail_were_not_sampled(tmp_path: Path, code: str, reward: 
     assert (one.status, one.reward) == ("failed", None) and reason in str(one.error)
 
 
-def test_arguments_are_scripts_of_any_length_and_filled_once() -> None:
+def test_arguments_are_of_any_length_and_filled_once() -> None:
     command = AgentCommand(["python", "-c", "pass\n" * 1000], None, {}, "none")
     assert command.command[2].startswith("pass")
     columns = {"question": "say {answer}", "answer": "2", "a|b": 3}
@@ -232,7 +232,7 @@ def test_arguments_are_scripts_of_any_length_and_filled_once() -> None:
 
 
 @pytest.mark.processes
-def test_nothing_of_a_program_is_left_after_its_time(tmp_path: Path) -> None:
+def test_a_program_out_of_time_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
 import subprocess, time
 child = subprocess.Popen(["sleep", "600"])
@@ -250,7 +250,7 @@ def test_a_child_that_holds_its_pipes_delays_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_program_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+def test_killed_trainer_leaves_no_program(tmp_path: Path) -> None:
     program = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     trainer = tmp_path / "trainer.py"
     trainer.write_text(

@@ -90,7 +90,7 @@ def test_a_dead_engine_ends_the_run(agents: Agents) -> None:
 
 
 @pytest.mark.parametrize(("max_requeues", "status"), [(0, "failed"), (1, "finished")])
-def test_a_worker_that_dies_costs_its_trajectories_at_most(agents: Agents, max_requeues: int, status: str) -> None:
+def test_a_dead_worker_costs_its_trajectories_at_most(agents: Agents, max_requeues: int, status: str) -> None:
     (agents.folder / "crashed").unlink(missing_ok=True)
     (one,) = agents.attempt(agents.there, "crash", max_requeues=max_requeues)
     assert (one.status, one.reward) == (status, None if status == "failed" else 0.5)
@@ -113,7 +113,7 @@ def test_functions_without_a_loop_run_there_too(agents: Agents) -> None:
     assert (one.status, one.reward, one.error) == ("finished", 1.0, None)
 
 
-def test_prompts_that_cannot_be_sent_stay_in_the_trainers_process(
+def test_unsendable_prompts_stay_in_the_trainers_process(
     agents: Agents, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
@@ -127,7 +127,7 @@ def test_prompts_that_cannot_be_sent_stay_in_the_trainers_process(
     assert line.startswith(f"AgentProgram: agent={DO} runs in the trainer's process for prompts that cannot be sent")
 
 
-def test_prompts_that_cannot_be_sent_to_required_workers_are_an_error(agents: Agents) -> None:
+def test_unsendable_prompts_of_required_workers_are_refused(agents: Agents) -> None:
     for column in (date(2026, 1, 1), array("f", [1.0])):
         with pytest.raises(ConfigError, match="prompt 3 cannot be sent to workers: Its column 'day'") as caught:
             agents.attempt(agents.there, "ask", columns={"day": column})
@@ -149,7 +149,7 @@ async def own(client: Any) -> float:
         (DO, {"folder": array("f", [1.0])}, "its arguments hold arrays"),
     ],
 )
-def test_what_cannot_be_sent_runs_in_the_trainers_process(
+def test_unsendable_agents_run_in_the_trainers_process(
     agent: Any,
     arguments: dict[str, Any],
     reason: str,

@@ -165,7 +165,7 @@ def test_cancelled_requests_are_gone_when_cancel_returns(make_run: Callable[...,
     assert run.sampler.num_held == 0, "an engine may sleep now"
 
 
-def test_close_may_be_called_twice_and_ends_the_runner_whatever_fails(make_run: Callable[..., Run]) -> None:
+def test_close_twice_or_failing_ends_the_runner(make_run: Callable[..., Run]) -> None:
     run = make_run(lambda index: index != 9)
     run.take(1, 0, 9)
     run.collector.close()

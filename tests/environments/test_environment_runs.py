@@ -71,7 +71,7 @@ def test_single_turns_have_no_metrics_of_environments(folder: str, tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_two_turns_of_an_engine_are_trained_as_sampled(folder: str, tmp_path: Path) -> None:
+def test_engine_trains_two_turns_as_sampled(folder: str, tmp_path: Path) -> None:
     witness, verdict = Witness(), "+"
     rollout = VLLMRollout(
         environment=SelfCorrection(verdict=verdict),
@@ -124,7 +124,7 @@ def test_failed_trajectories_are_not_trained(folder: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Path) -> None:
+def test_too_many_failures_raise_the_first(folder: str, tmp_path: Path) -> None:
     """All of the fourth step fail; the group that is one too many ends the run. A prediction goes on."""
     module = make_module(folder, rewards=[], samples_per_prompt=4)
     witness = Witness()
@@ -142,7 +142,7 @@ def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Pat
     assert "failed" in {one.status for batch in predicted or [] for _, group in batch for one in group}
 
 
-def test_a_missing_reward_is_none_where_no_function_decides(folder: str) -> None:
+def test_missing_reward_without_reward_functions_is_nan(folder: str) -> None:
     sample = Sample([1], [0.0], [0], "a", "stop")
     given = [Trajectory.single_turn(Prompt(0, "", [1], {}), sample) for _ in range(3)]
     given[0].reward, given[1].status = 0.5, "timeout"
@@ -167,7 +167,7 @@ class FailsOnce(Environment):
 
 
 @pytest.mark.long
-def test_groups_train_on_what_is_left_from_two_on(folder: str, tmp_path: Path) -> None:
+def test_groups_train_on_two_that_are_left(folder: str, tmp_path: Path) -> None:
     trained: list[list[int]] = []
 
     class Watched(Witness):

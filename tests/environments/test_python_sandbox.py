@@ -110,7 +110,7 @@ def test_wall_limit_ends_a_sleep() -> None:
     assert time.monotonic() - started_at < 5
 
 
-def test_flood_is_cut_to_its_first_and_last_bytes() -> None:
+def test_flood_keeps_its_first_and_last_bytes() -> None:
     code = "import sys\nprint('first')\nfor _ in range(64): sys.stdout.write('x' * (1 << 20))\nprint('last')"
     result = run(code, max_output_bytes=1000)
     assert result.status == "finished"
@@ -172,7 +172,7 @@ def test_network_is_unreachable_where_described() -> None:
 
 
 @pytest.mark.usefixtures("isolation")
-def test_files_are_written_in_own_folder_only_where_described(folder: Path) -> None:
+def test_files_are_confined_to_the_folder_where_described(folder: Path) -> None:
     sandbox = PythonSandbox()
     path = folder / "file"
     path.touch()
@@ -250,7 +250,7 @@ def test_64_programs_run_at_once(folder: Path) -> None:
 # What goes wrong
 
 
-def test_supervisor_without_result_is_an_error_not_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_without_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = PythonSandbox()
     monkeypatch.setattr(python_sandbox, "SUPERVISOR", [sys.executable, "-c", "raise SystemExit(5)"])
     with pytest.raises(SandboxError, match=r"without a result \(5\)"):

@@ -249,14 +249,14 @@ def test_rewards_until_a_timeout_are_kept() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("game", "num_turns"), [(Game, 1), (AsyncGame, 0)])
-def test_game_out_of_time_is_closed_after_its_step(game: type[Game], num_turns: int) -> None:
+def test_late_game_is_closed_after_its_step(game: type[Game], num_turns: int) -> None:
     (one,) = attempt(StepEnvironment(game, {"deed": "hang"}), CannedSampler(), PROMPT, timeout=0.2)
     assert one.status == "timeout"
     assert [(game.num_closed, game.num_turns_at_close) for game in step_cases.made] == [(1, num_turns)]
 
 
 @pytest.mark.long
-def test_hanging_step_costs_no_more_than_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_step_costs_the_grace_period_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.intervals.CANCEL_GRACE", 0.1)
     started_at = time.monotonic()
     (one,) = attempt(StepEnvironment(Game, {"deed": "hang"}), CannedSampler(), PROMPT, timeout=0.1)
@@ -289,7 +289,7 @@ def test_cancelled_game_is_closed(tmp_path: Path, is_made_slowly: bool) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("game", "num_turns"), [("Game", 1), ("AsyncGame", 0)])
-def test_game_of_a_cancelled_trajectory_is_closed_in_its_worker(tmp_path: Path, game: str, num_turns: int) -> None:
+def test_cancelled_game_is_closed_in_its_worker(tmp_path: Path, game: str, num_turns: int) -> None:
     deeds = {"deed": "hang", "folder": str(tmp_path)}
     own = {"environment": f"step_cases.{game}", "arguments": deeds}
 

@@ -56,7 +56,7 @@ def test_a_call_is_answered_and_the_answer_read() -> None:
     assert sampled == [token for sample in trajectory.samples for token in sample.token_ids]
 
 
-def test_calls_of_a_turn_run_at_once_and_are_answered_in_order() -> None:
+def test_calls_run_at_once_answered_in_order() -> None:
     both = f"{write_call('nap', seconds=0.4)}\n{write_call('nap', seconds=0.2)}\n{write_call('greet', name='Ä')}"
     trajectory = play(Tools([tool_cases.nap, tool_cases.greet]), both, "done")
     assert answers(trajectory) == ["slept", "slept", '{"greeting": "Hi Ä"}']
@@ -80,7 +80,7 @@ def test_calls_of_a_turn_run_at_once_and_are_answered_in_order() -> None:
         (write_call("nap", seconds=30), "Error: nap took more than 0.3 s."),
     ],
 )
-def test_what_goes_wrong_with_a_call_is_its_answer(text: str, answer: str) -> None:
+def test_failure_of_a_call_is_its_answer(text: str, answer: str) -> None:
     names = ("add", "greet", "fail", "nap")
     environment = Tools([f"tool_cases.{name}" for name in names], tool_timeout=0.3)
     trajectory = play(environment, text, "sorry")
@@ -165,7 +165,7 @@ class Opens:
         return f"{words}" * count
 
 
-def test_objects_with_async_methods_are_made_on_the_loop_and_whole_numbers_are_ints() -> None:
+def test_async_objects_are_made_on_the_loop() -> None:
     calls = [write_call("get"), write_call("repeat", count=2.0, words=[1.0, "a"])]
     assert answers(play(Tools([Opens]), "\n".join(calls), "done")) == ["page", "[1, 'a'][1, 'a']"]
 
@@ -246,7 +246,7 @@ def test_tools_that_cannot_be_described_are_refused(names: str, line: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_module_of_tools_that_is_not_there_is_refused() -> None:
+def test_missing_module_of_tools_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^Tools: tools=nowhere\.add cannot be imported by .*No module named 'nowhere'"
     ):

@@ -69,13 +69,13 @@ def test_turns_may_take_longer_than_the_limit_together(asks: str) -> None:
     assert (one.status, one.reward) == ("finished", 1.0)
 
 
-def test_a_turn_beyond_its_limit_is_a_timeout_and_keeps_its_rewards() -> None:
+def test_turn_beyond_its_limit_keeps_its_rewards() -> None:
     one = run_once(Turns(stalls=True), Sampler())
     assert (one.status, one.reward, one.error) == ("timeout", 3.0, "A turn took more than 1000 s.")
     assert one.num_sampled == 4
 
 
-def test_an_engine_that_does_not_answer_ends_the_turn() -> None:
+def test_silent_engine_ends_the_turn() -> None:
     class Impatient(Turns):
         async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
             clock = Clock()
@@ -88,7 +88,7 @@ def test_an_engine_that_does_not_answer_ends_the_turn() -> None:
     assert (one.status, one.reward, one.num_sampled) == ("timeout", None, 1)
 
 
-def test_the_trajectorys_own_limit_is_named_where_it_comes_first() -> None:
+def test_trajectorys_own_limit_is_named_if_first() -> None:
     one = run_once(Turns(), Sampler(), timeout=1.5 * LIMIT)
     assert (one.status, one.error) == ("timeout", "It took more than 1500 s.")
 

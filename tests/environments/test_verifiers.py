@@ -98,13 +98,13 @@ def test_each_sampled_token_is_trained_once(
 
 
 @pytest.mark.slow
-def test_trajectories_of_a_group_run_at_the_same_time(make: Attempts, tmp_path: Path) -> None:
+def test_trajectories_of_a_group_run_at_once(make: Attempts, tmp_path: Path) -> None:
     trajectories = make(*["7"] * 6, folder=tmp_path, number=6, delay=1.0)
     assert [(one.status, one.reward, said(one)) for one in trajectories] == [("finished", 2.0, ["7"])] * 6
 
 
 @pytest.mark.slow
-def test_hangman_is_played_over_several_turns_with_a_tool(make: Attempts, python: str, tmp_path: Path) -> None:
+def test_hangman_is_played_with_a_tool(make: Attempts, python: str, tmp_path: Path) -> None:
     (snippet,) = re.findall(r"```yaml\n(.*?)```", PAGE.partition("\n## Packages: verifiers\n")[2], re.DOTALL)
     given = yaml.safe_load(snippet)["environment"]["init_args"]
     given |= {"python": python, "num_tasks": 2, "variables": write_words(tmp_path / "nltk")}
@@ -297,7 +297,7 @@ asyncio.run(main())
     assert still_running([pid]) == []
 
 
-def test_a_trained_agent_that_is_none_of_the_environments_is_refused() -> None:
+def test_unknown_trained_agent_is_refused() -> None:
     environment = Verifiers("number_tasks", python="python", agents=["player"])
     with pytest.raises(ConfigError, match=r"^Verifiers: the environment has no agent 'player'\. "):
         environment._check_announced(Announcement(roles=["agent"], tasks=[{}], has_uv=True))

@@ -233,7 +233,7 @@ def test_more_trajectories_than_places_wait_without_timing_out(tmp_path: Path) -
     run(work())
 
 
-def test_workers_that_end_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_ending_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "MAX_UNEXPLAINED_DEATHS", 2)
 
     async def work() -> None:
@@ -391,7 +391,7 @@ def test_environment_that_cannot_be_made_is_one_line(
         ("echo 3.10; exit 1", "has no msgpack, which workers need. Install it: "),
     ],
 )
-def test_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Path, program: str | None, line: str) -> None:
+def test_unusable_interpreter_is_one_line(tmp_path: Path, program: str | None, line: str) -> None:
     python = tmp_path / "python"
     if program is not None:
         python.write_text(f"#!/bin/sh\n{program}\n")
