@@ -30,6 +30,17 @@ class FailsSometimes(Environment):
         return Outcome(reward=sample.text.count("1") / 8)
 
 
+class Trained(Witness):
+    """Keeps the prompts that each update trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[list[int]] = []
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.indices.append([prompt.index for prompt in batch.prompts])
+
+
 def make_rollout(environment: Any, **arguments: Any) -> TransformersRollout:
     return TransformersRollout(environment=environment, **{"max_new_tokens": 8, "seed": 0, **arguments})
 
@@ -102,19 +113,14 @@ def test_engine_trains_two_turns_as_sampled(folder: str, tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_failed_trajectories_are_not_trained(folder: str, tmp_path: Path) -> None:
-    witness, trained = Witness(), []
-
-    class Watched(Witness):
-        def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-            trained.append([prompt.index for prompt in batch.prompts])
-
+    witness = Trained()
     module = make_module(folder, rewards=[], samples_per_prompt=4)
     table = CompletionsTable(every_n_steps=1, num_console=0)
     rollout = make_rollout(FailsSometimes(), max_failed_share=1.0)
-    make_trainer(tmp_path, 4, rollout, witness, Watched(), table).fit(module, make_data(tmp_path))
+    make_trainer(tmp_path, 4, rollout, witness, table).fit(module, make_data(tmp_path))
     sampled = [prompt.index for batch in witness.batches for prompt in batch.prompts]
     assert sorted(set(sampled)) == list(range(16))
-    assert max(index for indices in trained for index in indices) < 12  # those of the fourth row begin with 3
+    assert max(index for indices in witness.indices for index in indices) < 12  # those of the fourth row begin with 3
     assert witness.steps[-1]["trajectory/not_sampled"] == 16
     records = read_trajectories(tmp_path / "completions")
     lost = [one.trajectory for one in records if math.isnan(one.reward)]
@@ -168,15 +174,9 @@ class FailsOnce(Environment):
 
 @pytest.mark.long
 def test_groups_train_on_two_that_are_left(folder: str, tmp_path: Path) -> None:
-    trained: list[list[int]] = []
-
-    class Watched(Witness):
-        def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-            trained.append([prompt.index for prompt in batch.prompts])
-
-    module = make_module(folder, rewards=[], samples_per_prompt=3)
-    make_trainer(tmp_path, 1, make_rollout(FailsOnce()), Watched()).fit(module, make_data(tmp_path))
-    assert trained == [[1, 1, 2, 2, 2, 3, 3, 3]]
+    trained, module = Trained(), make_module(folder, rewards=[], samples_per_prompt=3)
+    make_trainer(tmp_path, 1, make_rollout(FailsOnce()), trained).fit(module, make_data(tmp_path))
+    assert trained.indices == [[1, 1, 2, 2, 2, 3, 3, 3]]
 
 
 @pytest.mark.long
