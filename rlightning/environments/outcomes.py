@@ -63,4 +63,5 @@ def outcome_to_plain(outcome: Outcome) -> list[Any]:
 
 def outcome_from_plain(plain: Sequence[Any]) -> Outcome:
     """Return the outcome that :func:`outcome_to_plain` was given."""
-    return Outcome(*plain[:-1], traces=read_traces(plain[-1]))
+    reward, turn_rewards, status, metrics, error, traces = plain
+    return Outcome(reward, turn_rewards, status, metrics, error, read_traces(traces))
