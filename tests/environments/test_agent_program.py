@@ -57,7 +57,6 @@ def test_each_trajectory_of_a_group_has_its_session() -> None:
     ("agent", "error", "status", "reason"),
     [
         (my_agents.swallows, RequestRefusedError("ValueError: no"), "failed", "The engine refused a request"),
-        (my_agents.exits, None, "failed", "the environment raised SystemExit: 3"),
         (my_agents.idle, None, "failed", "the agent ended without a turn of the policy's"),
         (
             my_agents.no_number,

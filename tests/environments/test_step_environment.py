@@ -155,6 +155,7 @@ def test_reset_and_step_get_what_their_form_has() -> None:
     play(StepEnvironment(Game))
     play(StepEnvironment(GymnasiumGame))
     own, gymnasium = step_cases.made
+    assert len(own.threads) == 1
     assert own.prompt == PROMPT and own.messages == [{"role": "assistant", "content": "7"}] * 3
     assert gymnasium.prompt == (3, PROMPT.columns) and gymnasium.messages == ["7"] * 3
 
@@ -210,12 +211,6 @@ def test_turns_may_have_no_reward(rewards: list[Any], reward: float | None, turn
 
     outcome = play(StepEnvironment(Sparse, max_turns=2))
     assert (outcome.reward, outcome.turn_rewards) == (reward, turn_rewards)
-
-
-def test_object_stays_in_one_thread() -> None:
-    play(StepEnvironment(Game))
-    play(StepEnvironment(AsyncGame))
-    assert len(step_cases.made[0].threads) == 1
 
 
 def test_blocking_games_run_at_once() -> None:
