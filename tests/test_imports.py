@@ -177,6 +177,8 @@ WORKER_FILES = (
 """What environment workers import, whose interpreter has nothing else of this package's but msgpack."""
 
 
+NEWER = {"asyncio.timeout", "asyncio.TaskGroup", "asyncio.Runner", "enum.StrEnum", "typing.Self", "tomllib"}
+"""What is often used of Python 3.11; workers run in 3.10 too."""
 OWN_OF_WORKERS = {"environments/agent_function.py": {"openai"}, "environments/verifiers/launcher.py": {"verifiers"}}
 
 
@@ -194,8 +196,10 @@ def test_workers_files_need_only_msgpack() -> None:
         if path in seen:
             continue
         seen.add(path)
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
         names = list(imported(run_at_import(tree) if path.name == "__init__.py" else tree))
+        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert "sys.version_info" in used or not NEWER & {*names, *used}, path
         for parts in (name.split(".")[1:] for name in names if name.startswith("rlightning.")):
             for length in range(1, len(parts) + 1):
                 module = PACKAGE.joinpath(*parts[:length])

@@ -1,11 +1,12 @@
 """From prompts to finished trajectories. Importing this needs the standard library alone."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlightning.environments.environment import (
     AskLimitError,
     Environment,
     LimitReachedError,
+    Places,
     Policy,
     PolicyGroup,
     Reply,
@@ -27,6 +28,7 @@ __all__ = [
     "Environment",
     "LimitReachedError",
     "Message",
+    "Places",
     "Policy",
     "PolicyGroup",
     "Reply",
@@ -39,7 +41,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what the trainer's process alone uses when it is asked for."""
     if name == "AgentProgram":
         from rlightning.environments.agent_program import AgentProgram

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from rlightning import intervals
 from rlightning.environments.messages import Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut, cut_value
-from rlightning.processes.process_group import end_group
+from rlightning.processes.process_group import end_group, end_with_parent
 from rlightning.run_key import environment_without_key
 from rlightning.types.trajectory import Outcome, Prompt
 
@@ -27,14 +28,10 @@ WRONG_EXIT_CODE = 10
 """By which a program says that the policy was wrong; 1 is that of any crash in Python, and of most other failures."""
 MAX_OUTPUT_BYTES = 1 << 16
 """Of the end of what a program writes; the rest is read and dropped."""
-START = """\
+START = f"""\
 import fcntl, os, select, signal, sys
-lifeline = int(sys.argv[1])
-fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-if select.select([lifeline], [], [], 0)[0]:
-    os.killpg(0, signal.SIGKILL)
+{inspect.getsource(end_with_parent)}
+end_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 """Runs a command in its own place, which the system kills with its group once the trainer has closed the lifeline."""
@@ -128,12 +125,6 @@ async def run_process(
     command: Sequence[str], *, stdin: bytes, folder: str, environment: Mapping[str, str]
 ) -> tuple[int, str, str]:
     """Run a command to its end, and end what it leaves behind; a cancellation ends all of it.
-
-    Args:
-        command: program and arguments.
-        stdin: its standard input.
-        folder: where it runs.
-        environment: its variables.
 
     Returns:
         Its exit code, minus the signal's number if one ended it, and the ends of its output and of its errors.

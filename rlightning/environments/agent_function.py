@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cached_property
 from numbers import Real
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rlightning.environments.agent_limit import is_limit
-from rlightning.environments.dotted_path import import_object
+from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
-from rlightning.environments.step_object import SerialThread
+from rlightning.environments.step_object import call_function, is_async
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value, describe_error
 from rlightning.types.trajectory import Outcome, Prompt
@@ -69,8 +70,7 @@ class AgentFunction(Environment):
     @property
     def name(self) -> str:
         """What it is called in errors."""
-        path = self.agent
-        return f"AgentProgram: agent={path if isinstance(path, str) else getattr(path, '__name__', path)}"
+        return f"AgentProgram: agent={name_object(self.agent)}"
 
     @cached_property
     def function(self) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ class AgentFunction(Environment):
         Raises:
             ConfigError: there is none of this dotted path.
         """
-        found = import_object(self.agent, self.name) if isinstance(self.agent, str) else self.agent
+        found = import_object(self.agent, self.name)
         if not callable(found):
             raise ConfigError(f"{self.name} is no function. {RULE}")
         return cast("Callable[..., Any]", found)
@@ -129,29 +129,13 @@ class AgentFunction(Environment):
             del given["messages"]
         named = self._select_arguments(given)
         if "client" not in self._parameters:
-            return read_outcome(await self._call_function(named))
-        async with self._clients.borrow(access, is_async=self._is_async) as client:
-            return read_outcome(await self._call_function({**named, "client": client}))
-
-    async def _call_function(self, named: dict[str, Any]) -> Any:
-        if self._is_async:
-            return await self.function(**named)
-        thread = SerialThread()
-        try:
-            returned = await thread.run(lambda: self.function(**named))
-            return await returned if isinstance(returned, Awaitable) else returned
-        finally:
-            thread.end()
+            return read_outcome(await call_function(self.function, named))
+        async with self._clients.borrow(access, is_async=is_async(self.function)) as client:
+            return read_outcome(await call_function(self.function, {**named, "client": client}))
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.function).parameters
-
-    @cached_property
-    def _is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            getattr(self.function, "__call__", None)  # noqa: B004  # of an object, whether it is async
-        )
 
     def _select_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
@@ -199,7 +183,7 @@ class _IdleClients:
                 await _close_http(http)
 
 
-def _open_http(openai: Any, *, is_async: bool) -> Any:
+def _open_http(openai: ModuleType, *, is_async: bool) -> Any:
     kind = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
     limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
         max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
@@ -215,7 +199,7 @@ async def _close_http(http: Any) -> None:
         http.close()
 
 
-def read_outcome(returned: Any) -> Outcome:
+def read_outcome(returned: object) -> Outcome:
     """Return what an agent returned as an outcome.
 
     Raises:
@@ -233,7 +217,7 @@ def read_outcome(returned: Any) -> Outcome:
     return Outcome(reward=float(returned))
 
 
-def _import_openai() -> Any:
+def _import_openai() -> ModuleType:
     try:
         import openai
     except ImportError as error:

@@ -13,8 +13,7 @@ from rlightning.environments.agent_command import AgentCommand, RewardSource
 from rlightning.environments.agent_function import MAX_IDLE_CONNECTIONS, Access, AgentFunction
 from rlightning.environments.agent_workers import AgentWorkers, start_workers
 from rlightning.environments.endpoint import Endpoint, Session
-from rlightning.environments.environment import Environment, Policy, PolicyGroup
-from rlightning.environments.step_object import await_user_code
+from rlightning.environments.environment import Environment, Places, Policy
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt
@@ -103,8 +102,7 @@ class AgentProgram(Environment):
         most, num_kept = self.endpoint.max_connections, MAX_IDLE_CONNECTIONS * max_trajectories
         rule = f"endpoint.max_connections={most} must be above the {num_kept} of max_trajectories={max_trajectories}"
         check_rules({f"AgentProgram: {rule}": agent is None or num_kept < most})
-        self.max_trajectories = max_trajectories
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self.places = Places(max_trajectories)
 
     async def check(self) -> None:
         """Raise a ConfigError if the agent cannot be found or called; start to listen."""
@@ -121,13 +119,6 @@ class AgentProgram(Environment):
         await self._function.close()
         await self.endpoint.close()
 
-    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Make the trajectories of one prompt, each as soon as it has a place."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = loop, asyncio.Semaphore(self.max_trajectories)
-        return await group.run_each(partial(self.run, prompt), self._places[1])
-
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory.
 
@@ -137,13 +128,7 @@ class AgentProgram(Environment):
             TrajectoryLostError: it was lost with its worker.
         """
         async with self.endpoint.open(policy) as session:
-            try:
-                async with asyncio.timeout(self.timeout) as deadline:
-                    outcome = await self._run_agent(prompt, session)
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                outcome = Outcome(status="timeout", error=f"The agent took more than {self.timeout:g} s.")
+            outcome = await session.policy.clock.run(self._run_agent(prompt, session), self.timeout, "The agent")
         recorder = session.policy.recorder
         if outcome.status not in UNFINISHED and not recorder.branches:
             raise ValueError("the agent ended without a turn of the policy's")
@@ -157,7 +142,7 @@ class AgentProgram(Environment):
 
     async def _run_agent(self, prompt: Prompt, session: Session) -> Outcome:
         """Return what the agent makes; a failure of the session ends the agent."""
-        running = asyncio.ensure_future(await_user_code(self._call(prompt, session)))
+        running = asyncio.ensure_future(self._call(prompt, session))
         try:
             waiting: list[asyncio.Future[Any]] = [running, session.failure]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -58,11 +58,6 @@ class AgentWorkers(WorkerEnvironment):
     async def call(self, prompt: Prompt, session: Session, access: Callable[..., Access]) -> Outcome:
         """Make one trajectory.
 
-        Args:
-            prompt: what is attempted.
-            session: of the trajectory.
-            access: returns what the agent reaches it by, with the prompt as a chat if ``wants_messages``.
-
         Raises:
             LimitReachedError: the agent failed where a sequence had no more room.
             TrajectoryLostError: it was lost with its worker.
@@ -80,7 +75,7 @@ class AgentWorkers(WorkerEnvironment):
             return session.has_reached_limit
 
         methods: dict[str, Method] = {"open_session": open_session, "has_reached_limit": has_reached_limit}
-        return await self._attempt(prompt, session.policy, methods)
+        return await self.run(prompt, session.policy, methods)
 
 
 def start_workers(

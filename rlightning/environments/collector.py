@@ -185,18 +185,8 @@ class Collector:
         flight, version, made = self.in_flight, plan.weight_version, list[Trajectory]()
         self._expect(num_wanted * num_samples)
         if self._runner is not None:
-            self._finish_groups()
-            for group in self._running.values():
-                group.saved = None  # a checkpoint has it, and the next one saves it anew
-            settings = sampling_settings(num_samples, sampling)
-            self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
-            flight.add(request for handed, _ in received.values() for request in handed)
-            resumed = [group for group in flight.running if group not in self._running.values()]
-            waiting = flight.waiting[: max(max(plan.room, num_wanted) - flight.num_started, 0)]
-            for group in waiting:
-                group.first_weight_version, group.settings = version, settings
-            for group in [*resumed, *waiting]:
-                self._running[self._submit(group.prompt, group.stream, num_samples, sampling, group.saved)] = group
+            added = [request for handed, _ in received.values() for request in handed]
+            self._start_groups(added, max(plan.room, num_wanted), version, num_samples, sampling)
 
         def is_done() -> bool:
             self._finish_groups()
@@ -223,6 +213,23 @@ class Collector:
             for rank, (_, number) in received.items():
                 groups[rank], taken = taken[:number], taken[number:]
         return next(iter(all_to_all_objects(groups, name="trajectories").values()))
+
+    def _start_groups(
+        self, added: Sequence[Request], room: int, version: int, num_samples: int, sampling: Sampling
+    ) -> None:
+        """Put prompts in flight, and start those for which there is room, requeued and resumed ones among them."""
+        flight, settings = self.in_flight, sampling_settings(num_samples, sampling)
+        self._finish_groups()
+        for group in self._running.values():
+            group.saved = None  # a checkpoint has it, and the next one saves it anew
+        self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
+        flight.add(added)
+        resumed = [group for group in flight.running if group not in self._running.values()]
+        waiting = flight.waiting[: max(room - flight.num_started, 0)]
+        for group in waiting:
+            group.first_weight_version, group.settings = version, settings
+        for group in [*resumed, *waiting]:
+            self._running[self._submit(group.prompt, group.stream, num_samples, sampling, group.saved)] = group
 
     def save_progress(self) -> None:
         """Have a checkpoint keep how far the groups are that are under way."""

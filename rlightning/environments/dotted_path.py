@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import describe_error
 
 
-def import_object(path: str, what: str) -> Any:
+def name_object(given: object) -> str:
+    """Return the dotted path, or the name of a class or function."""
+    return given if isinstance(given, str) else getattr(given, "__qualname__", str(given))
+
+
+def import_object(path: object, what: str) -> object:
     """Import the class or function that a dotted path names.
 
     Args:
-        path: such as ``my_games.Guess``.
+        path: such as ``my_games.Guess``; what is no text is returned as it is.
         what: the key and its value, for errors.
 
     Raises:
         ConfigError: there is none.
     """
+    if not isinstance(path, str):
+        return path
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{what} is no dotted path. Write module.Class, such as my_package.{path}.")
@@ -33,7 +39,7 @@ def import_object(path: str, what: str) -> Any:
             f"{what} cannot be imported by {sys.executable}: {describe_error(error)}. Install it there, or put its "
             "folder on PYTHONPATH."
         ) from error
-    found = getattr(module, name, None)
+    found: object = getattr(module, name, None)
     if found is None:
         known = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(f"{what}: '{module_name}' has no class or function '{name}'. {did_you_mean(name, known)}")

@@ -5,6 +5,7 @@ Workers of environments import this file in other interpreters: Python 3.10 and 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -23,12 +24,7 @@ class AskLimitError(Exception):
 
 
 class Reply(Sample):
-    """A turn of the policy's: what was sampled, and the message that it says.
-
-    Args:
-        sample: of the turn.
-        message: that it says; None: its text.
-    """
+    """A turn of the policy's: what was sampled, and the message that it says."""
 
     __slots__ = ("message",)
 
@@ -129,6 +125,21 @@ class PolicyGroup(Protocol):
         """
 
 
+class Places:
+    """So many trajectories at once, on the event loop that makes them."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._here: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    def on_this_loop(self) -> asyncio.Semaphore:
+        """Return what each trajectory of the running event loop enters."""
+        loop = asyncio.get_running_loop()
+        if self._here is None or self._here[0] is not loop:
+            self._here = loop, asyncio.Semaphore(self._number)
+        return self._here[1]
+
+
 class Environment:
     """Makes trajectories; a subclass defines :meth:`run`.
 
@@ -138,10 +149,12 @@ class Environment:
     Attributes:
         has_tools: whether it gives the policy tools, for which a model needs a chat template that writes calls.
         runs_in_workers: whether it may run in another process than the trainer's.
+        places: for its trajectories; the others wait, and their time does not count yet. None: all run at once.
     """
 
     has_tools = False
     runs_in_workers = True
+    places: Places | None = None
 
     async def check(self) -> None:
         """Raise a :class:`~rlightning.errors.ConfigError` if it cannot run here; called before a run starts."""
@@ -150,22 +163,14 @@ class Environment:
         """Free what it holds; called when no trajectory is left. It may be used again afterwards."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory.
-
-        Args:
-            prompt: what is attempted.
-            policy: of this trajectory.
-        """
+        """Make one trajectory."""
         raise NotImplementedError(f"{type(self).__name__} does not define run(prompt, policy).")
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
         """Make the trajectories of one prompt; by default each by :meth:`run`.
 
-        Args:
-            prompt: what is attempted.
-            group: has the policy for each.
-
         Returns:
             The outcome of each trajectory.
         """
-        return await group.run_each(partial(self.run, prompt))
+        places = None if self.places is None else self.places.on_this_loop()
+        return await group.run_each(partial(self.run, prompt), places)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rlightning.environments.environment import Environment, Policy, PolicyGroup
+from rlightning.environments.environment import Environment, Places, Policy
 from rlightning.environments.step_environment import StepEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value, describe_error
@@ -63,9 +63,9 @@ class OpenEnv(Environment):
         check_rules(rules)
         self.url = f"{url.replace('http', 'ws', 1).rstrip('/') if url.startswith('http') else url.rstrip('/')}/ws"
         self.action, self.action_fields, self.observation = action, dict(action_fields or {}), observation
-        self.reset_columns, self.max_sessions, self.timeout = tuple(reset_columns), max_sessions, timeout
+        self.reset_columns, self.timeout = tuple(reset_columns), timeout
         self._steps = StepEnvironment(lambda: Session(self), max_turns=max_turns)
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self.places = Places(max_sessions)
 
     async def check(self) -> None:
         """Raise a ConfigError if there is no such server."""
@@ -81,24 +81,13 @@ class OpenEnv(Environment):
         """Wait for sessions that are being closed."""
         await self._steps.close()
 
-    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Make the trajectories of one prompt, each as soon as the server has a place for it."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = loop, asyncio.Semaphore(self.max_sessions)
-        return await group.run_each(lambda policy: self.run(prompt, policy), self._places[1])
-
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory in a session of its own."""
         return await self._steps.run(prompt, policy)
 
 
 class Session:
-    """A session at a server, as :class:`StepEnvironment` plays it.
-
-    Args:
-        settings: of it.
-    """
+    """A session at a server, as :class:`StepEnvironment` plays it."""
 
     def __init__(self, settings: OpenEnv) -> None:
         self._settings = settings

@@ -6,20 +6,16 @@ Workers of environments import this file in other interpreters: Python 3.10 and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, SupportsFloat, get_args
 
 from rlightning.foreign_text import cut_value
-from rlightning.types.trajectory import Outcome, Status
+from rlightning.types.trajectory import Outcome, Status, read_traces
 
 
-def check_outcome(outcome: Any, place: str = "run()") -> Outcome:
+def check_outcome(outcome: object, place: str = "run()") -> Outcome:
     """Return an outcome with floats for its numbers.
-
-    Args:
-        outcome: that an environment has returned.
-        place: which method has, for errors.
 
     Raises:
         TypeError: it is none, or a part of it has another type.
@@ -46,14 +42,26 @@ def check_outcome(outcome: Any, place: str = "run()") -> Outcome:
     )
 
 
-def _read_reward(value: Any, what: str, place: str) -> float:
+def _read_reward(value: object, what: str, place: str) -> float:
     number = _read_number(value, what, place)
     if not math.isfinite(number):
         raise ValueError(f"{place} returned the {what} {number}, and has to return a finite number.")
     return number
 
 
-def _read_number(value: Any, what: str, place: str) -> float:
+def _read_number(value: object, what: str, place: str) -> float:
     if not isinstance(value, float | int | SupportsFloat):  # the usual ones first: protocols are slow to ask
         raise TypeError(f"{place} returned the {what} {cut_value(value)}, and has to return a number.")
     return float(value)
+
+
+def outcome_to_plain(outcome: Outcome) -> list[Any]:
+    """Return an outcome in plain types, for a checkpoint or another process."""
+    traces = None if outcome.traces is None else [list(trace) for trace in outcome.traces]
+    return [outcome.reward, outcome.turn_rewards, outcome.status, outcome.metrics, outcome.error, traces]
+
+
+def outcome_from_plain(plain: Sequence[Any]) -> Outcome:
+    """Return the outcome that :func:`outcome_to_plain` was given."""
+    reward, turn_rewards, status, metrics, error, traces = plain
+    return Outcome(reward, turn_rewards, status, metrics, error, read_traces(traces))

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.clock import Clock
 from rlightning.environments.environment import AskLimitError, LimitReachedError, Reply
 from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.outcomes import outcome_from_plain, outcome_to_plain
 from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
-from rlightning.environments.snapshots import SavedTrajectory, copy_plain, outcome_from_plain, outcome_to_plain
+from rlightning.environments.snapshots import SavedTrajectory, copy_plain
 from rlightning.errors import RequestRefusedError, StreamLostError
 from rlightning.foreign_text import cut, cut_line
 from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
@@ -76,6 +78,7 @@ class RecordedPolicy:
         progress: what the environment has made of the trajectory so far, for one that runs out of time.
         has_snapshots: whether the environment hands over states from which it can go on.
         on_turn: called with each turn that has been sampled.
+        clock: of its deadlines.
         num_requested: turns that have been asked for.
         num_constrained: turns whose distribution a request has changed otherwise than by the temperature.
     """
@@ -96,6 +99,7 @@ class RecordedPolicy:
         self.failure: Exception | None = None
         self.progress: Outcome | None = None
         self.on_turn: Callable[[], None] = lambda: None
+        self.clock = Clock()
         self._sampler, self._request, self._number, self.attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
         self._kept: tuple[Mark, dict[str, Any], Any] | None = None
@@ -211,7 +215,7 @@ class RecordedPolicy:
         self._tools, self.attempt, self.temperature = settings["tools"], settings["attempt"], settings["temperature"]
         self.num_requested, self.num_constrained = settings["num_requested"], settings["num_constrained"]
         self.has_reached_limit = settings["has_reached_limit"]
-        self.progress = outcome_from_plain(settings["progress"])
+        self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
         """Return the trajectory in plain types; None if no state was handed over. Another thread may call it.
@@ -225,7 +229,8 @@ class RecordedPolicy:
         mark, settings, state = kept
         branches, turns = self.recorder.until(mark)
         trajectory = to_plain(Trajectory(self._request.prompt, tuple(branches), tuple(turns)))
-        return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": outcome_to_plain(outcome)}
+        ended = None if outcome is None else outcome_to_plain(outcome)
+        return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": ended}
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.chat_format.tokenizer.decode(token_ids, skip_special_tokens=False))
@@ -238,7 +243,7 @@ class RecordedPolicy:
             "num_requested": self.num_requested,
             "num_constrained": self.num_constrained,
             "has_reached_limit": self.has_reached_limit,
-            "progress": outcome_to_plain(self.progress),
+            "progress": None if self.progress is None else outcome_to_plain(self.progress),
         }
 
     async def sample_turns(

@@ -154,10 +154,6 @@ class PythonSandbox:
     async def run(self, code: str, stdin: str = "") -> SandboxResult:
         """Run a program.
 
-        Args:
-            code: the program.
-            stdin: its standard input.
-
         Raises:
             SandboxError: it could not be run.
         """

@@ -40,7 +40,7 @@ class ReasoningGym(Environment):
         self.arguments = {"size": size, "seed": seed, **(arguments or {})}
 
     @cached_property
-    def _package(self) -> Any:
+    def _package(self) -> Any:  # it has no types
         try:
             import reasoning_gym.factory
             import reasoning_gym.utils

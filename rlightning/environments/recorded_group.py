@@ -11,9 +11,9 @@ from time import monotonic
 from rlightning import intervals
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import LimitReachedError, Policy, TrajectoryLostError
-from rlightning.environments.outcomes import check_outcome
+from rlightning.environments.outcomes import check_outcome, outcome_from_plain
 from rlightning.environments.policy import GroupRequest, RecordedPolicy, failed_outcome
-from rlightning.environments.snapshots import SavedTrajectory, outcome_from_plain
+from rlightning.environments.snapshots import SavedTrajectory
 from rlightning.environments.timing import TimedSampler
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
@@ -75,11 +75,11 @@ class RecordedGroup:
         return RecordedPolicy(sampler, self._chat_format, self._request, number, self._max_length, attempt)
 
     def _load(self, number: int, saved: SavedTrajectory) -> None:
-        outcome = outcome_from_plain(saved["outcome"])
-        if outcome is None:
+        if saved["outcome"] is None:
             self._policies[number].offer(saved)
         else:
             self._policies[number].load(saved)
+            outcome = outcome_from_plain(saved["outcome"])
             self._ended[number], self._known[number] = _copy_outcome(outcome), outcome
 
     def save(self) -> list[SavedTrajectory | None]:
@@ -166,7 +166,7 @@ class RecordedGroup:
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
         try:
-            async with asyncio.timeout(self._timeout) as deadline, _turns_within(self._turn_timeout, policy) as turn:
+            async with policy.clock.limit(self._timeout) as deadline, _turns_within(self._turn_timeout, policy) as turn:
                 return await _run_unless_failed(run, policy)
         except LimitReachedError as error:
             return Outcome(status="truncated", error=cut(str(error)))
@@ -224,7 +224,7 @@ def _copy_outcome(outcome: Outcome) -> Outcome:
 @asynccontextmanager
 async def _turns_within(seconds: float | None, policy: RecordedPolicy) -> AsyncIterator[asyncio.Timeout]:
     """Raise a TimeoutError if a turn of the policy's, or the time after the last one, takes longer."""
-    async with asyncio.timeout(seconds) as deadline:
+    async with policy.clock.limit(seconds) as deadline:
 
         def begin_turn() -> None:
             if seconds is not None and not deadline.expired():

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from rlightning import intervals
 from rlightning.data.formatting import USUAL, PromptFormat
@@ -18,8 +18,8 @@ from rlightning.environments.policy import GroupRequest
 from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.snapshots import SavedTrajectory
+from rlightning.environments.step_object import await_user_code
 from rlightning.errors import ConfigError, RunError
-from rlightning.foreign_text import describe_error
 from rlightning.rollout import TokenSampler
 from rlightning.rpc.client import LoopThread
 from rlightning.rpc.peer import DeadlineExceededError
@@ -73,9 +73,8 @@ class EnvironmentRunner:
         self.num_requeues = 0
         self.first_failure: tuple[str, str] | None = None
         self.loop = LoopThread("environments")
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._abandoned: set[asyncio.Task[Any]] = set()
-        self._groups: dict[RecordedGroup, int] = {}
+        self._running: dict[asyncio.Task[object], tuple[int, RecordedGroup]] = {}
+        self._abandoned: WeakSet[asyncio.Task[object]] = WeakSet()
         self._submitted: WeakKeyDictionary[Future[list[Trajectory]], RecordedGroup] = WeakKeyDictionary()
         self._has_reported_loss = False
         self._last_report = 0.0
@@ -107,9 +106,6 @@ class EnvironmentRunner:
     def save(self, future: "Future[list[Trajectory]]") -> list[SavedTrajectory | None] | None:
         """Return the trajectories of a prompt as far as a resumed run can go on with them, for a checkpoint.
 
-        Args:
-            future: that :meth:`submit` has returned.
-
         Returns:
             As :meth:`RecordedGroup.save`; None if it can with none.
         """
@@ -139,7 +135,7 @@ class EnvironmentRunner:
             return
         running = [
             (started_at, index, number)
-            for group, index in list(self._groups.items())
+            for index, group in list(self._running.values())
             for number, started_at in list(group.started_at.items())
         ]
         started_at, index, number = min(running, default=(now, 0, 0))
@@ -171,10 +167,6 @@ class EnvironmentRunner:
                     log.exception("An environment could not be closed.")
             self.loop.close()
 
-    def _forget(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        self._abandoned.discard(task)
-
     def _all_environments(self) -> list[Environment]:
         environments = self._environments
         return [environments] if isinstance(environments, Environment) else list(environments.values())
@@ -182,35 +174,31 @@ class EnvironmentRunner:
     async def _wait_for_cancelled(self) -> None:
         await asyncio.sleep(0)  # in which those start that have just been submitted
         await asyncio.sleep(0)
-        cancelled = [task for task in self._tasks - self._abandoned if task.cancelling()]
+        cancelled = [task for task in self._running if task.cancelling() and task not in self._abandoned]
         if cancelled:
             _, pending = await asyncio.wait(cancelled, timeout=intervals.CANCEL_GRACE)
-            self._abandoned |= pending  # of environments that ignore that they are cancelled
+            self._abandoned.update(pending)  # of environments that ignore that they are cancelled
 
     async def _attempt(self, request: GroupRequest, environment: Environment, group: RecordedGroup) -> list[Trajectory]:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        self._running[task] = request.prompt.index, group
+        task.add_done_callback(self._running.pop)
         started_at = monotonic()
-        self._groups[group] = request.prompt.index
         try:
-            outcomes = read_outcomes(await environment.run_group(request.prompt, group), request.num_trajectories)
+            returned = await await_user_code(environment.run_group(request.prompt, group))
+            outcomes = read_outcomes(returned, request.num_trajectories)
         except RunError:
             raise  # no trajectory can go on
         except Exception as error:  # user code
             outcomes = [group.fail(error)] * request.num_trajectories
-        except (SystemExit, KeyboardInterrupt) as error:
-            outcomes = [group.fail(f"it raised {describe_error(error)}")] * request.num_trajectories
-        finally:
-            del self._groups[group]
         trajectories = group.finish(outcomes, monotonic() - started_at)
         self.num_requeues += group.num_requeues
         self.first_failure = self.first_failure or group.first_failure
         return trajectories
 
 
-def read_outcomes(returned: Any, num_trajectories: int) -> list[Outcome]:
+def read_outcomes(returned: object, num_trajectories: int) -> list[Outcome]:
     """Return what ``run_group`` returned, an outcome for each trajectory.
 
     Raises:

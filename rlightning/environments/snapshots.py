@@ -1,11 +1,9 @@
 """What a checkpoint keeps of trajectories that are under way: plain types alone, which every way of saving takes."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from rlightning.foreign_text import cut_value
-from rlightning.types.trajectory import Outcome, read_traces
 
 
 class SavedTrajectory(TypedDict, total=False):
@@ -26,12 +24,8 @@ class SavedTrajectory(TypedDict, total=False):
     timings: dict[str, float]
 
 
-def copy_plain(value: Any, place: str) -> Any:
+def copy_plain(value: object, place: str) -> Any:
     """Return a copy of plain data, in which sequences are lists.
-
-    Args:
-        value: the data.
-        place: that it is at, for errors.
 
     Raises:
         TypeError: it holds something else.
@@ -54,21 +48,3 @@ def copy_plain(value: Any, place: str) -> Any:
         f"{place} is {cut_value(value)}, and has to be a text, a number, bytes (such as pickle.dumps() returns), or "
         "lists and mappings of these."
     )
-
-
-def outcome_to_plain(outcome: Outcome | None) -> list[Any] | None:
-    """Return an outcome in plain types."""
-    if outcome is None:
-        return None
-    values: dict[str, Any] = {field.name: getattr(outcome, field.name) for field in fields(Outcome)}
-    traces = None if outcome.traces is None else [list(trace) for trace in outcome.traces]
-    return list((values | {"traces": traces}).values())
-
-
-def outcome_from_plain(plain: Sequence[Any] | None) -> Outcome | None:
-    """Return the outcome that :func:`outcome_to_plain` was given."""
-    if plain is None:
-        return None
-    outcome = Outcome(*plain)
-    outcome.traces = read_traces(outcome.traces)
-    return outcome

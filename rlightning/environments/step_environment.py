@@ -12,7 +12,7 @@ from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
-from rlightning.environments.dotted_path import import_object
+from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.messages import Message
 from rlightning.environments.step_object import Closing, StepObject, read_state
@@ -61,13 +61,11 @@ class StepEnvironment(Environment):
 
     @property
     def _name(self) -> str:
-        path = self.environment
-        return f"StepEnvironment: environment={path if isinstance(path, str) else getattr(path, '__name__', path)}"
+        return f"StepEnvironment: environment={name_object(self.environment)}"
 
     @cached_property
     def _make(self) -> Callable[..., Any]:
-        path = self.environment
-        make = import_object(path, self._name) if isinstance(path, str) else path
+        make = import_object(self.environment, self._name)
         if not callable(make):
             raise ConfigError(f"{self._name} is neither a class nor a function that returns an object. {RULE}")
         if isinstance(make, type):
@@ -130,7 +128,7 @@ class StepEnvironment(Environment):
         return make_outcome(rewards, status, metrics)
 
 
-async def save(game: StepObject, *parts: Any) -> dict[str, Any] | None:
+async def save(game: StepObject, *parts: object) -> dict[str, Any] | None:
     """Return the state of a trajectory; None if the object cannot go on from it."""
     return dict(zip(STATE, [await game.call("snapshot"), *parts], strict=True)) if game.has_snapshots else None
 
@@ -145,20 +143,14 @@ class Step(NamedTuple):
         metrics: the numbers in ``info``.
     """
 
-    observation: Any
+    observation: object
     reward: float | None
     status: Status | None
     metrics: dict[str, float]
 
 
 def make_outcome(rewards: Sequence[float | None], status: Status, metrics: Mapping[str, float]) -> Outcome:
-    """Return the outcome of a trajectory with these rewards of its turns; its own is their sum.
-
-    Args:
-        rewards: one for each turn, None where there is none.
-        status: of the trajectory.
-        metrics: the numbers in each ``info``.
-    """
+    """Return the outcome of a trajectory with these rewards of its turns; its own is their sum."""
     has_rewards = any(reward is not None for reward in rewards)
     turn_rewards = [reward or 0.0 for reward in rewards] if has_rewards else None
     reward = math.fsum(turn_rewards) if turn_rewards else None
@@ -166,19 +158,14 @@ def make_outcome(rewards: Sequence[float | None], status: Status, metrics: Mappi
 
 
 def check_methods(found: object, name: str) -> None:
-    """Raise a ConfigError if a class or an object lacks a method.
-
-    Args:
-        found: the class or the object.
-        name: of the environment, for errors.
-    """
+    """Raise a ConfigError if a class or an object lacks a method."""
     for method in METHODS:
         if not callable(getattr(found, method, None)):
             kind = found if isinstance(found, type) else type(found)
             raise ConfigError(f"{name}: {kind.__name__} has no method '{method}'. {RULE}")
 
 
-def read_step(returned: Any) -> Step:
+def read_step(returned: object) -> Step:
     """Return what ``step`` returned, of four parts or of gymnasium's five.
 
     Raises:
@@ -199,12 +186,8 @@ def read_step(returned: Any) -> Step:
     return Step(observation, None if reward is None else float(reward), status, read_metrics(info, "step"))
 
 
-def read_messages(observation: Any, method: str) -> list[Message]:
+def read_messages(observation: object, method: str) -> list[Message]:
     """Return an observation (a text, a message, a list of messages) as messages.
-
-    Args:
-        observation: that the method returned.
-        method: for errors.
 
     Raises:
         TypeError: it is none of these.
@@ -225,18 +208,14 @@ def read_messages(observation: Any, method: str) -> list[Message]:
     )
 
 
-def _is_message(message: Any) -> bool:
+def _is_message(message: object) -> bool:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         return False
     return all(isinstance(text, str) for item in message.items() for text in item)
 
 
-def read_metrics(info: Any, method: str) -> dict[str, float]:
+def read_metrics(info: object, method: str) -> dict[str, float]:
     """Return the numbers in an ``info``.
-
-    Args:
-        info: a mapping, or None.
-        method: that returned it, for errors.
 
     Raises:
         TypeError: it is neither.

@@ -115,7 +115,7 @@ class StepObject:
         """Whether the object can go on from a snapshot of another one."""
         return all(callable(getattr(self.made, name, None)) for name in SNAPSHOT_METHODS)
 
-    async def restore(self, state: Any) -> None:
+    async def restore(self, state: object) -> None:
         """Have the object go on from what another one's ``snapshot`` has returned.
 
         Raises:
@@ -131,7 +131,7 @@ class StepObject:
     async def close(self) -> None:
         """Call the object's ``close``, if it has one, after the call that the thread is in; an error is logged."""
 
-        def close_here() -> Any:
+        def close_here() -> object:
             close = getattr(self.made, "close", None)
             return None if close is None else close()
 
@@ -146,7 +146,25 @@ class StepObject:
             self._thread.end()
 
 
-def read_state(state: Any, *names: str) -> list[Any]:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a function, or an object that can be called, is async."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+async def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Return what a function returns; one that is not async runs in a thread of its own, as it may block."""
+    if is_async(function):
+        return await await_user_code(function(**arguments))
+    thread = SerialThread()
+    try:
+        returned = await thread.run(lambda: function(**arguments))
+    finally:
+        thread.end()
+    return await await_user_code(returned) if inspect.isawaitable(returned) else returned
+
+
+def read_state(state: object, *names: str) -> list[Any]:
     """Return the parts of a state that an environment has handed over.
 
     Raises:

@@ -38,10 +38,6 @@ ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 def describe_tool(function: Callable[..., Any], what: str) -> Message:
     """Return the schema of a function, as chat APIs and chat templates take it.
 
-    Args:
-        function: or a method of a class, whose first parameter is left out.
-        what: names it in errors.
-
     Raises:
         ConfigError: it has no docstring, or a parameter without a type hint, or of a type that JSON has not.
     """
@@ -82,7 +78,7 @@ def own_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return parameters[1:] if is_method else parameters
 
 
-def describe_type(hint: Any, what: str) -> Schema:
+def describe_type(hint: object, what: str) -> Schema:
     """Return the schema of a type hint.
 
     Raises:
@@ -139,14 +135,8 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return description, about
 
 
-def find_mistake(schema: Schema, value: Any, name: str) -> str | None:
-    """Return what is wrong with a value of an argument, in words for the policy; None if nothing.
-
-    Args:
-        schema: of the argument.
-        value: that the policy gave.
-        name: of it.
-    """
+def find_mistake(schema: Schema, value: object, name: str) -> str | None:
+    """Return what is wrong with a value of an argument, in words for the policy; None if nothing."""
     if value is None and schema.get("nullable"):
         return None
     if "anyOf" in schema:
@@ -170,12 +160,7 @@ def find_mistake(schema: Schema, value: Any, name: str) -> str | None:
 
 
 def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the arguments of a call; None if nothing.
-
-    Args:
-        schema: of the tool's parameters.
-        arguments: that the policy gave.
-    """
+    """Return what is wrong with the arguments of a call; None if nothing."""
     properties = schema["properties"]
     missing = [name for name in schema.get("required", []) if name not in arguments]
     unknown = [name for name in arguments if name not in properties]
@@ -188,16 +173,11 @@ def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
 
 
 def convert_numbers(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call with whole numbers such as 3.0 as the int that the tool's parameter is.
-
-    Args:
-        schema: of the tool's parameters.
-        arguments: that have no mistake.
-    """
+    """Return the arguments of a call with whole numbers such as 3.0 as the int that the tool's parameter is."""
     return {name: _convert(schema["properties"][name], value) for name, value in arguments.items()}
 
 
-def _convert(schema: Schema, value: Any) -> Any:
+def _convert(schema: Schema, value: object) -> object:
     if isinstance(value, list):
         return [_convert(schema.get("items", {}), item) for item in value]
     if isinstance(value, dict):
@@ -211,7 +191,7 @@ def _kinds(schema: Schema) -> list[str]:
     return [kinds] if isinstance(kinds, str) else kinds
 
 
-def _is_of(value: Any, kind: str) -> bool:
+def _is_of(value: object, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     if kind == "integer" and isinstance(value, float):

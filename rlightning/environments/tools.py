@@ -16,18 +16,11 @@ from functools import cached_property
 from typing import Any
 from urllib.error import HTTPError, URLError
 
-from rlightning.environments.dotted_path import import_object
+from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
-from rlightning.environments.step_object import (
-    SNAPSHOT_METHODS,
-    Closing,
-    SerialThread,
-    StepObject,
-    await_user_code,
-    read_state,
-)
+from rlightning.environments.step_object import SNAPSHOT_METHODS, Closing, StepObject, call_function, read_state
 from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
 from rlightning.errors import ConfigError, cause_chain, check_rules, did_you_mean
 from rlightning.foreign_text import cut, describe_error
@@ -140,7 +133,7 @@ class Tools(Environment):
         found = []
         for given in self.broken_by:
             what = f"Tools: broken_by={given}"
-            kind = import_object(given, what) if isinstance(given, str) else given
+            kind = import_object(given, what)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 raise ConfigError(f"{what} is no exception. Name a class, such as builtins.TimeoutError.")
             found.append(kind)
@@ -167,8 +160,8 @@ class Tools(Environment):
     def _tools(self) -> dict[str, Tool]:
         found: dict[str, Tool] = {}
         for given in self.tools:
-            what = f"Tools: tools={given if isinstance(given, str) else getattr(given, '__qualname__', given)}"
-            for tool in find_tools(import_object(given, what) if isinstance(given, str) else given, what):
+            what = f"Tools: tools={name_object(given)}"
+            for tool in find_tools(import_object(given, what), what):
                 name = tool.schema["function"]["name"]
                 if name in found:
                     raise ConfigError(f"{what}: there is another tool of the name '{name}'. Rename one of the two.")
@@ -291,12 +284,8 @@ class Tools(Environment):
         return cut(f"Error: {reason}", self.max_result_characters)
 
 
-def find_tools(given: Any, what: str) -> Iterator[Tool]:
+def find_tools(given: object, what: str) -> Iterator[Tool]:
     """Yield the tool that a function is, or those that the methods of a class are.
-
-    Args:
-        given: the function or the class.
-        what: names it in errors.
 
     Raises:
         ConfigError: it is neither, or a signature says too little.
@@ -330,19 +319,7 @@ def is_restorable(kind: type) -> bool:
     return parameters == [[], ["state"]]
 
 
-async def call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Return what a function returns; one that is not async runs in a thread of its own, as it may block."""
-    if inspect.iscoroutinefunction(function):
-        return await await_user_code(function(**arguments))
-    thread = SerialThread()
-    try:
-        result = await thread.run(lambda: function(**arguments))
-    finally:
-        thread.end()
-    return await await_user_code(result) if inspect.isawaitable(result) else result
-
-
-def write_result(result: Any) -> str:
+def write_result(result: object) -> str:
     """Return what a tool has returned as a text: JSON, unless it is one."""
     if isinstance(result, str):
         return result

@@ -17,6 +17,9 @@ class TurnTotals:
         num_tokens: that it sampled.
         engine_seconds: in which a turn was requested.
         environment_seconds: the others.
+        num_with_tools: of the trajectories, those whose environment counts calls of tools.
+        num_tool_calls: that the policy wrote in these.
+        num_tool_failures: of the calls, those that got an error.
         prefix_cache: of the engines; nothing on other ranks than rank 0.
     """
 
@@ -25,6 +28,9 @@ class TurnTotals:
     num_tokens: int = 0
     engine_seconds: float = 0.0
     environment_seconds: float = 0.0
+    num_with_tools: int = 0
+    num_tool_calls: float = 0.0
+    num_tool_failures: float = 0.0
     prefix_cache: PrefixCacheUse = field(default_factory=PrefixCacheUse)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
@@ -36,6 +42,10 @@ class TurnTotals:
                 self.num_tokens += one.num_sampled
                 self.engine_seconds += one.timings["engine"]
                 self.environment_seconds += one.timings["environment"]
+            if "tool_calls" in one.metrics:
+                self.num_with_tools += 1
+                self.num_tool_calls += one.metrics["tool_calls"]
+                self.num_tool_failures += one.metrics.get("tool_failures", 0.0)
 
 
 def turn_metrics(totals: Sequence[TurnTotals]) -> dict[str, float]:
@@ -44,8 +54,8 @@ def turn_metrics(totals: Sequence[TurnTotals]) -> dict[str, float]:
     Args:
         totals: of each rank.
     """
-    num_trajectories, num_turns, num_tokens, engine, environment = (
-        sum(column) for column in zip(*(astuple(one)[:5] for one in totals), strict=True)
+    num_trajectories, num_turns, num_tokens, engine, environment, num_with_tools, num_calls, num_failures = (
+        sum(column) for column in zip(*(astuple(one)[:8] for one in totals), strict=True)
     )
     metrics = {
         "environment/turns": num_turns / max(num_trajectories, 1),
@@ -54,6 +64,9 @@ def turn_metrics(totals: Sequence[TurnTotals]) -> dict[str, float]:
         "environment/time_in_environment": environment / max(num_trajectories, 1),
         "environment/engine_share": engine / max(engine + environment, 1e-9),
     }
+    if num_with_tools:
+        metrics["environment/tool_calls"] = num_calls / num_with_tools
+        metrics["environment/tool_failures"] = num_failures / num_with_tools
     cache = PrefixCacheUse()
     for one in totals:
         cache.add(one.prefix_cache)

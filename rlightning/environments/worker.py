@@ -11,14 +11,14 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 from rlightning import intervals
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Reply
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
-from rlightning.environments.outcomes import check_outcome
+from rlightning.environments.outcomes import check_outcome, outcome_to_plain
+from rlightning.environments.step_object import await_user_code
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
 from rlightning.rpc.peer import Peer, RemoteError
@@ -41,12 +41,7 @@ def raise_limits(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
 
 
 class RemotePolicy:
-    """A :class:`~rlightning.environments.environment.Policy` in the trainer's process, which records the trajectory.
-
-    Args:
-        trainer: that process.
-        key: of the call that makes the trajectory.
-    """
+    """A :class:`~rlightning.environments.environment.Policy` in the trainer's process, which records the trajectory."""
 
     def __init__(self, trainer: Peer, key: int) -> None:
         self._trainer, self._key = trainer, key
@@ -75,7 +70,7 @@ class RemotePolicy:
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
         """See :meth:`Policy.report`."""
-        await self._request("report", [getattr(outcome, field.name) for field in fields(Outcome)], state)
+        await self._request("report", outcome_to_plain(outcome), state)
 
     async def resume(self) -> Any:
         """See :meth:`Policy.resume`."""
@@ -150,15 +145,13 @@ class EnvironmentWorker:
         self._trajectories.add(task)
         task.add_done_callback(self._trajectories.discard)
         outcome = await task
-        return [getattr(outcome, field.name) for field in fields(Outcome)]
+        return outcome_to_plain(outcome)
 
     async def _run(self, prompt: Prompt, policy: RemotePolicy) -> Outcome:
         try:
-            outcome = await self._environment.run(prompt, policy)
+            outcome = await await_user_code(self._environment.run(prompt, policy))
         except LimitReachedError as error:
             raise LimitReachedError(str(error)) from None  # it may be of a subclass
-        except (SystemExit, KeyboardInterrupt) as error:  # these would end the process, with all its trajectories
-            raise RuntimeError(f"the environment raised {describe_error(error)}") from error
         return check_outcome(outcome, f"{type(self._environment).__name__}.run()")
 
     async def _finish(self) -> None:

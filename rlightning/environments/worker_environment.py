@@ -7,14 +7,16 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Awaitable, Mapping
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from rlightning import intervals
-from rlightning.environments.environment import Environment, Policy, PolicyGroup, TrajectoryLostError
+from rlightning.environments.clock import Clock
+from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
 from rlightning.environments.messages import Message
-from rlightning.environments.policy import failed_outcome
+from rlightning.environments.outcomes import outcome_from_plain
+from rlightning.environments.policy import RecordedPolicy, failed_outcome
 from rlightning.environments.worker import raise_limits
 from rlightning.errors import ConfigError, EnvironmentFailedError, RunError, check_rules
 from rlightning.foreign_text import cut, cut_line
@@ -38,18 +40,6 @@ UNSENDABLE = (TypeError, ValueError, OverflowError)
 """Errors of data that is not plain."""
 START_TIMEOUT = 300.0
 """Seconds in which a worker must have made its environment."""
-
-
-class _Workers(NamedTuple):
-    """The processes of an event loop.
-
-    Attributes:
-        places: one for each trajectory that may be under way.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    pool: WorkerPool
-    places: asyncio.Semaphore
 
 
 class WorkerEnvironment(Environment):
@@ -110,7 +100,8 @@ class WorkerEnvironment(Environment):
         self.num_workers, self.max_trajectories = num_workers, max_trajectories
         self.python = None if python is None else os.path.expanduser(python)
         self.hang_timeout, self.limits = hang_timeout, WorkerLimits(max_memory_mb, max_output_mb)
-        self._workers: _Workers | None = None
+        self.places = Places(num_workers * max_trajectories)
+        self._pool: tuple[asyncio.AbstractEventLoop, WorkerPool] | None = None
 
     async def check(self) -> None:
         """Start the workers, and wait for one.
@@ -119,42 +110,33 @@ class WorkerEnvironment(Environment):
             ConfigError: the interpreter or the environment cannot be used.
         """
         try:
-            await self._get_workers().pool.check()
+            await self._get_pool().check()
         except (ProcessStartError, OSError) as error:
             raise self._describe_start(error) from error
 
     async def close(self) -> None:
         """Let the workers' environments close, and end the processes; later trajectories start others."""
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            await workers.pool.close()
+        found, self._pool = self._pool, None
+        if found is not None:
+            await found[1].close()
 
-    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Make the trajectories of one prompt, each as soon as it has a place."""
-        return await group.run_each(partial(self._attempt, prompt), self._get_workers().places)
-
-    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory in the worker that has the fewest, which calls this policy.
+    async def run(self, prompt: Prompt, policy: Policy, methods: Mapping[str, Method] | None = None) -> Outcome:
+        """Make one trajectory in the worker that has the fewest; its time begins when that has a place for it.
 
         Raises:
             LimitReachedError: the trajectory has no room for a further turn.
             RunError: no trajectory can go on.
+            TrajectoryLostError: its worker ended or hung.
         """
-        try:
-            return await self._attempt(prompt, policy)
-        except TrajectoryLostError as error:
-            return failed_outcome(prompt, str(error), error.details)
-
-    async def _attempt(
-        self, prompt: Prompt, policy: Policy, further_methods: Mapping[str, Method] | None = None
-    ) -> Outcome:
-        """As :meth:`run`, but a TrajectoryLostError if its worker ended or hung."""
-        pool = self._get_workers().pool
+        pool = self._get_pool()
         errors: list[RunError] = []
-        methods = {**serve_policy(policy, errors), **(further_methods or {})}
+        served = {**serve_policy(policy, errors), **(methods or {})}
+        clock = policy.clock if isinstance(policy, RecordedPolicy) else Clock()
         try:
-            with raise_limits():
-                outcome = Outcome(*await pool.call([*prompt], hang_timeout=self.hang_timeout, methods=methods))
+            with raise_limits(), ExitStack() as waiting:
+                waiting.enter_context(clock.stopped())
+                call = pool.call([*prompt], hang_timeout=self.hang_timeout, methods=served, on_start=waiting.close)
+                outcome = outcome_from_plain(await call)
         except ConnectionLostError:
             outcome = Outcome(status="aborted", error="its workers were closed")
         except RemoteError as error:  # of the environment's code
@@ -175,14 +157,14 @@ class WorkerEnvironment(Environment):
             raise errors[0]
         return outcome
 
-    def _get_workers(self) -> _Workers:
-        """Return those of the running event loop.
+    def _get_pool(self) -> WorkerPool:
+        """Return the workers of the running event loop.
 
         Raises:
             ConfigError: the interpreter cannot be used.
         """
         loop = asyncio.get_running_loop()
-        if self._workers is None or self._workers.loop is not loop:
+        if self._pool is None or self._pool[0] is not loop:
             if self.python is not None:
                 check_interpreter(self.python)
             pool = WorkerPool(
@@ -196,8 +178,8 @@ class WorkerEnvironment(Environment):
                 may_repeat=False,
                 limits=self.limits,
             )
-            self._workers = _Workers(loop, pool, asyncio.Semaphore(self.num_workers * self.max_trajectories))
-        return self._workers
+            self._pool = loop, pool
+        return self._pool[1]
 
     def _describe_end(self, pool: WorkerPool, error: WorkerError) -> tuple[str, str]:
         """Return how a trajectory's worker ended, in a line and with the stacks of the worker's threads.
@@ -253,7 +235,7 @@ def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
         return _to_plain(await get(policy.sample(token_ids)))
 
     async def report(outcome: list[Any], state: object) -> None:
-        await policy.report(Outcome(*outcome), state)
+        await policy.report(outcome_from_plain(outcome), state)
 
     return {"chat": chat, "ask": ask, "sample": sample, "report": report, "resume": policy.resume}
 

@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlightning import intervals
@@ -119,13 +119,20 @@ class WorkerPool:
         del worker.calls[call.key]
         self._dispatch()
 
-    async def call(self, *arguments: Any, hang_timeout: float, methods: Mapping[str, Method] | None = None) -> Any:
+    async def call(
+        self,
+        *arguments: Any,
+        hang_timeout: float,
+        methods: Mapping[str, Method] | None = None,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> Any:
         """Run a call in a worker, in another one if the first ends for a reason that is not this call.
 
         Args:
             arguments: plain data, for the worker's ``call``.
             hang_timeout: seconds for which it may keep its process from everything else.
             methods: that the worker may call until this call ends, by ``request`` with the call's key and the name.
+            on_start: called when a worker has a place for it.
 
         Raises:
             WorkerError: it hung, or ended its process.
@@ -136,8 +143,10 @@ class WorkerPool:
         call, num_closed = _Call(next(self._keys), hang_timeout, methods or {}), self._num_closed
         while True:
             worker = await self._get_place(call)
+            assert worker.peer is not None
+            on_start()
             try:
-                result = await worker.get_peer().call("call", call.key, *arguments)
+                result = await worker.peer.call("call", call.key, *arguments)
             except asyncio.CancelledError:
                 worker.abandoned[call.key] = call
                 raise
@@ -228,10 +237,10 @@ class WorkerPool:
     async def _live(self, worker: "_Worker") -> None:
         """Start a worker, watch it, and end it."""
         try:
-            await worker.start(self.setup, self.start_timeout)
+            peer = await worker.start(self.setup, self.start_timeout)
             self._has_started = True
             self._dispatch()
-            await worker.watch()
+            await worker.watch(peer)
         except (ProcessStartError, OSError) as error:
             if self._has_started and self.deaths.take():  # others take the calls, or one that starts next
                 log.warning("%s did not start, as others have: %s", self.name, cut_line(str(error)))
@@ -265,19 +274,15 @@ class _Call:
         try:
             return await asyncio.shield(request)
         except asyncio.CancelledError:
-            _cancel_once(request)
+            if not request.cancelling():
+                request.cancel()
             raise
 
     def cancel_requests(self) -> None:
         """Cancel what the worker has asked for: the call has ended."""
         for request in self._requests:
-            _cancel_once(request)
-
-
-def _cancel_once(task: "asyncio.Task[Any]") -> None:
-    """Cancel a task, unless it cleans up already: a second time would end that."""
-    if not task.cancelling():
-        task.cancel()
+            if not request.cancelling():  # else it cleans up already, and a second time would end that
+                request.cancel()
 
 
 class _End(NamedTuple):
@@ -342,13 +347,8 @@ class _Worker:
             self._has_news.set()
         self.calls[call.key] = call
 
-    def get_peer(self) -> Peer:
-        """Return the peer of a worker that is ready."""
-        assert self.peer is not None
-        return self.peer
-
-    async def start(self, setup: Sequence[Any], timeout: float) -> None:
-        """Start the process; returns when it has been set up.
+    async def start(self, setup: Sequence[Any], timeout: float) -> Peer:
+        """Start the process; returns its peer when it has been set up.
 
         Raises:
             ProcessStartError: it ended before, or took too long.
@@ -375,6 +375,7 @@ class _Worker:
         except RemoteError as error:
             raise ProcessStartError(f"{name} could not be set up: {error}", error.traceback) from error
         self.peer = self._connected
+        return self.peer
 
     async def _serve(self, key: int, method: str, *arguments: Any) -> Any:
         """Call a method of the call that the worker names."""
@@ -382,9 +383,8 @@ class _Worker:
             raise LookupError("the call has ended")
         return await self.calls[key].serve(method, *arguments)
 
-    async def watch(self) -> None:
+    async def watch(self, peer: Peer) -> None:
         """Return when the process has ended, hangs, or is above a limit."""
-        peer = self.get_peer()
         peer.closed.add_done_callback(lambda _: self._has_news.set())
         num_steps = -1
         while not peer.closed.done():

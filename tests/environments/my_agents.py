@@ -55,12 +55,6 @@ async def crashes_after_its_limit(client: openai.AsyncOpenAI) -> float:
     return 1.0
 
 
-async def exits(client: openai.AsyncOpenAI) -> float:
-    """Leave as a program does."""
-    await swallows(client)
-    raise SystemExit(3)
-
-
 async def idle() -> None:
     """Ask nothing."""
 

@@ -9,46 +9,22 @@ from typing import Any
 
 import my_agents
 import pytest
-from agent_cases import ScriptedSampler
-from chat_templates import make_tokenizer
+from attempts import attempt, say
 from waiting import still_running, wait_for
 
 from rlightning.environments import AgentProgram, Environment, Policy
 from rlightning.environments.agent_command import AgentCommand, _fill
-from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest
-from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
-from rlightning.rollout import Sampling
-from rlightning.types import Outcome, Prompt, RolloutBatch, Trajectory
+from rlightning.types import Outcome, Prompt, Trajectory
 
+AGENT = "my_agents.two_turns"
 PROMPT = Prompt(3, "1+1=", [1, 2], {"prompt": "1+1=", "answer": "2"})
 
 
-def attempt(
-    environment: Environment,
-    *said: str,
-    error: Exception | None = None,
-    num_trajectories: int = 1,
-    max_length: int = 512,
-    timeout: float | None = 60.0,
+def run_agent(
+    environment: Environment, *said: str, error: Exception | None = None, number: int = 1, **settings: Any
 ) -> list[Trajectory]:
-    tokenizer = make_tokenizer("qwen2.5")
-    sampler = ScriptedSampler(tokenizer, *said, end="<|im_end|>")
-    sampler.error = error
-    request = GroupRequest(PROMPT, Sampling(max_new_tokens=16, seed=3), num_trajectories)
-    group = RecordedGroup(sampler, ChatFormat(tokenizer), request, max_length, timeout)  # type: ignore[arg-type]
-
-    async def run() -> list[Outcome]:
-        await environment.check()
-        try:
-            return await environment.run_group(PROMPT, group)
-        finally:
-            await environment.close()
-
-    trajectories = group.finish(asyncio.run(run()), 0.0)
-    RolloutBatch.pack([[one for one in trajectories if one.branches]])
-    return trajectories
+    return attempt(environment, say(*said, error=error), PROMPT, number, **settings)
 
 
 @pytest.mark.long
@@ -64,15 +40,15 @@ def attempt(
 def test_functions_say_by_their_parameters_what_they_get(
     agent: Any, arguments: dict[str, Any], reward: float | None, turns: int
 ) -> None:
-    (one,) = attempt(AgentProgram(agent, arguments), "111", "1 1")
+    (one,) = run_agent(AgentProgram(agent, arguments), "111", "1 1")
     assert (one.status, one.reward, one.error) == ("finished", reward, None)
     assert (one.metrics["turns"], one.metrics["branches"], len(one.branches)) == (turns, 1, 1)
 
 
 @pytest.mark.long
-def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
+def test_each_trajectory_of_a_group_has_its_session() -> None:
     environment = AgentProgram(my_agents.two_turns, max_trajectories=3)
-    trajectories = attempt(environment, *["1"] * 16, num_trajectories=8)
+    trajectories = run_agent(environment, *["1"] * 16, number=8)
     assert [(one.status, one.num_sampled, len(one.branches)) for one in trajectories] == [("finished", 4, 1)] * 8
 
 
@@ -81,7 +57,6 @@ def test_trajectories_of_a_group_have_sessions_of_their_own() -> None:
     ("agent", "error", "status", "reason"),
     [
         (my_agents.swallows, RequestRefusedError("ValueError: no"), "failed", "The engine refused a request"),
-        (my_agents.exits, None, "failed", "the environment raised SystemExit: 3"),
         (my_agents.idle, None, "failed", "the agent ended without a turn of the policy's"),
         (
             my_agents.no_number,
@@ -97,14 +72,14 @@ def test_what_fails_is_never_a_reward(agent: Any, error: Any, status: str, reaso
     environment = AgentProgram(agent)
     if agent is my_agents.idle:
         environment.check = environment.endpoint.start  # type: ignore[method-assign]  # it would be refused
-    (one,) = attempt(environment, *["1"] * 99, error=error)
+    (one,) = run_agent(environment, *["1"] * 99, error=error)
     assert (one.status, one.reward) == (status, None)
     assert reason in str(one.error)
 
 
-def test_a_dead_engine_ends_the_run_whatever_the_agent_returns() -> None:
+def test_a_dead_engine_ends_an_agents_run() -> None:
     with pytest.raises(EngineError, match="gone"):
-        attempt(AgentProgram(my_agents.swallows), error=EngineError("The engine is gone."))
+        run_agent(AgentProgram(my_agents.swallows), error=EngineError("The engine is gone."))
 
 
 class Swallows(Environment):
@@ -127,19 +102,19 @@ class Swallows(Environment):
         return Outcome(reward=1.0)
 
 
-def test_an_engines_failure_is_no_reward_of_an_environment_and_ends_its_siblings() -> None:
-    (one,) = attempt(Swallows(), error=RequestRefusedError("ValueError: no"))
+def test_an_engines_failure_is_no_reward() -> None:
+    (one,) = run_agent(Swallows(), error=RequestRefusedError("ValueError: no"))
     assert (one.status, one.reward) == ("failed", None)
     environment = Swallows()
     with pytest.raises(EngineError, match="gone"):
-        attempt(environment, error=EngineError("The engine is gone."), num_trajectories=3)
+        run_agent(environment, error=EngineError("The engine is gone."), number=3)
     assert (environment.num_begun, environment.num_cancelled) == (3, 2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("own", "run_s"), [(0.5, 60.0), (None, 0.5)])
-def test_an_agent_that_takes_too_long_was_not_sampled(own: float | None, run_s: float) -> None:
-    (one,) = attempt(AgentProgram(my_agents.waits, timeout=own), "1", timeout=run_s)
+def test_an_agent_out_of_time_was_not_sampled(own: float | None, run_s: float) -> None:
+    (one,) = run_agent(AgentProgram(my_agents.waits, timeout=own), "1", timeout=run_s)
     assert (one.status, one.reward) == ("timeout", None) and "took more than 0.5 s" in str(one.error)
     assert one.num_sampled > 0
 
@@ -155,6 +130,21 @@ def test_an_agent_that_takes_too_long_was_not_sampled(own: float | None, run_s: 
         (lambda: AgentProgram(command=["true"], folder="/nowhere"), r"^environment\.folder=/nowhere is no folder"),
         (lambda: AgentProgram(my_agents.two_turns, endpoint={"prot": 1}), r"unexpected keyword argument 'prot'"),
         (lambda: AgentProgram(my_agents.two_turns, endpoint={"host": "203.0.113.1"}), r"cannot be listened at: "),
+        (
+            lambda: AgentProgram(AGENT, num_workers=1, workers={"pyton": "x"}),
+            r"workers=\{'pyton': 'x'\}: .*unexpected key",
+        ),
+        (lambda: AgentProgram(AGENT, num_workers=0, workers={"python": "x"}), r"needs num_workers\.$"),
+        (
+            lambda: AgentProgram(AGENT, num_workers=1, workers={"hang_timeout": 0}),
+            r"^environment\.workers\.hang_timeout=0 must be above 0 seconds\.$",
+        ),
+        (
+            lambda: AgentProgram(AGENT, max_trajectories=2048, endpoint={"max_connections": 4096}),
+            r"max_connections=4096 must be above the 4096 of max_trajectories=2048\.$",
+        ),
+        (lambda: AgentProgram(AGENT, num_workers=-1), r"num_workers=-1 must be at least 0\.$"),
+        (lambda: AgentProgram(command=["true"], num_workers=2), r"a command is a process of its own\.$"),
     ],
 )
 def test_mistakes_are_one_line(make: Callable[[], AgentProgram], reason: str) -> None:
@@ -191,7 +181,7 @@ def run_program(folder: Path, code: str, **arguments: Any) -> Trajectory:
     files.mkdir(exist_ok=True)
     (files / "notes.txt").write_text("here")
     command = [sys.executable, str(program), "{answer} is right"]
-    (one,) = attempt(AgentProgram(command=command, folder=str(files), **arguments), "2")
+    (one,) = run_agent(AgentProgram(command=command, folder=str(files), **arguments), "2")
     assert [path.name for path in files.iterdir()] == ["notes.txt"]
     return one
 
@@ -233,7 +223,7 @@ def test_programs_that_fail_were_not_sampled(tmp_path: Path, code: str, reward: 
     assert (one.status, one.reward) == ("failed", None) and reason in str(one.error)
 
 
-def test_arguments_are_scripts_of_any_length_and_filled_once() -> None:
+def test_arguments_are_of_any_length_and_filled_once() -> None:
     command = AgentCommand(["python", "-c", "pass\n" * 1000], None, {}, "none")
     assert command.command[2].startswith("pass")
     columns = {"question": "say {answer}", "answer": "2", "a|b": 3}
@@ -241,7 +231,7 @@ def test_arguments_are_scripts_of_any_length_and_filled_once() -> None:
 
 
 @pytest.mark.processes
-def test_nothing_of_a_program_is_left_after_its_time(tmp_path: Path) -> None:
+def test_a_program_out_of_time_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
 import subprocess, time
 child = subprocess.Popen(["sleep", "600"])
@@ -259,7 +249,7 @@ def test_a_child_that_holds_its_pipes_delays_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_program_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+def test_killed_trainer_leaves_no_program(tmp_path: Path) -> None:
     program = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     trainer = tmp_path / "trainer.py"
     trainer.write_text(

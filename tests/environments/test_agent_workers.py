@@ -4,24 +4,19 @@ import asyncio
 import logging
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_cases import ScriptedSampler
-from chat_templates import make_tokenizer
+from attempts import make_group, run_group, say
 
 from rlightning.environments import AgentProgram
 from rlightning.environments.agent_function import AgentFunction
 from rlightning.environments.agent_workers import start_workers
-from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest
-from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout import Sampling
-from rlightning.types import AgentTrace, Prompt, RolloutBatch, Trajectory
+from rlightning.types import AgentTrace, Prompt, Trajectory
 
 pytestmark = pytest.mark.processes
 
@@ -42,21 +37,14 @@ class Agents:
         environment: AgentProgram,
         deed: str,
         *,
-        num_trajectories: int = 1,
+        number: int = 1,
         error: Exception | None = None,
-        timeout: float | None = 60.0,
-        max_requeues: int = 0,
-        **columns: Any,
+        columns: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> list[Trajectory]:
-        tokenizer = make_tokenizer("qwen2.5")
-        sampler = ScriptedSampler(tokenizer, *["One."] * 20, end="<|im_end|>")
-        sampler.error = error
-        prompt = Prompt(3, "hi", [1, 2], {"prompt": deed, **columns})
-        request = GroupRequest(prompt, Sampling(max_new_tokens=16, seed=3), num_trajectories)
-        group = RecordedGroup(sampler, ChatFormat(tokenizer), request, 512, timeout, max_requeues)  # type: ignore[arg-type]
-        trajectories = group.finish(self.runner.run(environment.run_group(prompt, group)), 0.0)
-        RolloutBatch.pack([[one for one in trajectories if one.branches]])
-        return trajectories
+        prompt = Prompt(3, "hi", [1, 2], {"prompt": deed, **(columns or {})})
+        group = make_group(say(*["One."] * 20, error=error), prompt, number, **settings)
+        return self.runner.run(run_group(environment, group, prompt))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +57,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
 
 
 def test_trajectories_are_those_of_the_trainers_process(agents: Agents) -> None:
-    here, there = (agents.attempt(one, "traces", num_trajectories=2) for one in (agents.here, agents.there))
+    here, there = (agents.attempt(one, "traces", number=2) for one in (agents.here, agents.there))
     for one, other in zip(here, there, strict=True):
         assert (one.status, one.reward, one.error) == (other.status, other.reward, other.error)
         assert (one.status, one.reward) == ("finished", 0.75)
@@ -98,11 +86,11 @@ def test_what_fails_is_never_a_reward(agents: Agents, deed: str, status: str, re
 
 def test_a_dead_engine_ends_the_run(agents: Agents) -> None:
     with pytest.raises(EngineError, match="gone"):
-        agents.attempt(agents.there, "ask", error=EngineError("The engine is gone."), num_trajectories=3)
+        agents.attempt(agents.there, "ask", error=EngineError("The engine is gone."), number=3)
 
 
 @pytest.mark.parametrize(("max_requeues", "status"), [(0, "failed"), (1, "finished")])
-def test_a_worker_that_dies_costs_its_trajectories_at_most(agents: Agents, max_requeues: int, status: str) -> None:
+def test_a_dead_worker_costs_its_trajectories_at_most(agents: Agents, max_requeues: int, status: str) -> None:
     (agents.folder / "crashed").unlink(missing_ok=True)
     (one,) = agents.attempt(agents.there, "crash", max_requeues=max_requeues)
     assert (one.status, one.reward) == (status, None if status == "failed" else 0.5)
@@ -125,24 +113,24 @@ def test_functions_without_a_loop_run_there_too(agents: Agents) -> None:
     assert (one.status, one.reward, one.error) == ("finished", 1.0, None)
 
 
-def test_prompts_that_cannot_be_sent_stay_in_the_trainers_process(
+def test_unsendable_prompts_stay_in_the_trainers_process(
     agents: Agents, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     by_default = AgentProgram(DO, {"folder": str(agents.folder)})
     with caplog.at_level(logging.INFO, "rlightning"):
         for _ in range(2):
-            (one,) = agents.attempt(by_default, "ask", day=date(2026, 1, 1))
+            (one,) = agents.attempt(by_default, "ask", columns={"day": date(2026, 1, 1)})
             assert (one.reward, one.metrics["pid"]) == (0.5, os.getpid())
     agents.runner.run(by_default.close())
     (line,) = [one.getMessage() for one in caplog.records if "cannot be sent" in one.getMessage()]
     assert line.startswith(f"AgentProgram: agent={DO} runs in the trainer's process for prompts that cannot be sent")
 
 
-def test_prompts_that_cannot_be_sent_to_required_workers_are_an_error(agents: Agents) -> None:
+def test_unsendable_prompts_of_required_workers_are_refused(agents: Agents) -> None:
     for column in (date(2026, 1, 1), array("f", [1.0])):
         with pytest.raises(ConfigError, match="prompt 3 cannot be sent to workers: Its column 'day'") as caught:
-            agents.attempt(agents.there, "ask", day=column)
+            agents.attempt(agents.there, "ask", columns={"day": column})
         assert "\n" not in caught.value.line
 
 
@@ -161,7 +149,7 @@ async def own(client: Any) -> float:
         (DO, {"folder": array("f", [1.0])}, "its arguments hold arrays"),
     ],
 )
-def test_what_cannot_be_sent_runs_in_the_trainers_process(
+def test_unsendable_agents_run_in_the_trainers_process(
     agent: Any,
     arguments: dict[str, Any],
     reason: str,
@@ -190,30 +178,8 @@ def test_there_are_workers_where_there_are_cores(monkeypatch: pytest.MonkeyPatch
     assert workers is not None and (workers.num_workers, workers.hang_timeout) == (2, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("agent", "arguments", "reason"),
-    [
-        ("worker_agents.nothing", {}, r"^AgentProgram: agent=worker_agents\.nothing: 'worker_agents' has no class or"),
-        (DO, {"workers": {"pyton": "x"}}, r"^AgentProgram: workers=\{'pyton': 'x'\}: .*unexpected keyword"),
-        (DO, {"workers": {"python": "x"}, "num_workers": 0}, r"needs num_workers\.$"),
-        (DO, {"workers": {"hang_timeout": 0}}, r"^environment\.workers\.hang_timeout=0 must be above 0 seconds\.$"),
-        (
-            DO,
-            {"max_trajectories": 2048, "endpoint": {"max_connections": 4096}},
-            r"max_connections=4096 must be above the 4096 of max_trajectories=2048\.$",
-        ),
-        (DO, {"num_workers": -1}, r"num_workers=-1 must be at least 0\.$"),
-        (None, {"command": ["true"], "num_workers": 2}, r"a command is a process of its own\.$"),
-    ],
-)
-def test_mistakes_are_one_line(agents: Agents, agent: Any, arguments: dict[str, Any], reason: str) -> None:
-    async def check() -> None:
-        environment = AgentProgram(agent, **{"num_workers": 1, **arguments})
-        try:
-            await environment.check()
-        finally:
-            await environment.close()
-
+def test_a_workers_mistake_is_one_line(agents: Agents) -> None:
+    reason = r"^AgentProgram: agent=worker_agents\.nothing: 'worker_agents' has no class or"
     with pytest.raises(ConfigError, match=reason) as caught:
-        agents.runner.run(check())
+        agents.runner.run(AgentProgram("worker_agents.nothing", num_workers=1).check())
     assert "\n" not in caught.value.line

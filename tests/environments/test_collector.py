@@ -5,23 +5,24 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from collector_cases import CollectorRun, runs_of
 
 from rlightning.environments import Environment, Policy
-from rlightning.environments.collector import Collector, StepPlan
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError
 from rlightning.rollout import Sampling
 from rlightning.rollout.async_metrics import WINDOW_STEPS, BottleneckMonitor
-from rlightning.rollout.in_flight import InFlight
 from rlightning.types import Outcome, Prompt, Sample
 
 
 class ImmediateSampler:
     """Answers the prompts that ``answers`` says; the others are held until they are cancelled."""
+
+    tokenizer: Any = None
 
     def __init__(self, answers: Callable[[int], bool]) -> None:
         self.answers, self.version = answers, 0
@@ -40,9 +41,6 @@ class ImmediateSampler:
         versions = array("i", [self.version])
         return [Sample(array("q", [1]), array("f", [0.0]), versions, "1", "stop") for _ in range(num_samples)]
 
-    async def score(self, token_ids: Any) -> Any:
-        raise NotImplementedError
-
 
 class Waits(Environment):
     """Waits until it is cancelled, from when its trajectory has begun."""
@@ -57,8 +55,8 @@ class Waits(Environment):
 
 
 def test_oldest_trajectory_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment: Any = Waits()
-    runner = EnvironmentRunner(ImmediateSampler(lambda _: True), None, environment, max_length=100, timeout=3600.0)
+    environment, sampler = Waits(), cast("Any", ImmediateSampler(lambda _: True))
+    runner = EnvironmentRunner(sampler, None, environment, max_length=100, timeout=3600.0)
     monkeypatch.setattr("rlightning.environments.runner.monotonic", lambda: 1e12)
     try:
         future = runner.submit(GroupRequest(Prompt(17, "", [1], {}), Sampling(max_new_tokens=1), 1))
@@ -73,39 +71,20 @@ def test_oldest_trajectory_is_named(caplog: pytest.LogCaptureFixture, monkeypatc
         runner.close()
 
 
-class Run:
-    """A collector over that sampler, and the updates of a run with it."""
-
+class Run(CollectorRun):
     def __init__(self, answers: Callable[[int], bool] = lambda index: True, max_staleness: int = 1) -> None:
-        self.sampler, self.num_syncs, self.num_needed = ImmediateSampler(answers), 0, 0
-        runner = EnvironmentRunner(self.sampler, None, max_length=100)
-        self.collector = Collector(runner, InFlight(max_staleness), self, lambda: 1e6)  # far more than any test takes
+        super().__init__(ImmediateSampler(answers), max_staleness=max_staleness)
 
-    def sync_weights(self) -> None:
-        self.num_syncs += 1
-
-    def needs_sync(self) -> bool:
-        return self.num_syncs < self.num_needed
-
-    def collect(self, num_groups: int, *indices: int, room: int = 100) -> list[int]:
+    def take(self, num_groups: int, *indices: int, room: int = 100) -> list[int]:
         """Hand in prompts, and take as many groups; the prompts of the groups."""
-        plan = StepPlan(num_groups, num_groups, room=room, weight_version=self.sampler.version)
         requests = [(Prompt(index, str(index), [index], {}), 0) for index in indices]
-        groups = self.collector.collect_trajectories(requests, 1, Sampling(), None, plan)
-        return [trajectory.prompt.index for group in groups for trajectory in group]
+        return [one.prompt.index for group in self.collect(num_groups, *requests, room=room) for one in group]
 
 
 @pytest.fixture
 def make_run() -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def make(*arguments: Any, **options: Any) -> Run:
-        runs.append(Run(*arguments, **options))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.collector.close()
+    with runs_of(Run) as make:
+        yield make
 
 
 def test_bottleneck_counts_steps_however_often_refilled(make_run: Callable[..., Run]) -> None:
@@ -114,7 +93,7 @@ def test_bottleneck_counts_steps_however_often_refilled(make_run: Callable[..., 
     for version in range(WINDOW_STEPS):
         run.sampler.version = version
         for refill in range(4):
-            run.collect(1, 4 * version + refill)
+            run.take(1, 4 * version + refill)
         reports.append(monitor.add(run.collector.begin_step()))
         assert run.collector.begin_step().staleness == []
     assert not any(reports[:-1])
@@ -126,31 +105,31 @@ def test_stale_prompts_are_requeued_and_counted(make_run: Callable[..., Run]) ->
     num_stale = []
     for version in range(4):
         run.sampler.version = version
-        run.collect(1, *([version, 9] if version == 0 else [version]))
+        run.take(1, *([version, 9] if version == 0 else [version]))
         num_stale.append(run.collector.begin_step().num_stale)
     assert num_stale == [0, 0, 1, 0]  # started at version 0, and again at 2
 
 
 def test_surplus_prompts_are_stopped_without_staleness(make_run: Callable[..., Run]) -> None:
     run = make_run(lambda index: index < 2, max_staleness=0)
-    assert run.collect(2, 0, 1, 2, 3) == [0, 1]
+    assert run.take(2, 0, 1, 2, 3) == [0, 1]
     assert run.collector.totals.num_stopped == 2
     assert [group.prompt.index for group in run.collector.in_flight.waiting] == [2, 3]
     run.sampler.answers = lambda index: True
-    assert run.collect(2) == [2, 3]
+    assert run.take(2) == [2, 3]
     run.collector.close()
     assert run.sampler.num_held == 0
 
 
 def test_prompts_without_room_wait(make_run: Callable[..., Run]) -> None:
     run = make_run()
-    assert run.collect(1, 0, 1, 2, room=2) == [0]
+    assert run.take(1, 0, 1, 2, room=2) == [0]
     assert [group.prompt.index for group in run.collector.in_flight.waiting] == [2]
 
 
 def test_generate_keeps_order_and_leaves_flight_alone(make_run: Callable[..., Run]) -> None:
     run = make_run(lambda index: index != 9)
-    run.collect(1, 0, 9)
+    run.take(1, 0, 9)
     completed: list[int] = []
     groups = run.collector.generate(
         [(Prompt(index, "", [index], {}), 0) for index in (5, 3, 4)],
@@ -167,7 +146,7 @@ def test_weights_are_synced_while_requests_wait(make_run: Callable[..., Run]) ->
     run: Run = make_run()
     run.sampler.answers = lambda index: run.num_syncs == 3
     run.num_needed = 3
-    assert run.collect(1, 0) == [0]
+    assert run.take(1, 0) == [0]
     assert run.num_syncs == 3
 
 
@@ -176,23 +155,23 @@ def test_sampler_error_reaches_the_trainer(make_run: Callable[..., Run], caplog:
     run = make_run()
     run.sampler.error = EngineError("No engine is left of 2.")
     with pytest.raises(EngineError, match="No engine is left of 2"):
-        run.collect(1, 0)
+        run.take(1, 0)
     assert caplog.text == "", "it is no failure of the trajectory"
 
 
 def test_cancelled_requests_are_gone_when_cancel_returns(make_run: Callable[..., Run]) -> None:
     run = make_run(lambda index: index < 2, max_staleness=0)
-    run.collect(1, 0, *range(10, 42))
+    run.take(1, 0, *range(10, 42))
     assert run.sampler.num_held == 0, "an engine may sleep now"
 
 
-def test_close_may_be_called_twice_and_ends_the_runner_whatever_fails(make_run: Callable[..., Run]) -> None:
+def test_close_twice_or_failing_ends_the_runner(make_run: Callable[..., Run]) -> None:
     run = make_run(lambda index: index != 9)
-    run.collect(1, 0, 9)
+    run.take(1, 0, 9)
     run.collector.close()
     run.collector.close()
     other = make_run(lambda index: index != 9)
-    other.collect(1, 0, 9)
+    other.take(1, 0, 9)
 
     def fail() -> None:
         raise OSError("no memory")

@@ -30,6 +30,17 @@ class FailsSometimes(Environment):
         return Outcome(reward=sample.text.count("1") / 8)
 
 
+class Trained(Witness):
+    """Keeps the prompts that each update trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[list[int]] = []
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        self.indices.append([prompt.index for prompt in batch.prompts])
+
+
 def make_rollout(environment: Any, **arguments: Any) -> TransformersRollout:
     return TransformersRollout(environment=environment, **{"max_new_tokens": 8, "seed": 0, **arguments})
 
@@ -71,7 +82,7 @@ def test_single_turns_have_no_metrics_of_environments(folder: str, tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_two_turns_of_an_engine_are_trained_as_sampled(folder: str, tmp_path: Path) -> None:
+def test_engine_trains_two_turns_as_sampled(folder: str, tmp_path: Path) -> None:
     witness, verdict = Witness(), "+"
     rollout = VLLMRollout(
         environment=SelfCorrection(verdict=verdict),
@@ -102,19 +113,14 @@ def test_two_turns_of_an_engine_are_trained_as_sampled(folder: str, tmp_path: Pa
 
 @pytest.mark.long
 def test_failed_trajectories_are_not_trained(folder: str, tmp_path: Path) -> None:
-    witness, trained = Witness(), []
-
-    class Watched(Witness):
-        def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-            trained.append([prompt.index for prompt in batch.prompts])
-
+    witness = Trained()
     module = make_module(folder, rewards=[], samples_per_prompt=4)
     table = CompletionsTable(every_n_steps=1, num_console=0)
     rollout = make_rollout(FailsSometimes(), max_failed_share=1.0)
-    make_trainer(tmp_path, 4, rollout, witness, Watched(), table).fit(module, make_data(tmp_path))
+    make_trainer(tmp_path, 4, rollout, witness, table).fit(module, make_data(tmp_path))
     sampled = [prompt.index for batch in witness.batches for prompt in batch.prompts]
     assert sorted(set(sampled)) == list(range(16))
-    assert max(index for indices in trained for index in indices) < 12  # those of the fourth row begin with 3
+    assert max(index for indices in witness.indices for index in indices) < 12  # those of the fourth row begin with 3
     assert witness.steps[-1]["trajectory/not_sampled"] == 16
     records = read_trajectories(tmp_path / "completions")
     lost = [one.trajectory for one in records if math.isnan(one.reward)]
@@ -124,7 +130,7 @@ def test_failed_trajectories_are_not_trained(folder: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Path) -> None:
+def test_too_many_failures_raise_the_first(folder: str, tmp_path: Path) -> None:
     """All of the fourth step fail; the group that is one too many ends the run. A prediction goes on."""
     module = make_module(folder, rewards=[], samples_per_prompt=4)
     witness = Witness()
@@ -142,7 +148,7 @@ def test_too_many_failures_end_the_run_with_the_first(folder: str, tmp_path: Pat
     assert "failed" in {one.status for batch in predicted or [] for _, group in batch for one in group}
 
 
-def test_a_missing_reward_is_none_where_no_function_decides(folder: str) -> None:
+def test_missing_reward_without_reward_functions_is_nan(folder: str) -> None:
     sample = Sample([1], [0.0], [0], "a", "stop")
     given = [Trajectory.single_turn(Prompt(0, "", [1], {}), sample) for _ in range(3)]
     given[0].reward, given[1].status = 0.5, "timeout"
@@ -167,16 +173,10 @@ class FailsOnce(Environment):
 
 
 @pytest.mark.long
-def test_groups_train_on_what_is_left_from_two_on(folder: str, tmp_path: Path) -> None:
-    trained: list[list[int]] = []
-
-    class Watched(Witness):
-        def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-            trained.append([prompt.index for prompt in batch.prompts])
-
-    module = make_module(folder, rewards=[], samples_per_prompt=3)
-    make_trainer(tmp_path, 1, make_rollout(FailsOnce()), Watched()).fit(module, make_data(tmp_path))
-    assert trained == [[1, 1, 2, 2, 2, 3, 3, 3]]
+def test_groups_train_on_two_that_are_left(folder: str, tmp_path: Path) -> None:
+    trained, module = Trained(), make_module(folder, rewards=[], samples_per_prompt=3)
+    make_trainer(tmp_path, 1, make_rollout(FailsOnce()), trained).fit(module, make_data(tmp_path))
+    assert trained.indices == [[1, 1, 2, 2, 2, 3, 3, 3]]
 
 
 @pytest.mark.long
@@ -281,11 +281,4 @@ def test_an_agent_program_is_a_section(project: Path, capsys: pytest.CaptureFixt
     workers = {"environment": "rlightning.environments.AgentProgram", "arguments": {"agent": "own_agent.agent"}}
     environment = WorkerEnvironment(**workers)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"AgentProgram serves the policy from the trainer's process"):
-        asyncio.run(_check(environment))
-
-
-async def _check(environment: Environment) -> None:
-    try:
-        await environment.check()
-    finally:
-        await environment.close()
+        asyncio.run(environment.check())

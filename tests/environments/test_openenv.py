@@ -2,28 +2,20 @@
 
 import asyncio
 import json
-import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import yaml
-from test_step_environment import PROMPT, CannedPolicy, play
+from attempts import PROMPT, CannedPolicy, CannedSampler, make_group, play, run_group
+from pages import read_environment, read_section
 
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.environment import Reply
-from rlightning.environments.messages import Message
 from rlightning.environments.openenv import OpenEnv
-from rlightning.environments.policy import GroupRequest
-from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError
-from rlightning.rollout import Sampling
-from rlightning.types import Sample
 
 websockets = pytest.importorskip("websockets.asyncio.server")
 
@@ -105,11 +97,6 @@ def test_trajectory_is_a_session_of_the_server() -> None:
 def test_sessions_at_once_are_bounded() -> None:
     server = Server()
 
-    class Canned:
-        async def sample(self, *arguments: Any, **settings: Any) -> list[Sample]:
-            await asyncio.sleep(0.01)
-            return [Sample([7], [-0.1], [0], "a", "stop")]
-
     class Tokenizer:
         chat_template = None
 
@@ -118,10 +105,8 @@ def test_sessions_at_once_are_bounded() -> None:
 
     async def work() -> None:
         environment = OpenEnv(server.url, "text", max_sessions=2)
-        request = GroupRequest(PROMPT, Sampling(max_new_tokens=4), 6)
-        group = RecordedGroup(Canned(), ChatFormat(Tokenizer()), request, 64, timeout=30.0)  # type: ignore[arg-type]
-        outcomes = await environment.run_group(PROMPT, group)
-        assert [outcome.status for outcome in outcomes] == ["finished"] * 6
+        group = make_group(CannedSampler(), PROMPT, 6, chat_format=ChatFormat(Tokenizer()))
+        assert [one.status for one in await run_group(environment, group, PROMPT)] == ["finished"] * 6
 
     server.run(work)
     assert server.most_at_once == 2
@@ -139,13 +124,9 @@ def test_sessions_at_once_are_bounded() -> None:
 def test_what_a_server_does_wrong_fails_the_trajectory(arguments: dict[str, Any], text: str, message: str) -> None:
     server = Server()
 
-    class Says(CannedPolicy):
-        async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
-            return Reply(Sample([7], [-0.1], [2], text, "stop"))
-
     async def work() -> None:
         with pytest.raises(RuntimeError, match=message):
-            await OpenEnv(server.url, "text", **arguments).run(PROMPT, Says())
+            await OpenEnv(server.url, "text", **arguments).run(PROMPT, CannedPolicy(text))
 
     server.run(work)
 
@@ -169,10 +150,7 @@ def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_section_of_the_page_is_understood() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Servers of OpenEnv\n")[2].partition("\n## ")[0]
-    (text,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
-    environment = yaml.safe_load(text)["environment"]
+    environment = read_environment(read_section("environments.md", "Servers of OpenEnv"))
     assert environment["class_path"] == f"{OpenEnv.__module__}.OpenEnv"
     OpenEnv(**environment["init_args"])
 

@@ -64,7 +64,7 @@ class OddGroup(Environment):
 @pytest.mark.parametrize(
     ("environment", "reason"), [(OddRun(), "run() returned int"), (OddGroup(), "run_group() returned 1 outcomes")]
 )
-def test_a_wrong_type_fails_its_trajectories_and_not_the_run(environment: Environment, reason: str) -> None:
+def test_a_wrong_type_fails_its_trajectories_alone(environment: Environment, reason: str) -> None:
     class Tokenizer:
         chat_template = None
 

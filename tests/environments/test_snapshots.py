@@ -3,25 +3,22 @@
 import asyncio
 import io
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import snapshot_cases
 import torch
+from collector_cases import CollectorRun, runs_of
+from pages import find_snippets, read_section
 from snapshot_cases import Diary, KeptDiary, Ledger, LostDiary, OddDiary, double
 from test_chat_format import get_tokenizer
 from waiting import wait_for
 
 from rlightning.environments import Environment, StepEnvironment, Tools, WorkerEnvironment
-from rlightning.environments.collector import Collector, StepPlan
-from rlightning.environments.runner import EnvironmentRunner
 from rlightning.environments.snapshots import copy_plain
 from rlightning.rollout import Sampling
-from rlightning.rollout.in_flight import InFlight
 from rlightning.types import Prompt, Sample, Trajectory
 
 END = "<|im_end|>"
@@ -64,9 +61,6 @@ class Sampler:
         finally:
             self.num_held -= 1
 
-    async def score(self, token_ids: Any) -> Any:
-        raise NotImplementedError
-
 
 def tell(turn: int, seed: int) -> str:
     return f"word{seed % 997}"
@@ -79,31 +73,14 @@ def call(turn: int, seed: int) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-class Weights:
-    """Syncs nothing; raises an error where one is set."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def sync_weights(self) -> None: ...
-
-    def needs_sync(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return False
-
-
-class Run:
+class Run(CollectorRun):
     """A run over that sampler, up to its checkpoint."""
 
-    def __init__(self, environment: Environment, sampler: Sampler) -> None:
-        self.sampler, self.weights = sampler, Weights()
-        runner = EnvironmentRunner(sampler, sampler.tokenizer, environment, max_length=4000)
-        self.collector = Collector(runner, InFlight(1), self.weights)
+    def __init__(self, environment: Environment, *settings: Any) -> None:
+        super().__init__(Sampler(*settings), environment)
 
-    def collect(self, num_groups: int, *requests: tuple[Prompt, int]) -> list[list[Trajectory]]:
-        plan = StepPlan(num_groups, 1, room=100, weight_version=self.sampler.version)
-        groups = self.collector.collect_trajectories(requests, NUM_SAMPLES, SAMPLING, None, plan)
+    def take(self, num_groups: int, *requests: tuple[Prompt, int]) -> list[list[Trajectory]]:
+        groups = self.collect(num_groups, *requests, num_samples=NUM_SAMPLES, sampling=SAMPLING, per_step=1)
         return [[replace(one, timings={}) for one in group] for group in groups]
 
     def save(self) -> dict[str, Any]:
@@ -118,16 +95,9 @@ class Run:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def make(environment: Environment, *arguments: Any) -> Run:
-        runs.append(Run(environment, Sampler(*arguments)))
-        return runs[-1]
-
     snapshot_cases.made.clear()
-    yield make
-    for run in runs:
-        run.collector.close()
+    with runs_of(Run) as make:
+        yield make
 
 
 def wait_for_two_of_three(run: Run) -> None:
@@ -146,10 +116,10 @@ def interrupt(start: Callable[..., Run], environment: Environment, say: Any = te
     """Return the checkpoint of a run in which one of three trajectories has ended, and two are in their third turn."""
     run = start(environment, say, 3)
     run.collector.in_flight.add(PROMPTS[1:])
-    run.collect(0)
+    run.take(0)
     wait_for_two_of_three(run)
     state = run.save()
-    run.collect(0)
+    run.take(0)
     assert run.collector.in_flight.running[0].saved is None, "the checkpoint has it"
     assert any(run.save()["groups"][0]["saved"])
     return state
@@ -159,13 +129,13 @@ def resume(start: Callable[..., Run], environment: Environment, state: dict[str,
     """Return the trajectories of the run that goes on from a checkpoint, and how many turns it has sampled."""
     run = start(environment, say)
     run.collector.in_flight.load_state_dict(state)
-    (group,) = run.collect(1)
+    (group,) = run.take(1)
     return group, run.sampler.num_sampled
 
 
 def finish(start: Callable[..., Run], environment: Environment, say: Any = tell) -> list[Trajectory]:
     """Return the trajectories of a run without an interruption."""
-    (group,) = start(environment, say).collect(1, PROMPTS[1])
+    (group,) = start(environment, say).take(1, PROMPTS[1])
     return group
 
 
@@ -192,11 +162,8 @@ def test_trajectories_of_workers_go_on(start: Callable[..., Run]) -> None:
 
 
 def test_class_of_the_page_goes_on(start: Callable[..., Run]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Resumed runs\n")[2].partition("\n## ")[0]
-    (snippet,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     found: dict[str, Any] = {}
-    exec(snippet, found)
+    exec(find_snippets(read_section("environments.md", "Resumed runs"))[0], found)
     environment = StepEnvironment(found["Guess"], max_turns=5)
     whole = finish(start, environment)
     assert whole[0].status == "truncated" and len(whole[0].samples) == 5
@@ -250,7 +217,7 @@ def test_stale_progress_is_dropped(start: Callable[..., Run]) -> None:
     run = start(StepEnvironment(KeptDiary), tell)
     run.collector.in_flight.load_state_dict(state)
     run.sampler.version = 2  # of which no token may be older than 1
-    (group,) = run.collect(1)
+    (group,) = run.take(1)
     assert run.sampler.num_sampled == 12 and {min(s.weight_versions) for one in group for s in one.samples} == {2}
     assert [one.final_text for one in group] != [one.final_text for one in whole], "with other random numbers"
 
@@ -259,14 +226,14 @@ def test_a_signal_keeps_what_is_under_way(start: Callable[..., Run]) -> None:
     whole = finish(start, StepEnvironment(KeptDiary))
     run = start(StepEnvironment(KeptDiary), tell, 3)
     run.collector.in_flight.add(PROMPTS[1:])
-    run.collector.collect_trajectories([], NUM_SAMPLES, SAMPLING, None, StepPlan(0, 1, room=100, weight_version=0))
+    run.take(0)
     wait_for_two_of_three(run)
-    run.weights.error = KeyboardInterrupt()
+    run.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        run.collect(1)
+        run.take(1)
     assert run.sampler.num_held == 0
-    run.weights.error, run.sampler.held_from = None, 0
-    (group,) = run.collect(1)
+    run.error, run.sampler.held_from = None, 0
+    (group,) = run.take(1)
     assert group == whole and run.sampler.num_sampled == 12
 
 

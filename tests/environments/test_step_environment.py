@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,62 +13,27 @@ import pytest
 import step_cases
 import tiny
 import torch
-import yaml
+from attempts import PROMPT, CannedPolicy, CannedSampler, attempt, play
 from chat_templates import make_tokenizer
-from cli_project import fit_here
 from engine_run import Witness, make_module, make_trainer, save_model
+from pages import find_snippets, read_environment, read_section
 from step_cases import AsyncGame, Game, GymnasiumGame
-from stub_policy import StubPolicy
-from tiny import make_data, write_sums
+from tiny import make_data
 
 from rlightning.callbacks import TransformersRollout
-from rlightning.environments import LimitReachedError, Message, Reply, StepEnvironment, WorkerEnvironment
+from rlightning.environments import Environment, Message, StepEnvironment, WorkerEnvironment
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest
-from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.models import load_config, load_policy
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampling
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.transformers_sampler import TransformersSampler
-from rlightning.types import Outcome, Prompt, Sample, Trajectory
-
-PROMPT = Prompt(3, "user: hi\nassistant: ", [1, 2], {"answer": "7"})
+from rlightning.types import Outcome, Prompt, Trajectory
 
 
 @pytest.fixture(autouse=True)
 def _no_games() -> None:
     step_cases.made.clear()
-
-
-class CannedPolicy(StubPolicy):
-    """Says 7, and remembers what it was told.
-
-    Args:
-        num_turns: that there is room for.
-    """
-
-    def __init__(self, num_turns: int = 99) -> None:
-        self.num_turns, self.heard = num_turns, list[tuple[Message, ...]]()
-
-    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
-        if len(self.heard) == self.num_turns:
-            raise LimitReachedError("9 tokens leave no room in 9.")
-        self.heard.append(observations)
-        return Reply(Sample([7], [-0.1], [2], "7", "stop"))
-
-    async def sample(self, token_ids: Sequence[int]) -> Sample:
-        raise NotImplementedError
-
-
-class CannedSampler:
-    async def sample(self, *arguments: Any, **settings: Any) -> list[Sample]:
-        return [await CannedPolicy().chat()]
-
-
-def play(environment: Any, policy: CannedPolicy | None = None, prompt: Prompt = PROMPT) -> Outcome:
-    outcome: Outcome = asyncio.run(environment.run(prompt, policy or CannedPolicy()))
-    return outcome
 
 
 class StallsLater:
@@ -81,15 +45,6 @@ class StallsLater:
         if self.num_turns == 3:
             await asyncio.sleep(600)
         return "on", 0.5, False, {"seen": self.num_turns}
-
-
-def play_group(environment: StepEnvironment, number: int, timeout: float, tokenizer: Any = None) -> list[Trajectory]:
-    """Attempt the prompt; a game is over before the policy is told anything, which has no tokenizer."""
-    sampler: Any = CannedSampler()
-    group = RecordedGroup(
-        sampler, ChatFormat(tokenizer), GroupRequest(PROMPT, Sampling(max_new_tokens=4), number), 512, timeout
-    )
-    return group.finish(asyncio.run(environment.run_group(PROMPT, group)), 0.0)
 
 
 # Real runs
@@ -126,29 +81,6 @@ def test_turns_are_trained_as_sampled(folder: str, tmp_path: Path, game: type[Ga
     assert all(game.num_closed == 1 and game.num_turns_at_close == 3 for game in step_cases.made)
 
 
-@pytest.mark.processes
-def test_configuration_names_the_class(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_sums(project)
-    own = {"environment": "step_cases.GymnasiumGame", "arguments": {"observation": "+"}, "max_turns": 2}
-    alone = {"class_path": "StepEnvironment", "init_args": own}
-    path = "rlightning.environments.StepEnvironment"
-    workers = {
-        "class_path": "rlightning.environments.WorkerEnvironment",
-        "init_args": {"environment": path, "arguments": own},
-    }
-    for number, section in enumerate((alone, workers)):
-        config = {
-            "model": {"class_path": "GRPO", "init_args": {"model": "model", "rewards": [], "prompts_per_step": 4}},
-            "environment": section,
-            "rollout": {"class_path": "TransformersRollout", "init_args": {"max_new_tokens": 4}},
-            "data": {"train": "sums.jsonl", "max_prompt_tokens": 16},
-            "trainer": {"accelerator": "cpu", "max_steps": 1, "default_root_dir": f"run{number}"},
-        }
-        (project / "run.yaml").write_text(yaml.safe_dump(config))
-        code, errors = fit_here(capsys, "--config", "run.yaml")
-        assert code == 0 and "failed and counts" not in errors, errors
-
-
 # What the policy reads
 
 
@@ -164,19 +96,12 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersSa
     sampler.close()
 
 
-def attempt(sampler: TransformersSampler, environment: Any) -> list[Trajectory]:
+def sample(sampler: TransformersSampler, environment: Environment) -> list[Trajectory]:
     tokenizer = sampler.files.tokenizer
-    prompt = Prompt(3, PROMPT.text, tokenizer(PROMPT.text).input_ids, PROMPT.columns)
-    group = RecordedGroup(
-        sampler, ChatFormat(tokenizer), GroupRequest(prompt, Sampling(max_new_tokens=6, seed=11), 2), 192, 120.0
-    )
-
-    async def run() -> list[Outcome]:
-        outcomes: list[Outcome] = await environment.run_group(prompt, group)
-        await environment.close()
-        return outcomes
-
-    return [replace(one, timings={}) for one in group.finish(asyncio.run(run()), 0.0)]
+    prompt = PROMPT._replace(token_ids=tokenizer(PROMPT.text).input_ids)
+    settings = {"sampling": Sampling(max_new_tokens=6, seed=11), "max_length": 192, "timeout": 120.0}
+    found = attempt(environment, sampler, prompt, 2, chat_format=ChatFormat(tokenizer), **settings)
+    return [replace(one, timings={}) for one in found]
 
 
 SYSTEM = {"role": "system", "content": "play"}
@@ -196,7 +121,7 @@ def test_first_turn_answers_prompt_or_what_reset_returned(
     sampler: TransformersSampler, game: type[Game], first: Any, text: str
 ) -> None:
     observations = [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]
-    one = attempt(sampler, StepEnvironment(game, {"first": first, "observation": observations}))[0]
+    one = sample(sampler, StepEnvironment(game, {"first": first, "observation": observations}))[0]
     assert one.error is None
     (branch,) = one.branches
     tokenizer = sampler.files.tokenizer
@@ -212,7 +137,7 @@ def test_first_turn_answers_prompt_or_what_reset_returned(
 def test_reset_without_template_is_read_as_it_is(sampler: TransformersSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = sampler.files.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    one = attempt(sampler, StepEnvironment(Game, {"first": "1+1="}))[0]
+    one = sample(sampler, StepEnvironment(Game, {"first": "1+1="}))[0]
     assert str(tokenizer.decode(list(one.branches[0].token_ids))).startswith("1+1=")
 
 
@@ -220,8 +145,8 @@ def test_reset_without_template_is_read_as_it_is(sampler: TransformersSampler, m
 @pytest.mark.parametrize("game", ["Game", "AsyncGame", "GymnasiumGame"])
 def test_trajectories_in_workers_are_the_same(sampler: TransformersSampler, game: str) -> None:
     own = {"environment": f"step_cases.{game}", "arguments": {"first": [SYSTEM]}, "max_turns": 2}
-    here = attempt(sampler, StepEnvironment(**own))  # type: ignore[arg-type]
-    there = attempt(sampler, WorkerEnvironment("rlightning.environments.StepEnvironment", own))
+    here = sample(sampler, StepEnvironment(**own))  # type: ignore[arg-type]
+    there = sample(sampler, WorkerEnvironment("rlightning.environments.StepEnvironment", own, num_workers=2))
     assert here == there
     assert {one.status for one in here} == {"truncated"} and len(here[0].samples) == 2
 
@@ -230,6 +155,7 @@ def test_reset_and_step_get_what_their_form_has() -> None:
     play(StepEnvironment(Game))
     play(StepEnvironment(GymnasiumGame))
     own, gymnasium = step_cases.made
+    assert len(own.threads) == 1
     assert own.prompt == PROMPT and own.messages == [{"role": "assistant", "content": "7"}] * 3
     assert gymnasium.prompt == (3, PROMPT.columns) and gymnasium.messages == ["7"] * 3
 
@@ -287,15 +213,9 @@ def test_turns_may_have_no_reward(rewards: list[Any], reward: float | None, turn
     assert (outcome.reward, outcome.turn_rewards) == (reward, turn_rewards)
 
 
-def test_object_stays_in_one_thread() -> None:
-    play(StepEnvironment(Game))
-    play(StepEnvironment(AsyncGame))
-    assert len(step_cases.made[0].threads) == 1
-
-
 def test_blocking_games_run_at_once() -> None:
     started_at = time.monotonic()
-    found = play_group(StepEnvironment(Game, {"deed": "block"}, max_turns=1), 64, timeout=60.0)
+    found = attempt(StepEnvironment(Game, {"deed": "block"}, max_turns=1), CannedSampler(), PROMPT, 64)
     assert time.monotonic() - started_at < 64 * 0.2 / 2
     assert [one.reward for one in found] == [1.0] * 64
 
@@ -309,31 +229,32 @@ def test_blocking_games_run_at_once() -> None:
     ],
 )
 def test_failed_game_is_closed(deed: str, error: str) -> None:
-    (one,) = play_group(StepEnvironment(Game, {"deed": deed}), 1, timeout=60.0)
+    (one,) = attempt(StepEnvironment(Game, {"deed": deed}), CannedSampler(), PROMPT)
     assert (one.status, one.error) == ("failed", error)
     assert [game.num_closed for game in step_cases.made] == [1]
 
 
 @pytest.mark.long
 def test_rewards_until_a_timeout_are_kept() -> None:
-    (late,) = play_group(StepEnvironment(StallsLater), 1, timeout=0.5, tokenizer=make_tokenizer("qwen2.5"))
+    chat_format = ChatFormat(make_tokenizer("qwen2.5"))
+    (late,) = attempt(StepEnvironment(StallsLater), CannedSampler(), PROMPT, timeout=0.5, chat_format=chat_format)
     assert (late.status, late.reward, late.turn_rewards) == ("timeout", 1.0, [0.5, 0.5, 0.0])
     assert late.metrics == {"turns": 3.0, "seen": 2.0}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("game", "num_turns"), [(Game, 1), (AsyncGame, 0)])
-def test_game_out_of_time_is_closed_after_its_step(game: type[Game], num_turns: int) -> None:
-    (one,) = play_group(StepEnvironment(game, {"deed": "hang"}), 1, timeout=0.2)
+def test_late_game_is_closed_after_its_step(game: type[Game], num_turns: int) -> None:
+    (one,) = attempt(StepEnvironment(game, {"deed": "hang"}), CannedSampler(), PROMPT, timeout=0.2)
     assert one.status == "timeout"
     assert [(game.num_closed, game.num_turns_at_close) for game in step_cases.made] == [(1, num_turns)]
 
 
 @pytest.mark.long
-def test_hanging_step_costs_no_more_than_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_step_costs_the_grace_period_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.intervals.CANCEL_GRACE", 0.1)
     started_at = time.monotonic()
-    (one,) = play_group(StepEnvironment(Game, {"deed": "hang"}), 1, timeout=0.1)
+    (one,) = attempt(StepEnvironment(Game, {"deed": "hang"}), CannedSampler(), PROMPT, timeout=0.1)
     assert one.status == "timeout" and time.monotonic() - started_at < 0.9
     while not step_cases.made[0].num_closed:  # when the step has returned, although the event loop is gone
         time.sleep(0.01)
@@ -363,7 +284,7 @@ def test_cancelled_game_is_closed(tmp_path: Path, is_made_slowly: bool) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("game", "num_turns"), [("Game", 1), ("AsyncGame", 0)])
-def test_game_of_a_cancelled_trajectory_is_closed_in_its_worker(tmp_path: Path, game: str, num_turns: int) -> None:
+def test_cancelled_game_is_closed_in_its_worker(tmp_path: Path, game: str, num_turns: int) -> None:
     deeds = {"deed": "hang", "folder": str(tmp_path)}
     own = {"environment": f"step_cases.{game}", "arguments": deeds}
 
@@ -393,18 +314,16 @@ def test_close_that_fails_is_logged_alone(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.processes
 def test_section_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-    section = page.partition("\n## A class with reset and step\n")[2].partition("\n## ")[0]
-    code, *_ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    alone, in_workers = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)]
-    (tmp_path / "my_games.py").write_text(code)
+    section = read_section("environments.md", "A class with reset and step")
+    (tmp_path / "my_games.py").write_text(find_snippets(section)[0])
     monkeypatch.syspath_prepend(tmp_path)
     prompt = Prompt(0, "", [1], {"answer": "9"})
 
     async def work() -> None:
-        for found, kind in ((alone, StepEnvironment), (in_workers, WorkerEnvironment)):
-            assert found["environment"]["class_path"].endswith(kind.__name__)
-            environment = kind(**found["environment"]["init_args"])
+        for number, kind in enumerate((StepEnvironment, WorkerEnvironment)):
+            found = read_environment(section, number)
+            assert found["class_path"].endswith(kind.__name__)
+            environment = kind(**found["init_args"])
             await environment.check()
             policy = CannedPolicy()
             outcome = await environment.run(prompt, policy)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import step_cases
+from attempts import play
 from step_cases import Game
-from test_step_environment import play
 
-from rlightning.environments import StepEnvironment, WorkerEnvironment
+from rlightning.environments import StepEnvironment
 from rlightning.errors import ConfigError
 
 
@@ -35,20 +35,11 @@ def test_class_that_cannot_be_used_is_one_line(environment: Any, arguments: dict
     assert "\n" not in raised.value.line
 
 
-def test_function_that_makes_no_game_and_no_turns_are_one_line() -> None:
+def test_no_game_and_no_turns_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^StepEnvironment: environment=.*nothing: NoneType has no method 'reset'\."):
         play(StepEnvironment("step_cases.make_nothing"))
     with pytest.raises(ConfigError, match=r"^StepEnvironment: max_turns=0 must be at least 1\.$"):
         StepEnvironment(Game, max_turns=0)
-
-
-@pytest.mark.processes
-def test_class_that_cannot_be_used_in_a_worker_is_one_line() -> None:
-    environment = WorkerEnvironment("rlightning.environments.StepEnvironment", {"environment": "step_cases.OnlyReset"})
-    with pytest.raises(
-        ConfigError, match=r"^StepEnvironment: environment=step_cases\.OnlyReset: OnlyReset has no meth"
-    ):
-        asyncio.run(environment.check())
 
 
 TEXTS = "and has to return a text, or messages of texts such as {'role': 'user', 'content': 'Go on.'}"
@@ -74,7 +65,7 @@ TEXTS = "and has to return a text, or messages of texts such as {'role': 'user',
         (None, ("+", 1.0, False, True), "step() returned the info True, and has to return a dict or None."),
     ],
 )
-def test_what_cannot_be_read_fails_the_trajectory_in_one_line(first: Any, returned: Any, line: str) -> None:
+def test_unreadable_returns_fail_the_trajectory_in_one_line(first: Any, returned: Any, line: str) -> None:
     class Odd(Game):
         def step(self, message: Any) -> Any:
             return returned

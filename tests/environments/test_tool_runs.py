@@ -8,6 +8,7 @@ import tiny
 import torch
 from chat_templates import CHATML
 from engine_run import Witness, make_module, make_trainer
+from metrics_table import undocumented
 from transformers import Qwen3ForCausalLM
 
 from rlightning.callbacks import TransformersRollout, VLLMRollout
@@ -82,6 +83,8 @@ def test_tools_train_validate_and_predict(folder: str, tmp_path: Path) -> None:
     (batch,), (metrics,) = witness.batches, witness.steps
     check(batch.trajectories)
     assert metrics["policy/rollout_gap_max"] < 1e-4 and metrics["reward/mean"] == 1.0
+    assert (metrics["environment/tool_calls"], metrics["environment/tool_failures"]) == (1.0, 0.0)
+    assert not undocumented(metrics)
     trainer.validate(module, make_data(), verbose=False)
     (_, validated) = witness.validations[-1]
     assert [value for name, value in validated.items() if name.endswith("/pass@1")] == [1.0]

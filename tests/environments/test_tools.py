@@ -1,7 +1,7 @@
 """Tools: the policy calls Python functions, and reads what they return."""
 
 import asyncio
-import json
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,66 +10,24 @@ from urllib.error import HTTPError, URLError
 
 import pytest
 import tool_cases
+from attempts import END, answers, attempt, say, write_call
 from chat_templates import make_tokenizer
 from test_chat_format import get_tokenizer
 
 from rlightning.environments import Environment, Tools, WorkerEnvironment
 from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest
-from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
-from rlightning.types import Prompt, Sample, Trajectory
+from rlightning.types import Prompt, Trajectory
 
 PROMPT = Prompt(3, "", [5, 6], {"prompt": "What is 2+2?", "answer": "4"})
-END = "<|im_end|>"
 
 
-def call(name: str, /, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-class Script:
-    """A sampler that says given texts in turn, and keeps what it was asked.
-
-    Args:
-        texts: of a trajectory's turns.
-    """
-
-    def __init__(self, *texts: str) -> None:
-        self.tokenizer, self.texts, self.asked = get_tokenizer("qwen2.5"), list(texts), list[list[int]]()
-
-    async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int, session: str | None = None
-    ) -> list[Sample]:
-        text = self.texts[len(self.asked)]
-        self.asked.append(list(token_ids))
-        tokens = self.tokenizer(text).input_ids
-        finish = "stop" if text.endswith(END) else "length"
-        plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return [Sample(tokens, [-0.5] * len(tokens), [2] * len(tokens), plain, finish)]  # type: ignore[arg-type]
-
-
-def play(
-    environment: Environment, *texts: str, max_length: int = 4000, chat_format: ChatFormat | None = None
-) -> Trajectory:
-    script: Any = Script(*texts)
-    request = GroupRequest(PROMPT, Sampling(max_new_tokens=200), 1)
-    group = RecordedGroup(script, chat_format or ChatFormat(script.tokenizer), request, max_length, 60.0)
-
-    async def run() -> Any:
-        try:
-            return await environment.run_group(PROMPT, group)
-        finally:
-            await environment.close()
-
-    (trajectory,) = group.finish(asyncio.run(run()), 0.0)
+def play(environment: Environment, *texts: str, **settings: Any) -> Trajectory:
+    usual: dict[str, Any] = {"sampling": Sampling(max_new_tokens=200), "max_length": 4000}
+    (trajectory,) = attempt(environment, say(*texts), PROMPT, **usual | settings)
     return trajectory
-
-
-def answers(trajectory: Trajectory) -> list[str]:
-    return [turn.message["content"] for turn in trajectory.turns if turn.message["role"] == "tool"]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +36,7 @@ def nothing_ran() -> None:
 
 
 def test_a_call_is_answered_and_the_answer_read() -> None:
-    trajectory = play(Tools(["tool_cases.add"]), f"So:\n{call('add', a=2, b=2)}{END}", f"It is 4{END}")
+    trajectory = play(Tools(["tool_cases.add"]), f"So:\n{write_call('add', a=2, b=2)}", "It is 4")
     assert [turn.message["role"] for turn in trajectory.turns] == ["assistant", "tool", "assistant"]
     assert trajectory.turns[0].message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2, "b": 2}'}
     assert trajectory.turns[1].message == {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "4"}
@@ -87,20 +45,20 @@ def test_a_call_is_answered_and_the_answer_read() -> None:
     assert trajectory.reward is None  # reward functions see the last turn
     assert tool_cases.RAN == [("add", False)]  # in a thread
     (branch,) = trajectory.branches
-    tokenizer = get_tokenizer("qwen2.5")
+    tokenizer = make_tokenizer("qwen2.5")
     text = tokenizer.decode(branch.token_ids)
     assert '"name": "add", "description": "Add two numbers."' in text and text.count("# Tools") == 1
     assert text.endswith(
-        f"<|im_start|>assistant\nSo:\n{call('add', a=2, b=2)}{END}\n<|im_start|>user\n<tool_response>\n4\n"
+        f"<|im_start|>assistant\nSo:\n{write_call('add', a=2, b=2)}{END}\n<|im_start|>user\n<tool_response>\n4\n"
         f"</tool_response>{END}\n<|im_start|>assistant\nIt is 4{END}"
     )
     sampled = [token for token, is_own in zip(branch.token_ids, branch.is_sampled, strict=True) if is_own]
     assert sampled == [token for sample in trajectory.samples for token in sample.token_ids]
 
 
-def test_calls_of_a_turn_run_at_once_and_are_answered_in_order() -> None:
-    both = f"{call('nap', seconds=0.4)}\n{call('nap', seconds=0.2)}\n{call('greet', name='Ä')}{END}"
-    trajectory = play(Tools([tool_cases.nap, tool_cases.greet]), both, f"done{END}")
+def test_calls_run_at_once_answered_in_order() -> None:
+    both = f"{write_call('nap', seconds=0.4)}\n{write_call('nap', seconds=0.2)}\n{write_call('greet', name='Ä')}"
+    trajectory = play(Tools([tool_cases.nap, tool_cases.greet]), both, "done")
     assert answers(trajectory) == ["slept", "slept", '{"greeting": "Hi Ä"}']
     first, second, *woke = [moment for _, moment in tool_cases.RAN]
     assert max(first, second) < min(woke)
@@ -111,21 +69,21 @@ def test_calls_of_a_turn_run_at_once_and_are_answered_in_order() -> None:
     [
         ("<tool_call>{add}</tool_call>", "Error: A tool call is no JSON (Expecting property name"),
         ('<tool_call>{"name": "add", "arguments": {"a"', "Error: A tool call has no end."),
-        (call("ad", a=1), "Error: There is no tool ad. Did you mean 'add'?"),
-        (call("add", b=1), "Error: The argument a is missing."),
-        (call("add", a=1, c=1), "Error: There is no argument 'c': it takes a, b."),
-        (call("add", a="1"), "Error: a is '1', and has to be of type integer."),
-        (call("greet", name="x", style="odd"), "Error: style is 'odd', and has to be one of ['short', 'long']."),
-        (call("fail", kind="value"), "Error: ValueError: no value"),
-        (call("fail", kind="nothing"), "Error: KeyError: 'nothing'"),
-        (call("fail", kind="exit"), "Error: RuntimeError: the environment raised SystemExit: no exit"),
-        (call("nap", seconds=30), "Error: nap took more than 0.3 s."),
+        (write_call("ad", a=1), "Error: There is no tool ad. Did you mean 'add'?"),
+        (write_call("add", b=1), "Error: The argument a is missing."),
+        (write_call("add", a=1, c=1), "Error: There is no argument 'c': it takes a, b."),
+        (write_call("add", a="1"), "Error: a is '1', and has to be of type integer."),
+        (write_call("greet", name="x", style="odd"), "Error: style is 'odd', and has to be one of ['short', 'long']."),
+        (write_call("fail", kind="value"), "Error: ValueError: no value"),
+        (write_call("fail", kind="nothing"), "Error: KeyError: 'nothing'"),
+        (write_call("fail", kind="exit"), "Error: RuntimeError: the environment raised SystemExit: no exit"),
+        (write_call("nap", seconds=30), "Error: nap took more than 0.3 s."),
     ],
 )
-def test_what_goes_wrong_with_a_call_is_its_answer(text: str, answer: str) -> None:
+def test_failure_of_a_call_is_its_answer(text: str, answer: str) -> None:
     names = ("add", "greet", "fail", "nap")
     environment = Tools([f"tool_cases.{name}" for name in names], tool_timeout=0.3)
-    trajectory = play(environment, f"{text}{END}", f"sorry{END}")
+    trajectory = play(environment, text, "sorry")
     (found,) = answers(trajectory)
     assert found.startswith(answer)
     assert (trajectory.status, trajectory.metrics["tool_failures"]) == ("finished", 1.0)
@@ -142,14 +100,14 @@ async def interrupt() -> str:
 
 
 def test_async_tools_that_exit_end_no_event_loop() -> None:
-    trajectory = play(Tools([leave, interrupt]), f"{call('leave')}\n{call('interrupt')}{END}", f"sorry{END}")
+    trajectory = play(Tools([leave, interrupt]), f"{write_call('leave')}\n{write_call('interrupt')}", "sorry")
     raised = "Error: RuntimeError: the environment raised "
     assert answers(trajectory) == [f"{raised}SystemExit: bye", f"{raised}KeyboardInterrupt"]
 
 
 def test_a_broken_tool_fails_the_trajectory() -> None:
     environment = Tools([tool_cases.fail, tool_cases.nap])
-    trajectory = play(environment, f"{call('fail', kind='connection')}\n{call('nap', seconds=0.1)}{END}")
+    trajectory = play(environment, f"{write_call('fail', kind='connection')}\n{write_call('nap', seconds=0.1)}")
     assert (trajectory.status, trajectory.error) == ("failed", "ConnectionError: no connection")
 
 
@@ -188,7 +146,7 @@ def look(kind: str) -> str:
 )
 def test_lost_connections_are_no_fault_of_the_policy(kind: str, broken_by: Sequence[Any], status: str) -> None:
     environment = Tools([look], broken_by=broken_by)
-    assert play(environment, f"{call('look', kind=kind)}{END}", f"none{END}").status == status
+    assert play(environment, write_call("look", kind=kind), "none").status == status
 
 
 class Opens:
@@ -207,15 +165,15 @@ class Opens:
         return f"{words}" * count
 
 
-def test_objects_with_async_methods_are_made_on_the_loop_and_whole_numbers_are_ints() -> None:
-    calls = [call("get"), call("repeat", count=2.0, words=[1.0, "a"])]
-    assert answers(play(Tools([Opens]), "\n".join(calls) + END, f"done{END}")) == ["page", "[1, 'a'][1, 'a']"]
+def test_async_objects_are_made_on_the_loop() -> None:
+    calls = [write_call("get"), write_call("repeat", count=2.0, words=[1.0, "a"])]
+    assert answers(play(Tools([Opens]), "\n".join(calls), "done")) == ["page", "[1, 'a'][1, 'a']"]
 
 
 def test_answers_are_in_the_order_of_the_calls() -> None:
     bad = "<tool_call>{add}</tool_call>"
-    turn = f"{bad}{call('add', a=1)}{bad}{bad}{call('add', a=2)}{bad}{END}"
-    found = answers(play(Tools([tool_cases.add]), turn, f"done{END}"))
+    turn = f"{bad}{write_call('add', a=1)}{bad}{bad}{write_call('add', a=2)}{bad}"
+    found = answers(play(Tools([tool_cases.add]), turn, "done"))
     assert ["Error" if one.startswith("Error: A tool call is no JSON") else one for one in found] == [
         *("Error", "1", "Error", "Error", "2", "Error")
     ]
@@ -223,8 +181,8 @@ def test_answers_are_in_the_order_of_the_calls() -> None:
 
 def test_results_are_cut_and_written_as_json() -> None:
     environment = Tools([tool_cases.shout, tool_cases.odd], max_result_characters=100)
-    calls = f"{call('shout', count=1000)}\n{call('shout', count=3)}\n{call('odd', keys=1)}{END}"
-    long, half, odd = answers(play(environment, calls, f"done{END}"))
+    calls = f"{write_call('shout', count=1000)}\n{write_call('shout', count=3)}\n{write_call('odd', keys=1)}"
+    long, half, odd = answers(play(environment, calls, "done"))
     assert "[... 900 characters left out ...]" in long and len(long) < 160
     assert half == "\\ud800AA" and odd == "{(1, 2): 1, 'self': Ellipsis}"
 
@@ -234,29 +192,25 @@ def lives() -> list[tuple[str, int]]:
     return [event for event in tool_cases.RAN if event[0] in ("made", "closed")]
 
 
-def test_state_is_a_trajectorys_own_and_closed() -> None:
+def test_state_is_a_trajectorys_own_and_always_closed() -> None:
     environment = Tools([tool_cases.Counter])
-    script = (f"{call('increase', by=2)}\n{call('increase', by=3, name='x')}{END}", f"{call('read')}{END}", f"9{END}")
+    script = (f"{write_call('increase', by=2)}\n{write_call('increase', by=3, name='x')}", write_call("read"), "9")
     assert answers(play(environment, *script)) == ["6", "9", "9"]
     assert answers(play(environment, *script)) == ["6", "9", "9"]
-    assert lives() == [("made", 4), ("closed", 9)] * 2
-
-
-def test_state_is_closed_if_the_trajectory_fails() -> None:
-    environment = Tools([tool_cases.Counter, tool_cases.fail])
-    assert play(environment, f"{call('fail', kind='connection')}{END}").status == "failed"
-    assert lives() == [("made", 4), ("closed", 4)]
+    failing = Tools([tool_cases.Counter, tool_cases.fail])
+    assert play(failing, write_call("fail", kind="connection")).status == "failed"
+    assert lives() == [("made", 4), ("closed", 9)] * 2 + [("made", 4), ("closed", 4)]
 
 
 def test_limits_truncate() -> None:
-    turn = f"{call('add', a=1)}{END}"
+    turn = write_call("add", a=1)
     trajectory = play(Tools([tool_cases.add], max_turns=2), turn, turn)
     num_calls = [event[0] for event in tool_cases.RAN].count("add")
     assert (trajectory.status, trajectory.metrics["turns"], num_calls) == ("truncated", 2.0, 1)
-    bad = f"{call('ad')}{END}"
+    bad = write_call("ad")
     trajectory = play(Tools([tool_cases.add], max_failures=1), bad, bad, bad)
     assert (trajectory.status, trajectory.metrics["tool_failures"]) == ("truncated", 2.0)
-    length = len(ChatFormat(get_tokenizer("qwen2.5")).render([{"role": "user", "content": "What is 2+2?"}])) + 400
+    length = len(ChatFormat(make_tokenizer("qwen2.5")).render([{"role": "user", "content": "What is 2+2?"}])) + 400
     trajectory = play(Tools([tool_cases.add], max_turns=99), *[turn] * 99, max_length=length)
     assert trajectory.status == "truncated" and 1 <= trajectory.metrics["turns"] < 99
     with pytest.raises(ValueError, match="max_turns=0 must be at least 1"):
@@ -271,37 +225,32 @@ def test_prompt_without_room_for_the_tools_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "line"),
+    ("names", "line"),
     [
-        (
-            ["tool_cases.ad"],
-            r"Tools: tools=tool_cases\.ad: 'tool_cases' has no class or function 'ad'\. Did you mean 'add'",
-        ),
-        (["nowhere.add"], r"Tools: tools=nowhere\.add cannot be imported by .*No module named 'nowhere'"),
-        (
-            ["tool_cases.no_hint"],
-            r"Tools: .*: the parameter 'a' of 'no_hint' has no type hint\. Write one, such as a: str",
-        ),
-        (["tool_cases.no_words"], r"Tools: .*: 'no_words' has no docstring\. Write what it does"),
-        (
-            ["tool_cases.odd_hint"],
-            r"Tools: .*: the parameter 'a' of 'odd_hint' has the type <class 'complex'>, which JSON",
-        ),
-        (["tool_cases.lost_hint"], r"Tools: .*: the type hints of 'lost_hint' cannot be read: name 'Nowhere'"),
-        (["tool_cases.star"], r"Tools: .*: 'star' has the parameter '\*numbers: int'\. Give each argument a name"),
-        (
-            ["tool_cases.add", "tool_cases.Adder"],
-            r"Tools: tools=tool_cases\.Adder: there is another tool .* name 'add'",
-        ),
-        (["tool_cases.Empty"], r"Tools: tools=tool_cases\.Empty: the class has no public methods"),
-        (["tool_cases.Needy"], r"Tools: tools=tool_cases\.Needy: the class needs the argument 'path'\."),
-        (["tool_cases.NUMBER"], r"Tools: tools=tool_cases\.NUMBER is a int, and no function or class\."),
+        ("ad", r": 'tool_cases' has no class or function 'ad'\. Did you mean 'add'"),
+        ("no_hint", r": the parameter 'a' of 'no_hint' has no type hint\. Write one, such as a: str"),
+        ("no_words", r": 'no_words' has no docstring\. Write what it does"),
+        ("odd_hint", r": the parameter 'a' of 'odd_hint' has the type <class 'complex'>, which JSON"),
+        ("lost_hint", r": the type hints of 'lost_hint' cannot be read: name 'Nowhere'"),
+        ("star", r": 'star' has the parameter '\*numbers: int'\. Give each argument a name"),
+        ("add Adder", r": there is another tool .* name 'add'"),
+        ("Empty", r": the class has no public methods"),
+        ("Needy", r": the class needs the argument 'path'\."),
+        ("NUMBER", r" is a int, and no function or class\."),
     ],
 )
-def test_tools_that_cannot_be_described_are_refused(tools: list[str], line: str) -> None:
-    with pytest.raises(ConfigError, match=line) as caught:
+def test_tools_that_cannot_be_described_are_refused(names: str, line: str) -> None:
+    tools = [f"tool_cases.{name}" for name in names.split()]
+    with pytest.raises(ConfigError, match=rf"^Tools: tools={re.escape(tools[-1])}{line}") as caught:
         asyncio.run(Tools(tools).check())
     assert "\n" not in str(caught.value)
+
+
+def test_missing_module_of_tools_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^Tools: tools=nowhere\.add cannot be imported by .*No module named 'nowhere'"
+    ):
+        asyncio.run(Tools(["nowhere.add"]).check())
 
 
 def test_model_without_tools_is_refused_before_the_run() -> None:
@@ -309,7 +258,8 @@ def test_model_without_tools_is_refused_before_the_run() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"^The model's chat template writes tool calls in no form that is known"):
         play(Tools([tool_cases.add]), "", chat_format=ChatFormat(get_tokenizer("gemma3")))
-    runner = EnvironmentRunner(Script(), tokenizer, Tools([tool_cases.add]), max_length=100)  # type: ignore[arg-type]
+    sampler: Any = say()
+    runner = EnvironmentRunner(sampler, tokenizer, Tools([tool_cases.add]), max_length=100)
     try:
         with pytest.raises(ConfigError, match=r"^Tools need a chat template, and the model's tokenizer has none\."):
             runner.check()
@@ -323,16 +273,16 @@ def test_tools_stay_the_same_in_a_trajectory() -> None:
             await policy.chat(tools=[])
             await policy.chat({"role": "user", "content": "on"}, tools=[{"type": "function"}])
 
-    trajectory = play(Changes(), f"a{END}", f"b{END}")
+    trajectory = play(Changes(), "a", "b")
     assert trajectory.status == "failed" and "stay the same" in str(trajectory.error)
 
 
 @pytest.mark.processes
 def test_workers_make_the_same_trajectories() -> None:
     script = (
-        f"{call('increase', by=2)}\n<tool_call>x</tool_call>\n{call('add', a=1)}{END}",
-        f"{call('ad')}{END}",
-        f"6{END}",
+        f"{write_call('increase', by=2)}\n<tool_call>x</tool_call>\n{write_call('add', a=1)}",
+        write_call("ad"),
+        "6",
     )
     tools = ["tool_cases.Counter", "tool_cases.add"]
     here = play(Tools(tools), *script)

@@ -5,13 +5,11 @@ from array import array
 from typing import Any
 
 import pytest
+from attempts import attempt
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.environments import Environment, Policy
-from rlightning.environments.policy import GroupRequest
-from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError
-from rlightning.rollout import Sampling
 from rlightning.types import Outcome, Prompt, Sample, Trajectory
 
 PROMPT = Prompt(0, "", [1], {})
@@ -30,6 +28,8 @@ class Clock:
 class Sampler:
     """Samples one token at once; a history of ``held`` tokens is never answered."""
 
+    tokenizer = None
+
     def __init__(self, held: int = 0) -> None:
         self.held = held
 
@@ -37,9 +37,6 @@ class Sampler:
         if len(token_ids) == self.held:
             await asyncio.Event().wait()
         return [Sample(array("q", [2]), array("f", [0.0]), array("i", [0]), "2", "stop")]
-
-    async def score(self, token_ids: Any) -> Any:
-        raise NotImplementedError
 
 
 class Turns(Environment):
@@ -61,26 +58,24 @@ class Turns(Environment):
         return Outcome(reward=1.0)
 
 
-def attempt(environment: Environment, sampler: Sampler, timeout: float | None = None) -> Trajectory:
-    request = GroupRequest(PROMPT, Sampling(max_new_tokens=1), 1)
-    group = RecordedGroup(sampler, None, request, 64, timeout, turn_timeout=LIMIT)  # type: ignore[arg-type]
-    (trajectory,) = group.finish(asyncio.run(environment.run_group(PROMPT, group)), 0.0)
+def run_once(environment: Environment, sampler: Sampler, timeout: float | None = None) -> Trajectory:
+    (trajectory,) = attempt(environment, sampler, PROMPT, timeout=timeout, turn_timeout=LIMIT)
     return trajectory
 
 
 @pytest.mark.parametrize("asks", ["whole", "part"])
 def test_turns_may_take_longer_than_the_limit_together(asks: str) -> None:
-    one = attempt(Turns(asks=asks), Sampler())
+    one = run_once(Turns(asks=asks), Sampler())
     assert (one.status, one.reward) == ("finished", 1.0)
 
 
-def test_a_turn_beyond_its_limit_is_a_timeout_and_keeps_its_rewards() -> None:
-    one = attempt(Turns(stalls=True), Sampler())
+def test_turn_beyond_its_limit_keeps_its_rewards() -> None:
+    one = run_once(Turns(stalls=True), Sampler())
     assert (one.status, one.reward, one.error) == ("timeout", 3.0, "A turn took more than 1000 s.")
     assert one.num_sampled == 4
 
 
-def test_an_engine_that_does_not_answer_ends_the_turn() -> None:
+def test_silent_engine_ends_the_turn() -> None:
     class Impatient(Turns):
         async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
             clock = Clock()
@@ -89,12 +84,12 @@ def test_an_engine_that_does_not_answer_ends_the_turn() -> None:
             await policy.sample([1, 2])
             return Outcome(reward=1.0)
 
-    one = attempt(Impatient(), Sampler(held=2))
+    one = run_once(Impatient(), Sampler(held=2))
     assert (one.status, one.reward, one.num_sampled) == ("timeout", None, 1)
 
 
-def test_the_trajectorys_own_limit_is_named_where_it_comes_first() -> None:
-    one = attempt(Turns(), Sampler(), timeout=1.5 * LIMIT)
+def test_trajectorys_own_limit_is_named_if_first() -> None:
+    one = run_once(Turns(), Sampler(), timeout=1.5 * LIMIT)
     assert (one.status, one.error) == ("timeout", "It took more than 1500 s.")
 
 

@@ -15,22 +15,20 @@ import pytest
 import tiny
 import yaml
 from agent_cases import ScriptedSampler
+from attempts import make_group, run_group, say
 from chat_templates import make_tokenizer
 from engine_run import Witness, make_module, make_trainer
-from verifiers_cases import attempt, make_interpreter, write_words
+from verifiers_cases import attempt_task, make_interpreter, write_words
 from waiting import still_running
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import PromptDataModule
-from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest, RecordedPolicy
-from rlightning.environments.recorded_group import RecordedGroup
+from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.verifiers import Verifiers
 from rlightning.environments.verifiers.server import Announcement, ServerEndedError
 from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout import Sampling
 from rlightning.rpc.client import LoopThread
-from rlightning.types import Outcome, Prompt, Trajectory
+from rlightning.types import Prompt, Trajectory
 
 pytestmark = pytest.mark.processes
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
@@ -55,7 +53,7 @@ class Attempts:
     def __call__(
         self, *texts: str, folder: Path, given: dict[str, Any] | None = None, **arguments: Any
     ) -> list[Trajectory]:
-        return attempt(self.loop, self.environment(given), folder, *texts, **arguments)
+        return attempt_task(self.loop, self.environment(given), folder, *texts, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +98,13 @@ def test_each_sampled_token_is_trained_once(
 
 
 @pytest.mark.slow
-def test_trajectories_of_a_group_run_at_the_same_time(make: Attempts, tmp_path: Path) -> None:
-    trajectories = make(*["7"] * 6, folder=tmp_path, num_trajectories=6, delay=1.0)
+def test_trajectories_of_a_group_run_at_once(make: Attempts, tmp_path: Path) -> None:
+    trajectories = make(*["7"] * 6, folder=tmp_path, number=6, delay=1.0)
     assert [(one.status, one.reward, said(one)) for one in trajectories] == [("finished", 2.0, ["7"])] * 6
 
 
 @pytest.mark.slow
-def test_hangman_is_played_over_several_turns_with_a_tool(make: Attempts, python: str, tmp_path: Path) -> None:
+def test_hangman_is_played_with_a_tool(make: Attempts, python: str, tmp_path: Path) -> None:
     (snippet,) = re.findall(r"```yaml\n(.*?)```", PAGE.partition("\n## Packages: verifiers\n")[2], re.DOTALL)
     given = yaml.safe_load(snippet)["environment"]["init_args"]
     given |= {"python": python, "num_tasks": 2, "variables": write_words(tmp_path / "nltk")}
@@ -299,7 +297,7 @@ asyncio.run(main())
     assert still_running([pid]) == []
 
 
-def test_a_trained_agent_that_is_none_of_the_environments_is_refused() -> None:
+def test_unknown_trained_agent_is_refused() -> None:
     environment = Verifiers("number_tasks", python="python", agents=["player"])
     with pytest.raises(ConfigError, match=r"^Verifiers: the environment has no agent 'player'\. "):
         environment._check_announced(Announcement(roles=["agent"], tasks=[{}], has_uv=True))
@@ -343,18 +341,16 @@ def test_episodes_of_a_server_that_ended_begin_again(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(environment, "_start", start)
     monkeypatch.setattr(environment, "_run_episode", run_episode)
-    tokenizer = make_tokenizer("qwen3")
-    request = GroupRequest(Prompt(0, "", [1], {}), Sampling(max_new_tokens=1), 1)
-    sampler: Any = ScriptedSampler(tokenizer)
-    group = RecordedGroup(sampler, ChatFormat(tokenizer), request, 64, None, max_requeues=2)
+    prompt = Prompt(0, "", [1], {})
+    group = make_group(say(family="qwen3"), prompt, timeout=None, max_requeues=2)
 
-    async def run() -> list[Outcome]:
+    async def run() -> list[Trajectory]:
         try:
-            return await environment.run_group(request.prompt, group)
+            return await run_group(environment, group, prompt)
         finally:
             await environment.close()
 
-    (one,) = group.finish(asyncio.run(run()), 0.0)
+    (one,) = asyncio.run(run())
     assert (one.status, group.num_requeues, len({id(policy) for policy in found})) == ("failed", 2, 3)
     assert str(one.error) == "its environment server ended (SIGKILL)\nthe log"
 

@@ -1,4 +1,4 @@
-"""Environments in real worker processes: the same trajectories, and what a crash, a hang or a cancellation costs."""
+"""Environments in real worker processes: what crosses, and what a crash, a hang or a cancellation costs."""
 
 import asyncio
 import logging
@@ -7,36 +7,26 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
 import yaml
-from stub_policy import StubPolicy
+from attempts import CannedPolicy, CannedSampler, make_group, run_group
+from pages import DOCS, find_snippets
+from waiting import still_running, wait_for
 
-from rlightning.environments import (
-    AskLimitError,
-    Environment,
-    LimitReachedError,
-    Message,
-    Reply,
-    SelfCorrection,
-    WorkerEnvironment,
-)
-from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest
+from rlightning.environments import AskLimitError, LimitReachedError, Message, Reply, WorkerEnvironment
+from rlightning.environments.environment import TrajectoryLostError
 from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
-from rlightning.rollout import Sampling
 from rlightning.rpc import worker_pool
 from rlightning.rpc.worker_limits import resident_bytes
 from rlightning.types import AgentTrace, Outcome, Prompt, Sample, Trajectory
-from rlightning.types.trajectory import read_traces
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +42,7 @@ def make(folder: Path, **arguments: Any) -> WorkerEnvironment:
     return WorkerEnvironment(DEEDS, {"folder": str(folder)}, **arguments)
 
 
-class CannedPolicy(StubPolicy):
+class Replies(CannedPolicy):
     """Answers at once with one token, the first time; then it fails, or never answers.
 
     Attributes:
@@ -60,90 +50,43 @@ class CannedPolicy(StubPolicy):
     """
 
     def __init__(self, text: str = "seven", error: Exception | None = None) -> None:
-        self.text, self.error = text, error
-        self.num_turns = self.num_cancelled = 0
-
-    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
-        return Reply(await self.sample([]))
+        super().__init__(text)
+        self.error, self.num_sampled, self.num_cancelled = error, 0, 0
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
         raise AskLimitError("9 tokens leave no room")
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
-        self.num_turns += 1
-        if self.num_turns > 1 and self.error is None:
+        self.num_sampled += 1
+        if self.num_sampled > 1 and self.error is None:
             try:
                 await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 self.num_cancelled += 1
                 await asyncio.sleep(0.2)  # a second cancellation would show
                 raise
-        if self.num_turns > 1 and self.error is not None:
+        if self.num_sampled > 1 and self.error is not None:
             raise self.error
-        return Sample([7], [-0.1], [2], self.text, "stop")
+        return await super().sample(token_ids)
+
+
+async def attempt(environment: WorkerEnvironment, *deeds: str) -> list[Outcome]:
+    async def run_one(deed: str) -> Outcome:
+        try:
+            return await environment.run(make_prompt(deed), Replies())
+        except TrajectoryLostError as error:
+            return Outcome(status="failed", error=error.details)
+
+    return await asyncio.gather(*map(run_one, deeds))
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 300))
 
 
-async def wait_for(condition: Callable[[], Any]) -> None:
+async def until(condition: Callable[[], Any]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-# The same trajectories
-
-
-@pytest.fixture(scope="module")
-def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    import tiny
-    import torch
-
-    from rlightning.models import load_config, load_policy
-    from rlightning.parallel.sharding import named_weights
-    from rlightning.rollout.model_files import ModelFiles
-    from rlightning.rollout.transformers_sampler import TransformersSampler
-
-    folder = tiny.save_byte_model(tmp_path_factory.mktemp("model"), hidden_size=64, initializer_range=0.1)
-    actor = load_policy(folder)
-    sampler = TransformersSampler(
-        load_config(folder),
-        ModelFiles.read(folder),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_length=96,
-        max_sequences=1,  # so that nothing depends on what is sampled at the same time
-    )
-    sampler.update_weights(SimpleNamespace(named_weights=lambda: named_weights(actor)), 3)
-    yield sampler
-    sampler.close()
-
-
-def test_two_turns_are_those_in_process_bit_for_bit(sampler: Any) -> None:
-    async def attempt(environment: Environment) -> list[list[Trajectory]]:
-        groups = []
-        for index, text in enumerate(("user: hi\nassistant: ", "user: 1+1\nassistant: ")):
-            prompt = Prompt(index, text, sampler.files.tokenizer(text).input_ids, {"answer": "x"})
-            request = GroupRequest(prompt, Sampling(max_new_tokens=6, seed=11 + index), 3)
-            group = RecordedGroup(sampler, ChatFormat(sampler.files.tokenizer), request, 96, timeout=120.0)
-            finished = group.finish(await environment.run_group(prompt, group), 0.0)
-            groups.append([replace(one, timings={}) for one in finished])
-        await environment.close()
-        return groups
-
-    path, arguments = "rlightning.environments.SelfCorrection", {"verdict": "no"}
-    here = asyncio.run(attempt(SelfCorrection("answer", "no")))
-    there = asyncio.run(attempt(WorkerEnvironment(path, arguments, num_workers=2)))
-    assert here == there
-    assert all(len(one.samples) == 2 for group in here for one in group)
 
 
 def test_prompt_and_outcome_cross_unchanged(tmp_path: Path) -> None:
@@ -151,18 +94,18 @@ def test_prompt_and_outcome_cross_unchanged(tmp_path: Path) -> None:
 
     async def work() -> None:
         environment = make(tmp_path)
-        outcome = await environment.run(make_prompt("answer", **columns), CannedPolicy())
+        outcome = await environment.run(make_prompt("answer", **columns), Replies())
         assert outcome.reward == Sample([], [-0.1], [], "", "stop").logprobs[0] and outcome.turn_rewards == [1.0]
-        assert read_traces(outcome.traces) == [AgentTrace("me", 0.5, [0])]
+        assert outcome.traces == [AgentTrace("me", 0.5, [0])]
         assert outcome.metrics["received"] == zlib.crc32(f"seven {columns}".encode(errors="surrogatepass"))
         with pytest.raises(ConfigError, match=r"^Prompt 3 cannot be sent to a worker of worker_cases\.Deeds: "):
-            await environment.run(make_prompt("answer", odd={1, 2}), CannedPolicy())
-        held = asyncio.ensure_future(environment.run(make_prompt("hold"), CannedPolicy()))
-        await wait_for(lambda: list(tmp_path.glob("hold *")))
+            await environment.run(make_prompt("answer", odd={1, 2}), Replies())
+        held = asyncio.ensure_future(environment.run(make_prompt("hold"), Replies()))
+        await until(lambda: list(tmp_path.glob("hold *")))
         await environment.close()
         assert len(list(tmp_path.glob("closed *"))) == 1
         assert (await held).status == "aborted"
-        assert (await environment.run(make_prompt("answer"), CannedPolicy())).status == "finished"
+        assert (await environment.run(make_prompt("answer"), Replies())).status == "finished"
         await environment.close()
 
     run(work())
@@ -173,10 +116,6 @@ def test_prompt_and_outcome_cross_unchanged(tmp_path: Path) -> None:
 
 def test_failures_are_their_workers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One worker, which is replaced again and again; what it had fails, what waits does not."""
-
-    async def attempt(environment: WorkerEnvironment, *deeds: str) -> list[Outcome]:
-        work = (environment.run(make_prompt(deed), CannedPolicy()) for deed in deeds)
-        return await asyncio.gather(*work)
 
     async def work() -> None:
         environment = make(tmp_path, max_trajectories=2)
@@ -205,7 +144,7 @@ def test_failures_are_their_workers_alone(tmp_path: Path, caplog: pytest.LogCapt
             pid = waiting.metrics["pid"]
         environment.hang_timeout = 60.0
         held = asyncio.ensure_future(attempt(environment, "hold"))
-        await wait_for(lambda: list(tmp_path.glob(f"hold {int(pid)}")))
+        await until(lambda: list(tmp_path.glob(f"hold {int(pid)}")))
         os.kill(int(pid), signal.SIGKILL)
         assert (await held)[0].error == "its worker process ended (SIGKILL)"
         await environment.close()
@@ -217,10 +156,6 @@ def test_failures_are_their_workers_alone(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_worker_above_a_limit_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async def attempt(environment: WorkerEnvironment, *deeds: str) -> list[Outcome]:
-        work = (environment.run(make_prompt(deed), CannedPolicy()) for deed in deeds)
-        return await asyncio.gather(*work)
-
     async def work() -> None:
         unlimited = make(tmp_path, max_output_mb=None)
         [first] = await attempt(unlimited, "answer")
@@ -255,12 +190,12 @@ def test_limits_cross_as_themselves(tmp_path: Path) -> None:
         limit = LimitReachedError("9 tokens leave no room")
         for deed, message in (("until the limit", str(limit)), ("no room", "no turn is left")):
             with pytest.raises(LimitReachedError, match=f"^{message}$"):
-                await environment.run(make_prompt(deed), CannedPolicy(error=limit))
-        caught = await environment.run(make_prompt("catch the limit"), CannedPolicy(error=limit))
+                await environment.run(make_prompt(deed), Replies(error=limit))
+        caught = await environment.run(make_prompt("catch the limit"), Replies(error=limit))
         assert (caught.status, caught.error) == ("truncated", str(limit))
-        assert (await environment.run(make_prompt("ask too much"), CannedPolicy())).error == str(limit)
+        assert (await environment.run(make_prompt("ask too much"), Replies())).error == str(limit)
         with pytest.raises(EngineError, match=r"^the engine is gone$"):
-            await environment.run(make_prompt("until the limit"), CannedPolicy(error=EngineError("the engine is gone")))
+            await environment.run(make_prompt("until the limit"), Replies(error=EngineError("the engine is gone")))
         await environment.close()
 
     run(work())
@@ -269,10 +204,10 @@ def test_limits_cross_as_themselves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("deed", ["hold", "ask forever"])
 def test_cancelled_trajectory_ends_in_its_worker(tmp_path: Path, deed: str) -> None:
     async def work() -> None:
-        environment, policy = make(tmp_path), CannedPolicy()
+        environment, policy = make(tmp_path), Replies()
         trajectory = asyncio.ensure_future(environment.run(make_prompt(deed), policy))
-        await wait_for(lambda: list(tmp_path.glob(f"{deed} *")))
-        await wait_for(lambda: policy.num_turns == (2 if deed == "ask forever" else 1))
+        await until(lambda: list(tmp_path.glob(f"{deed} *")))
+        await until(lambda: policy.num_sampled == (2 if deed == "ask forever" else 1))
         trajectory.cancel()
         await asyncio.wait([trajectory])
         await environment.close()
@@ -285,47 +220,30 @@ def test_cancelled_trajectory_ends_in_its_worker(tmp_path: Path, deed: str) -> N
 def test_more_trajectories_than_places_wait_without_timing_out(tmp_path: Path) -> None:
     """Twenty of half a second in four places take two and a half, and each may take two."""
 
-    class Canned:
-        async def sample(self, *arguments: Any, **settings: Any) -> list[Sample]:
-            return [await CannedPolicy().chat()]
-
     async def work() -> None:
         environment = make(tmp_path, num_workers=2, max_trajectories=2)
         await environment.check()
         prompt = make_prompt("slow")
-        request = GroupRequest(prompt, Sampling(max_new_tokens=4), 20)
-        group = RecordedGroup(Canned(), ChatFormat(None), request, 64, timeout=2.0)  # type: ignore[arg-type]
-        outcomes = await environment.run_group(prompt, group)
-        assert [outcome.status for outcome in outcomes] == ["finished"] * 20
-        assert len({outcome.metrics["pid"] for outcome in outcomes}) == 2
-        assert max(outcome.metrics["num_running"] for outcome in outcomes) == 2
+        found = await run_group(environment, make_group(CannedSampler(), prompt, 20, timeout=2.0), prompt)
+        assert [one.status for one in found] == ["finished"] * 20
+        assert len({one.metrics["pid"] for one in found}) == 2
+        assert max(one.metrics["num_running"] for one in found) == 2
         await environment.close()
 
     run(work())
 
 
-def test_workers_that_end_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_ending_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "MAX_UNEXPLAINED_DEATHS", 2)
 
     async def work() -> None:
         environment = make(tmp_path)
-        assert (await environment.run(make_prompt("exit"), CannedPolicy())).status == "failed"
+        assert (await attempt(environment, "exit"))[0].status == "failed"
         with pytest.raises(EnvironmentFailedError, match=r"ended 2 times in a row.* one ended \(exit code 3\)"):
-            await environment.run(make_prompt("exit"), CannedPolicy())
+            await attempt(environment, "exit")
         await environment.close()
 
     run(work())
-
-
-class CannedSampler:
-    """Answers each request with one token, and notes the seeds that it was asked with."""
-
-    def __init__(self) -> None:
-        self.seeds: list[int | None] = []
-
-    async def sample(self, token_ids: Any, sampling: Sampling, **settings: Any) -> list[Sample]:
-        self.seeds.append(sampling.seed)
-        return [Sample([7], [-0.1], [2], "seven", "stop")]
 
 
 def test_lost_trajectories_are_made_again_within_a_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -336,9 +254,8 @@ def test_lost_trajectories_are_made_again_within_a_budget(tmp_path: Path, caplog
 
         async def attempt(deed: str, max_requeues: int) -> tuple[Trajectory, RecordedGroup]:
             prompt = make_prompt(deed)
-            request = GroupRequest(prompt, Sampling(max_new_tokens=4, seed=5), 1)
-            group = RecordedGroup(sampler, None, request, 64, None, max_requeues)  # type: ignore[arg-type]
-            (trajectory,) = group.finish(await environment.run_group(prompt, group), 0.0)
+            group = make_group(sampler, prompt, timeout=None, max_requeues=max_requeues)
+            (trajectory,) = await run_group(environment, group, prompt)
             return trajectory, group
 
         (ended, group), (beside, other) = await asyncio.gather(attempt("exit once", 1), attempt("hold once", 0))
@@ -358,26 +275,50 @@ def test_lost_trajectories_are_made_again_within_a_budget(tmp_path: Path, caplog
     assert "A trajectory of prompt 3 is requeued: its worker process ended (exit code 3)" in messages
 
 
+def test_wait_for_a_new_worker_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop's clock is put forward by more than a trajectory may take whenever a worker starts."""
+    (tmp_path / "hold once 0").touch()
+    start, num_started = worker_pool._Worker.start, 0
+
+    async def start_late(worker: Any, *arguments: Any) -> Any:
+        nonlocal num_started
+        num_started += 1
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda: time.monotonic() + num_started * 3000.0)
+        for _ in range(3):
+            await asyncio.sleep(0)  # in which deadlines take effect
+        return await start(worker, *arguments)
+
+    async def work() -> None:
+        environment, prompt = make(tmp_path), make_prompt("exit once")
+        limits: dict[str, Any] = {"timeout": 1000.0, "turn_timeout": 1000.0, "max_requeues": 1}
+        (one,) = await run_group(environment, make_group(CannedSampler(), prompt, **limits), prompt)
+        assert (one.status, one.error, num_started) == ("finished", None, 2)
+        await environment.close()
+
+    monkeypatch.setattr(worker_pool._Worker, "start", start_late)
+    asyncio.run(work())
+
+
 def test_killed_trainer_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(
         "import asyncio, sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\n"
-        "from test_worker_environment import CannedPolicy, make, make_prompt\n"
+        "from test_worker_environment import Replies, make, make_prompt\n"
         "async def main():\n"
-        "    environment = make(Path(sys.argv[2]), num_workers=2)\n"
-        "    runs = [environment.run(make_prompt(deed), CannedPolicy()) for deed in ('hold', 'block')]\n"
-        "    runs.append(environment.run(make_prompt('hold'), CannedPolicy()))\n"
+        "    environment = make(Path(sys.argv[1]), num_workers=2)\n"
+        "    runs = [environment.run(make_prompt(deed), Replies()) for deed in ('hold', 'block')]\n"
+        "    runs.append(environment.run(make_prompt('hold'), Replies()))\n"
         "    await asyncio.gather(*runs)\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, script, Path(__file__).parent, tmp_path]) as trainer:
-        run(wait_for(lambda: len(list(tmp_path.glob("hold *"))) == 2))
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, script, tmp_path], env=paths) as trainer:
+        wait_for(lambda: len(list(tmp_path.glob("hold *"))) == 2 or trainer.poll() is not None)
         pids = [int(path.name.split()[1]) for path in tmp_path.glob("hold *")]
-        assert all(map(is_running, pids))
         trainer.kill()
-    run(wait_for(lambda: not any(map(is_running, pids))))
+    assert len(pids) == 2 and still_running(pids) == []
 
 
 # Interpreters, and what cannot start
@@ -397,7 +338,7 @@ def test_other_interpreter_needs_msgpack_alone(tmp_path: Path, other_python: str
     async def work() -> None:
         environment = make(tmp_path, python=other_python)
         await environment.check()
-        outcome = await environment.run(make_prompt("answer"), CannedPolicy())
+        outcome = await environment.run(make_prompt("answer"), Replies())
         assert (outcome.status, outcome.metrics["heavy"]) == ("finished", 0)
         await environment.close()
 
@@ -405,9 +346,9 @@ def test_other_interpreter_needs_msgpack_alone(tmp_path: Path, other_python: str
 
 
 def test_section_of_the_page_runs(tmp_path: Path, other_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-    (tmp_path / "guess_number.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
-    section = next(text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "WorkerEnvironment" in text)
+    page = (DOCS / "environments.md").read_text(encoding="utf-8")
+    (tmp_path / "guess_number.py").write_text(find_snippets(page)[0])
+    section = next(text for text in find_snippets(page, "yaml") if "WorkerEnvironment" in text)
     (tmp_path / "agents").symlink_to(Path(other_python).parents[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -415,7 +356,7 @@ def test_section_of_the_page_runs(tmp_path: Path, other_python: str, monkeypatch
     async def work() -> None:
         environment = WorkerEnvironment(**yaml.safe_load(section)["environment"]["init_args"])
         await environment.check()
-        outcome = await environment.run(make_prompt("1+1=", answer="7"), CannedPolicy("7"))
+        outcome = await environment.run(make_prompt("1+1=", answer="7"), Replies("7"))
         assert (outcome.reward, outcome.metrics) == (1.0, {"turns": 1})
         await environment.close()
 
@@ -450,7 +391,7 @@ def test_environment_that_cannot_be_made_is_one_line(
         ("echo 3.10; exit 1", "has no msgpack, which workers need. Install it: "),
     ],
 )
-def test_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Path, program: str | None, line: str) -> None:
+def test_unusable_interpreter_is_one_line(tmp_path: Path, program: str | None, line: str) -> None:
     python = tmp_path / "python"
     if program is not None:
         python.write_text(f"#!/bin/sh\n{program}\n")

@@ -12,15 +12,12 @@ from typing import Any
 import filelock
 import pytest
 from agent_cases import ScriptedSampler
-from chat_templates import make_tokenizer
+from attempts import make_group, run_group, say
 
-from rlightning.environments.chat_format import ChatFormat
-from rlightning.environments.policy import GroupRequest
-from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.verifiers import Verifiers
 from rlightning.rollout import Sampling
 from rlightning.rpc.client import LoopThread
-from rlightning.types import Prompt, RolloutBatch, Trajectory
+from rlightning.types import Prompt, Trajectory
 
 VERSION = "0.4.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlightning"
@@ -54,18 +51,17 @@ def write_words(folder: Path) -> dict[str, str]:
     return {"NLTK_DATA": str(folder)}
 
 
-def attempt(
+def attempt_task(
     loop: LoopThread,
     environment: Verifiers,
     folder: Path,
     *said: str,
     task: int | dict[str, Any] = 0,
-    max_length: int = 16384,
-    num_trajectories: int = 1,
-    timeout: float | None = 120.0,
+    number: int = 1,
     delay: float = 0.0,
     error: Exception | None = None,
     during: Callable[[Verifiers, ScriptedSampler], Any] | None = None,
+    **settings: Any,
 ) -> list[Trajectory]:
     """Attempt a task with a policy that says these texts.
 
@@ -73,23 +69,20 @@ def attempt(
         loop: of the environment, whose servers stay.
         during: awaited while the trajectories are made, with the policy's sampler.
     """
-    tokenizer = make_tokenizer("qwen3")
-    tokenizer.save_pretrained(folder)
-    tokenizer.name_or_path = str(folder)
-    sampler = ScriptedSampler(tokenizer, *said, end="<|im_end|>", delay=delay)
-    sampler.error = error
+    sampler = say(*said, family="qwen3", error=error)
+    sampler.delay = delay
+    sampler.tokenizer.save_pretrained(folder)
+    sampler.tokenizer.name_or_path = str(folder)
     prompt = Prompt(0, "", [1], {"task": task})
-    request = GroupRequest(prompt, Sampling(max_new_tokens=200, seed=3), num_trajectories)
-    group = RecordedGroup(sampler, ChatFormat(tokenizer), request, max_length, timeout)  # type: ignore[arg-type]
+    limits: dict[str, Any] = {"sampling": Sampling(max_new_tokens=200, seed=3), "max_length": 16384, "timeout": 120.0}
+    group = make_group(sampler, prompt, number, **limits | settings)
 
-    async def run() -> Any:
+    async def run() -> list[Trajectory]:
         await environment.check()
         other = asyncio.ensure_future(during(environment, sampler)) if during is not None else None
-        outcomes = await environment.run_group(prompt, group)
+        trajectories = await run_group(environment, group, prompt)
         if other is not None:
             await other
-        return outcomes
+        return trajectories
 
-    trajectories = group.finish(loop.run(run(), timeout=300), 0.0)
-    RolloutBatch.pack([[one for one in trajectories if one.branches]])
-    return trajectories
+    return loop.run(run(), timeout=300)

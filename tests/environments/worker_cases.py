@@ -31,39 +31,15 @@ class Deeds(Environment):
         if deed == "forget":
             return None  # type: ignore[return-value]
         sample = await policy.chat()
+        await self.harm_the_worker(deed)
         num_running = 0
         if deed == "slow":
             self.num_running += 1
             num_running = self.num_running
             await asyncio.sleep(0.5)
             self.num_running -= 1
-        elif deed == "exit":
-            (self.folder / f"exit {os.getpid()}").touch()
-            os._exit(3)
-        elif deed == "exit once" and not list(self.folder.glob("exit once *")):
-            (self.folder / f"exit once {os.getpid()}").touch()
-            while not list(self.folder.glob("hold once *")):
-                await asyncio.sleep(0.01)
-            os._exit(3)
-        elif deed == "hold once" and not list(self.folder.glob("hold once *")):
-            (self.folder / f"hold once {os.getpid()}").touch()
-            await asyncio.sleep(3600)
-        elif deed == "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        elif deed == "block":
-            time.sleep(3600)
         elif deed == "print":
             sys.stdout.write("a line of the environment's\n")
-        elif deed == "take memory":
-            self.taken = bytes(b"x" * 400_000_000)
-            await asyncio.sleep(3600)
-        elif deed == "flood":
-            while True:
-                sys.stdout.write("x" * 10_000 + "\n")
-                await asyncio.sleep(0)
-        elif deed == "flood and block":
-            while True:
-                os.write(1, b"x" * 10_000)
         elif deed == "raise":
             raise ConnectionError("the sandbox is gone")
         elif deed == "sys.exit":
@@ -100,6 +76,34 @@ class Deeds(Environment):
             },
             traces=[AgentTrace("me", 0.5, [0])],
         )
+
+    async def harm_the_worker(self, deed: str) -> None:
+        """Do what costs the process, or what it must be ended for."""
+        if deed == "exit":
+            (self.folder / f"exit {os.getpid()}").touch()
+            os._exit(3)
+        elif deed == "exit once" and not list(self.folder.glob("exit once *")):
+            (self.folder / f"exit once {os.getpid()}").touch()
+            while not list(self.folder.glob("hold once *")):
+                await asyncio.sleep(0.01)
+            os._exit(3)
+        elif deed == "hold once" and not list(self.folder.glob("hold once *")):
+            (self.folder / f"hold once {os.getpid()}").touch()
+            await asyncio.sleep(3600)
+        elif deed == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif deed == "block":
+            time.sleep(3600)
+        elif deed == "take memory":
+            self.taken = bytes(b"x" * 400_000_000)
+            await asyncio.sleep(3600)
+        elif deed == "flood":
+            while True:
+                sys.stdout.write("x" * 10_000 + "\n")
+                await asyncio.sleep(0)
+        elif deed == "flood and block":
+            while True:
+                os.write(1, b"x" * 10_000)
 
 
 class NeedsRoom(Environment):

@@ -3,7 +3,7 @@
 The launcher is imported in that interpreter, where nothing of the trainer is installed.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlightning.environments.verifiers.environment import Verifiers
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Verifiers"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what the trainer's process alone uses when it is asked for."""
     if name == "Verifiers":
         from rlightning.environments.verifiers.environment import Verifiers

@@ -7,13 +7,12 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from rlightning.environments.endpoint import Endpoint
 from rlightning.environments.endpoint.session import name_model
 from rlightning.environments.endpoint.shared_key import SharedKey
-from rlightning.environments.environment import Environment, Policy, PolicyGroup, TrajectoryLostError
+from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.verifiers.episode import Episode, EpisodeAssembly, Trace
 from rlightning.environments.verifiers.server import (
@@ -44,16 +43,11 @@ COLUMN = "task"
 
 
 class _Servers(NamedTuple):
-    """The servers of an event loop.
-
-    Attributes:
-        places: one for each trajectory that may be under way.
-    """
+    """The servers of an event loop."""
 
     loop: asyncio.AbstractEventLoop
     servers: list[EnvironmentServer]
     key: SharedKey
-    places: asyncio.Semaphore
 
 
 class Verifiers(Environment):
@@ -126,7 +120,7 @@ class Verifiers(Environment):
         self.python, self.agents, self.credit = os.path.expanduser(python), agents, credit
         self.renderer = {"name": renderer} if isinstance(renderer, str) else renderer
         self.renderer_model_name = renderer_model_name
-        self.num_tasks, self.num_workers, self.max_trajectories = num_tasks, num_workers, max_trajectories
+        self.num_tasks, self.num_workers = num_tasks, num_workers
         self.timeout, self.hang_timeout, self.variables = timeout, hang_timeout, dict(variables or {})
         try:
             self.endpoint = Endpoint(**(endpoint or {}))
@@ -134,6 +128,7 @@ class Verifiers(Environment):
             raise ConfigError(f"Verifiers: endpoint={endpoint}: {cut_line(error)}.") from error
         self._roles = list(roles or {})
         self._tasks: list[dict[str, Any]] = []
+        self.places = Places(num_workers * max_trajectories)
         self._servers: _Servers | None = None
         self._deaths = RestartPolicy(MAX_DEATHS)
 
@@ -160,10 +155,6 @@ class Verifiers(Environment):
             await asyncio.gather(*(server.close() for server in found.servers))
         await self.endpoint.close()
 
-    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Make the trajectories of one prompt, each as soon as it has a place."""
-        return await group.run_each(partial(self.run, prompt), self._get_servers().places)
-
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory.
 
@@ -186,17 +177,17 @@ class Verifiers(Environment):
     async def _run_at(
         self, server: EnvironmentServer, key: SharedKey, prompt: Prompt, policy: RecordedPolicy
     ) -> Outcome:
-        await self._start(server)
+        with policy.clock.stopped():
+            await self._start(server)
         parts: dict[str, RecordedPolicy] = {}
-        try:
-            async with asyncio.timeout(self.timeout) as deadline:
-                episode = await self._run_episode(server, key, prompt, policy, parts)
+
+        async def run_and_read() -> Outcome:
+            episode = await self._run_episode(server, key, prompt, policy, parts)
             self._deaths.reset()
             return self._read(episode, policy, parts)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            return Outcome(status="timeout", error=f"The episode took more than {self.timeout:g} s.")
+
+        try:
+            return await policy.clock.run(run_and_read(), self.timeout, "The episode")
         except ServersClosedError as error:
             return Outcome(status="aborted", error=str(error))
         except ServerEndedError as error:
@@ -310,7 +301,7 @@ class Verifiers(Environment):
             variables = {**self.variables, KEY_VARIABLE: key.key}
             launch = Launch(self.python, self.config, variables, self.hang_timeout)
             servers = [EnvironmentServer(launch) for _ in range(self.num_workers)]
-            self._servers = _Servers(loop, servers, key, asyncio.Semaphore(self.num_workers * self.max_trajectories))
+            self._servers = _Servers(loop, servers, key)
         return self._servers
 
     async def _start(self, server: EnvironmentServer) -> None:

@@ -199,9 +199,6 @@ class EpisodeAssembly:
     def finish(self, reply: Mapping[str, Any]) -> Episode:
         """Return the episode.
 
-        Args:
-            reply: that ends it.
-
         Raises:
             ValueError: the server has refused it, or a piece is missing.
         """

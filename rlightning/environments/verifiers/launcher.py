@@ -22,12 +22,7 @@ GRACE = 10.0
 
 
 class Announcement:
-    """Stands for the queue that the server reports its address to: the trainer knows the address, and waits for this.
-
-    Args:
-        trainer: the socket.
-        found: what the trainer is told.
-    """
+    """Stands for the queue that the server reports its address to, which the trainer knows: it waits for this."""
 
     def __init__(self, trainer: socket.socket, found: dict[str, Any]) -> None:
         self.trainer, self.found, self.is_made = trainer, found, False
@@ -44,11 +39,7 @@ class Announcement:
 
 
 class Lifeline:
-    """Stands for the pipe whose end tells the server that its parent is gone.
-
-    Args:
-        descriptor: of the pipe that is closed when the trainer ends.
-    """
+    """Stands for the pipe whose end tells the server that its parent is gone."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -79,9 +79,6 @@ class Announcement(NamedTuple):
 class EnvironmentServer:
     """A server that can be started again after its end.
 
-    Args:
-        launch: how it is started.
-
     Attributes:
         runs: under way, by name: the events of each.
         num_assigned: trajectories that wait for it, or run.
@@ -114,9 +111,6 @@ class EnvironmentServer:
 
     async def start(self, num_tasks: int = 0) -> Announcement:
         """Start it.
-
-        Args:
-            num_tasks: of its task set to list.
 
         Raises:
             ConfigError: it does not start.
