@@ -44,6 +44,7 @@ from rlightning.rollout.canary import MAX_DISTANCE, Verification
 from rlightning.rollout.engine_relay import COLLECTOR_RANK
 from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
+from rlightning.rollout.sampler import MAX_SUPPORT
 from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt, RolloutBatch, Trajectory
@@ -139,6 +140,7 @@ class RolloutCallback(RLCallback, Generator):
         self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
         self._turns = TurnTotals()
+        self._has_warned = False
         self.take_prefix_cache: Callable[[], PrefixCacheUse] = PrefixCacheUse  # a subclass sets it, on rank 0
 
     # What a subclass defines
@@ -302,6 +304,7 @@ class RolloutCallback(RLCallback, Generator):
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Log what environments have made of the step so far; a collective, if there are any."""
+        self._check_supports(batch)
         if self.is_single_turn:
             return
         self._turns.add(batch.trajectories)
@@ -363,6 +366,36 @@ class RolloutCallback(RLCallback, Generator):
             module.weight_version += 1
             self._seen_version = module.weight_version
 
+    # Truncated sampling
+
+    def _say_truncated(self) -> None:
+        """Say what the trainer does about the tokens that sampling cuts off."""
+        sampling = self.sampling
+        if not sampling.max_support:
+            log.warning(
+                "rollout.top_k=%d is above %d: what it cuts off the engine's distributions is unknown to the trainer, "
+                "and the gap between them will not be 0. Lower it, or consider model.rollout_correction.",
+                sampling.top_k,
+                MAX_SUPPORT,
+            )
+        elif not sampling.top_k:
+            log.info(
+                "top_p and min_p leave the %d likeliest tokens at most: the trainer's distributions are cut as the "
+                "sampler's were, by tokens that come with each sample.",
+                MAX_SUPPORT,
+            )
+
+    def _check_supports(self, batch: RolloutBatch) -> None:
+        """Warn once if the sampler does not return what its distributions were truncated to."""
+        if self._has_warned or not self.sampling.max_support or batch.supports is not None:
+            return
+        self._has_warned = bool(batch.is_sampled.any())
+        if self._has_warned:
+            log.warning(
+                "The sampler returns no Sample.supports: what top_p, top_k and min_p cut off its distributions is "
+                "unknown to the trainer, and the gap between them will not be 0. Consider model.rollout_correction."
+            )
+
     # Configuration
 
     @property
@@ -379,11 +412,8 @@ class RolloutCallback(RLCallback, Generator):
             raise ConfigError(
                 "rollout.temperature=0 makes all samples of a prompt alike, and nothing can be learned. Use 1."
             )
-        if stage == "fit" and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
-            log.warning(
-                "top_p, top_k and min_p cut the distribution that the engine samples from, but not the trainer's: "
-                "the gap between them will not be 0. Consider model.rollout_correction."
-            )
+        if stage == "fit" and sampling.is_truncated:
+            self._say_truncated()
         if stage == "fit" and self.verify_trajectories:
             check_verifiable(sampling)
         datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None

@@ -29,7 +29,14 @@ class Reply(Sample):
     __slots__ = ("message",)
 
     def __init__(self, sample: Sample, message: AssistantMessage | None = None) -> None:
-        super().__init__(sample.token_ids, sample.logprobs, sample.weight_versions, sample.text, sample.finish_reason)
+        super().__init__(
+            sample.token_ids,
+            sample.logprobs,
+            sample.weight_versions,
+            sample.text,
+            sample.finish_reason,
+            sample.supports,
+        )
         self.message = message or AssistantMessage(sample.text)
 
 

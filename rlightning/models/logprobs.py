@@ -38,7 +38,8 @@ def packed_logprobs(
         needs_entropy_grad: whether the entropies are differentiated.
 
     Returns:
-        [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled.
+        [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled. Both of the distributions that
+        ``batch.supports`` truncate, where there are any.
     """
     if isinstance(model, ShardedPolicy):
         return model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)
@@ -66,6 +67,7 @@ def compute_packed_logprobs(
         temperature=batch.to_tokens(temperatures)[asked] if isinstance(temperatures, Tensor) else temperatures,
         softcap=read_setting(model.config, "final_logit_softcapping"),
         needs_entropy_grad=needs_entropy_grad,
+        supports=None if batch.supports is None else batch.supports[asked],
     )
     zeros = picked.new_zeros(batch.num_tokens)
     return zeros.index_put((asked,), picked), zeros.index_put((asked,), entropy)

@@ -3,10 +3,18 @@
     forward    a chunk's hidden states -> logits [C, V] -> a normalizer, a target's logit and an entropy a token
     backward   the same logits anew -> their gradient, in their place -> [C, E], and its part of the sum [V, E]
 
+``top_p``, ``top_k`` and ``min_p`` leave a token's distribution a support, which was fixed when the token was sampled
+(DeepSeek-V3.2's "keep sampling mask", arXiv:2512.02556). With S that support and x the scaled logits of any policy:
+
+    log p[t] = x[t] - log sum_{v in S} exp(x[v])        H = -sum_{v in S} p[v] log p[v]
+
+and logits outside of S have no gradient. The products are the same; of a chunk's logits [C, K] are gathered.
+
 With tensor parallelism the weight is cut over the vocabulary, and ``V`` is a rank's part of it: each rank finds these
 three numbers among its own logits, and then they are merged.
 
-Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabulary, ``G`` ranks that share it.
+Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabulary, ``G`` ranks that share it,
+``K`` tokens of the largest support.
 """
 
 import functools
@@ -14,7 +22,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,16 +40,23 @@ It is all that a chunk takes on a GPU: what the kernels (logit_kernels.py) compu
 and writing a few numbers a token, or a gradient in their place, stays in registers. Elsewhere float32 copies come on
 top.
 """
+FLOOR = -1e30
+"""The logit of what is not there: below every other, yet so far from minus infinity that it minus itself is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What :func:`chunked_logprobs` was asked for, and ``group``, the ranks that share the vocabulary, if any do."""
+    """What :func:`chunked_logprobs` was asked for, and ``group``, the ranks that share the vocabulary, if any do.
+
+    Supports are places in this rank's part of it, or outside; ``is_cut`` says which tokens have one.
+    """
 
     temperature: float | Tensor
     softcap: float | None
     needs_entropy_grad: bool
     group: dist.ProcessGroup | None
+    supports: Tensor | None
+    is_cut: Tensor | None
 
 
 def chunked_logprobs(
@@ -52,6 +67,7 @@ def chunked_logprobs(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     needs_entropy_grad: bool = False,
+    supports: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, a chunk of tokens at a time.
 
@@ -66,18 +82,22 @@ def chunked_logprobs(
         temperature: logits are divided by it; one for all, or [M] above 0.
         softcap: logits are squashed to this size by tanh first (Gemma 2, arXiv:2408.00118, section 2).
         needs_entropy_grad: whether the entropies are differentiated.
+        supports: [M, K], the tokens that each distribution is truncated to, filled up with -1; a row of nothing else is
+            of one that is not. None: of none.
 
     Returns:
         [M] log-probabilities and [M] entropies in nats, float32, or float64 for float64 ``hidden``.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    group = None
+    group, is_cut = None, None if supports is None else (supports >= 0).any(-1)
     if isinstance(weight, DTensor):
         group = weight.device_mesh.get_group()
-        targets = targets - local_box(weight).offset[0]
+        first = local_box(weight).offset[0]
+        targets = targets - first
+        supports = None if supports is None else (supports - first).where(supports >= 0, -1)
         weight = weight.to_local()
-    settings = _Settings(temperature, softcap, needs_entropy_grad, group)
+    settings = _Settings(temperature, softcap, needs_entropy_grad, group, supports, is_cut)
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, settings)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -89,9 +109,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         found = hidden.new_empty(3, len(hidden), dtype=_wide(hidden.dtype))
         for own, logits in _chunks(hidden, weight.to(hidden.dtype)):
-            summarize = _kernels(logits).summarize_logits
             temperature = _of_chunk(settings.temperature, own)
-            found[:, own] = torch.stack(summarize(logits, targets[own], temperature, settings.softcap))
+            kept = _kept_logits(logits, settings, own)
+            found[:, own] = _summarize_chunk(logits, kept, targets[own], temperature, settings.softcap)
         normalizer, picked, entropy = merge_parts(_gather(found, settings.group))
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.settings = settings
@@ -121,8 +141,9 @@ def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tup
     grad_weight = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if needs_weight else None
     weight = weight.to(hidden.dtype)
     for own, logits in _chunks(hidden, weight):
-        _kernels(logits).differentiate_logits(
+        _differentiate_chunk(
             logits,
+            _kept_logits(logits, settings, own),
             targets[own],
             normalizer[own],
             entropy[own],
@@ -136,6 +157,70 @@ def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tup
         if grad_weight is not None:
             add_product(grad_weight, logits.T, hidden[own])
     return grad_hidden, grad_weight
+
+
+class _KeptLogits(NamedTuple):
+    """What supports keep of a chunk's logits.
+
+    Attributes:
+        logits: [C, K], a copy.
+        places: [C, K] int64, where they are.
+        is_here: [C, K] bool, whether there is such a token, and among this rank's.
+        is_cut: [C] bool, whether the distribution is truncated.
+    """
+
+    logits: Tensor
+    places: Tensor
+    is_here: Tensor
+    is_cut: Tensor
+
+
+def _kept_logits(logits: Tensor, settings: _Settings, own: slice) -> _KeptLogits | None:
+    if settings.supports is None or settings.is_cut is None:
+        return None
+    places = settings.supports[own].long()
+    is_here = (places >= 0) & (places < logits.shape[1])
+    places = places.where(is_here, 0)
+    return _KeptLogits(logits.gather(1, places), places, is_here, settings.is_cut[own])
+
+
+def _summarize_chunk(
+    logits: Tensor, kept: _KeptLogits | None, targets: Tensor, temperature: float | Tensor, softcap: float | None
+) -> Tensor:
+    """Return what :func:`summarize_logits` does, [3, C], where ``kept`` is what truncation leaves of the logits."""
+    whole = torch.stack(_kernels(logits).summarize_logits(logits, targets, temperature, softcap))
+    if kept is None:
+        return whole
+    normalizer, entropy = normalize(scale_logits(kept.logits, temperature, softcap).where(kept.is_here, FLOOR))
+    truncated = torch.stack([normalizer, pick_logits(logits, targets, temperature, softcap), entropy])
+    return truncated.where(kept.is_cut, whole)
+
+
+def _differentiate_chunk(
+    logits: Tensor,
+    kept: _KeptLogits | None,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+) -> None:
+    """Do as :func:`differentiate_logits`, where ``kept`` is what truncation leaves of the logits."""
+    differentiate = _kernels(logits).differentiate_logits
+    if kept is None:
+        differentiate(logits, targets, normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
+        return
+    is_target = kept.is_here & (kept.places == targets[:, None])
+    scaled = scale_logits(kept.logits, temperature, softcap).where(kept.is_here, FLOOR)
+    given = (normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
+    gradient = logit_gradient(scaled, is_target, *given).where(kept.is_here, 0.0)
+    # By this all chances of truncated rows, and so the gradients of all their logits, are 0.
+    normalizer = normalizer.where(~kept.is_cut, -FLOOR)
+    grad_logprobs = grad_logprobs.where(~kept.is_cut, 0.0)
+    differentiate(logits, targets, normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
+    logits.scatter_add_(1, kept.places, gradient.to(logits.dtype))
 
 
 def chunk_tokens(row_bytes: int) -> int:
@@ -179,17 +264,26 @@ def summarize_logits(
         Each [C]: the logarithm of the sum of their exponentials, the target's logit (0 if it is not here), and the
         entropy of their softmax.
     """
+    normalizer, entropy = normalize(scale_logits(logits, temperature, softcap))
+    return normalizer, pick_logits(logits, targets, temperature, softcap), entropy
+
+
+def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
+    """Return the scaled logit of each target, [C]; 0 if it is not here."""
     num_logits = logits.shape[-1]
-    scaled = scale_logits(logits, temperature, softcap)
+    is_here = (targets >= 0) & (targets < num_logits)
+    picked = logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0]
+    return scale_logits(picked, temperature, softcap).where(is_here, 0.0)
+
+
+def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the sum of logits' exponentials, and the entropy of their softmax, over the last axis."""
     largest = scaled.amax(-1)
     shifted = scaled - largest[:, None]
     weights = shifted.exp()
     total = weights.sum(-1)
     # two terms of one sign, so that nothing cancels
-    entropy = total.log() - (weights * shifted).sum(-1) / total
-    is_here = (targets >= 0) & (targets < num_logits)
-    picked = scale_logits(logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0], temperature, softcap)
-    return largest + total.log(), picked.where(is_here, 0.0), entropy
+    return largest + total.log(), total.log() - (weights * shifted).sum(-1) / total
 
 
 def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,17 +319,32 @@ def differentiate_logits(
     ranks' logits.
     """
     scaled = scale_logits(logits, temperature, softcap)
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    given = (normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
+    logits.copy_(logit_gradient(scaled, is_target, *given))
+
+
+def logit_gradient(
+    scaled: Tensor,
+    is_target: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+) -> Tensor:
+    """Return the gradient of logits, before they were squashed and scaled; see :func:`differentiate_logits`."""
     table = scaled - normalizer[:, None]
     chances = table.exp()
-    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
     if grad_entropy is not None:
         gradient = gradient - grad_entropy[:, None] * chances * (table + entropy[:, None])
-    temperature = _by_row(temperature, logits)
+    temperature = _by_row(temperature, scaled)
     gradient = gradient / temperature
     if softcap is not None:
         gradient = gradient * (1 - (scaled * (temperature / softcap)).square())
-    logits.copy_(gradient)
+    return gradient
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -26,6 +26,7 @@ from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.transports import make_colocated_sender, make_standalone_sender
 from rlightning.types import Prompt, Sample
+from rlightning.types.supports import Supports
 
 
 class EngineSampler(ABC):
@@ -256,7 +257,7 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "n": num_samples,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": sampling.max_support or sampling.top_k,
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
@@ -265,6 +266,7 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "ignore_eos": True,
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
         "seed": sampling.seed,
+        "logprobs": sampling.max_support,  # likeliest tokens, besides the sampled one
     }
 
 
@@ -323,4 +325,7 @@ def make_sample(text: str, output: dict[str, Any]) -> Sample:
     token_ids = array("q", np.asarray(output["token_ids"], np.int64).tobytes())
     logprobs = array("f", np.asarray(output["logprobs"], np.float32).tobytes())
     weight_versions = array("i", np.asarray(output["weight_versions"], np.int32).tobytes())
-    return Sample(token_ids, logprobs, weight_versions, text, reason)
+    supports = None
+    if output.get("supports") is not None:
+        supports = Supports(*(array("i", np.asarray(part, np.int32).tobytes()) for part in output["supports"]))
+    return Sample(token_ids, logprobs, weight_versions, text, reason, supports)

@@ -32,7 +32,7 @@ OF_THE_RUN: dict[str, tuple[str, ...]] = {
     "use rollout.seed": ("seed",),
     "use rollout.gpu_memory_utilization": ("gpu_memory_utilization",),
     "use rollout.sleep": ("enable_sleep_mode", "enable_cumem_allocator"),
-    "the trainer compares log-probabilities after the temperature": ("logprobs_mode",),
+    "the trainer compares log-probabilities after the temperature": ("logprobs_mode", "max_logprobs"),
     "sampling values are keys of rollout, and the run's own ends of sequence end a completion": (
         "generation_config", "override_generation_config",
     ),

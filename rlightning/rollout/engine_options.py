@@ -27,7 +27,7 @@ from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rollout.model_files import read_copies
 from rlightning.rollout.placement import free_devices
-from rlightning.rollout.sampler import Sampling
+from rlightning.rollout.sampler import MAX_SUPPORT, Sampling
 from rlightning.rollout.vllm.memory import EngineMemory, check_kv_cache, kv_cache_setting, read_engine
 from rlightning.rpc.authentication import parse_url
 from rlightning.run_key import check_key
@@ -236,6 +236,7 @@ class EngineOptions:
             # engines that draw the same numbers would make different prompts' samples alike
             "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
+            "max_logprobs": MAX_SUPPORT,
             "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
             "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
             "disable_log_stats": True,

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from rlightning.rollout.weights import WeightSource
 
 
+MAX_SUPPORT = 128
+"""Tokens of the largest truncated distribution that is corrected in the trainer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How completions are sampled; the names are vLLM's.
@@ -24,7 +28,8 @@ class Sampling:
         temperature: logits are divided by it before sampling, and by the trainer too; 0 is greedy. vLLM takes no
             other below 0.01, and none above 2.
         top_p: sample from the smallest set of tokens with this probability mass.
-        top_k: sample from this many likeliest tokens; 0 is all.
+        top_k: sample from this many likeliest tokens; 0 is all, and with ``top_p`` or ``min_p`` the ``MAX_SUPPORT``
+            likeliest.
         min_p: leave out tokens less likely than this share of the likeliest one's probability.
         max_new_tokens: completions are cut here.
         stop: strings that end a completion, and are part of its text.
@@ -59,6 +64,17 @@ class Sampling:
             ),
         }
         check_rules(rules)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are cut off the distribution that is sampled from."""
+        return self.temperature > 0 and bool(self.top_p < 1 or self.top_k or self.min_p)
+
+    @property
+    def max_support(self) -> int:
+        """Tokens that the sampler returns of each truncated distribution, at most; 0: it returns none."""
+        most = self.top_k or MAX_SUPPORT
+        return most if self.is_truncated and most <= MAX_SUPPORT else 0
 
     def of(self, prompt: Prompt) -> "Sampling":
         """Return how a prompt's completions are sampled: with its own temperature and limit, where it has any."""
@@ -158,7 +174,7 @@ class TokenSampler(Protocol):
 
         Returns:
             ``num_samples`` of them, each token with its log-probability under the distribution that it was drawn from,
-            and the version of the weights.
+            that distribution's support where ``sampling.max_support`` is above 0, and the version of the weights.
 
         Raises:
             EngineError: the sampler has no weights, has failed, or does not take a sequence of this length.

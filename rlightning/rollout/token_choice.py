@@ -4,6 +4,7 @@ Letters: ``N`` sequences, ``V`` vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,21 @@ from torch import Tensor
 from rlightning.rollout.sampler import Sampling
 
 
-def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
+class Choice(NamedTuple):
+    """A token for each sequence.
+
+    Attributes:
+        tokens: [N].
+        logprobs: [N], under the distributions that they were drawn from; of greedy ones, at temperature 1.
+        supports: N, the tokens of each distribution where it is truncated and ``max_support`` asks for them.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    supports: list[list[int]]
+
+
+def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Choice:
     """Choose a token for each sequence.
 
     The order is vLLM's: the temperature, ``min_p``, ``top_k``, ``top_p``. A sequence's token depends on its own row and
@@ -24,8 +39,7 @@ def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
             sequences (``temperature=0``) need none.
 
     Returns:
-        [N] tokens, and [N] their log-probabilities under the distribution that they were drawn from; of greedy ones, at
-        temperature 1. Both on the CPU.
+        What was chosen, on the CPU.
     """
     device = logits.device
     temperatures = torch.tensor([one.temperature or 1.0 for one in samplings], device=device)
@@ -36,7 +50,18 @@ def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
     tokens = torch.searchsorted(mass, drawn[:, None], right=True)[:, 0].clamp_max(logits.shape[1] - 1)
     is_greedy = torch.tensor([one.temperature == 0 for one in samplings], device=device)
     tokens = torch.where(is_greedy, logits.argmax(-1), tokens)
-    return tokens.cpu(), logprobs.gather(1, tokens[:, None])[:, 0].cpu()
+    supports = find_supports(logprobs, samplings)
+    return Choice(tokens.cpu(), logprobs.gather(1, tokens[:, None])[:, 0].cpu(), supports)
+
+
+def find_supports(logprobs: Tensor, samplings: Sequence[Sampling]) -> list[list[int]]:
+    """Return the tokens that truncated distributions [N, V] are left with, of those that are to be returned."""
+    supports: list[list[int]] = [[] for _ in samplings]
+    if any(one.max_support for one in samplings):
+        is_asked = torch.tensor([one.max_support > 0 for one in samplings], device=logprobs.device)
+        for row, token in (logprobs.isfinite() & is_asked[:, None]).nonzero().tolist():
+            supports[row].append(token)
+    return supports
 
 
 def cut_distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -46,11 +71,11 @@ def cut_distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
         share = torch.tensor([one.min_p for one in samplings], device=device)
         chances = logits.softmax(-1)
         logits = logits.masked_fill(chances < share[:, None] * chances.amax(-1, keepdim=True), -torch.inf)
-    if not any(one.top_k or one.top_p < 1 for one in samplings):
+    if not any(one.top_k or one.top_p < 1 or one.max_support for one in samplings):
         return logits
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     size = logits.shape[1]
-    most = torch.tensor([min(one.top_k or size, size) for one in samplings], device=device)
+    most = torch.tensor([min(one.max_support or one.top_k or size, size) for one in samplings], device=device)
     ordered = ordered.masked_fill(torch.arange(size, device=device) >= most[:, None], -torch.inf)
     chances = ordered.softmax(-1)
     limits = torch.tensor([one.top_p for one in samplings], device=device)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ class _Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    supports: list[list[int]] = field(default_factory=list)
     end: int | str | None = None
     is_finished: bool = False
 
@@ -223,15 +225,17 @@ class TransformersSampler:
                 last = [sequence.token_ids[-1] for sequence in self._running]
                 logits = predict_next(self.model, self._cache, last, [one.length for one in self._running])
             chosen = admitted or self._running
-            tokens, logprobs = choose_tokens(
+            choice = choose_tokens(
                 logits,
                 [sequence.request.sampling for sequence in chosen],
                 [sequence.uniforms[len(sequence.token_ids)] for sequence in chosen],
             )
-        for sequence, token, logprob in zip(chosen, tokens.tolist(), logprobs.tolist(), strict=True):
+        columns = choice.tokens.tolist(), choice.logprobs.tolist(), choice.supports
+        for sequence, token, logprob, support in zip(chosen, *columns, strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             sequence.weight_versions.append(version)
+            sequence.supports.append(support)
             self._end(sequence)
         for sequence in [sequence for sequence in self._running if sequence.is_finished]:
             self._remove(sequence)
@@ -297,6 +301,9 @@ class TransformersSampler:
                 "logprobs": np.array(sequence.logprobs, np.float32),
                 "weight_versions": np.array(sequence.weight_versions, np.int32),
                 "end": sequence.end,
+                "supports": ([*chain.from_iterable(sequence.supports)], [*map(len, sequence.supports)])
+                if request.sampling.max_support
+                else None,
             }
             for sequence in request.sequences
         ]

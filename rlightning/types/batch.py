@@ -22,6 +22,7 @@ from rlightning.errors import ConfigError
 from rlightning.python_values import field_values
 from rlightning.types import axes
 from rlightning.types.axes import Axis, axis
+from rlightning.types.packed_supports import NO_TOKEN, align_supports, pack_supports
 from rlightning.types.shared_prefixes import SharedPrefixes
 from rlightning.types.trajectory import Branch, BranchReason, Prompt, Sample, Trajectory
 
@@ -67,6 +68,8 @@ class RolloutBatch:
         rollout_logprobs: [T] float32, the sampler's; 0 where not sampled.
         weight_versions: [T] int32, the sampler's; -1 where not sampled.
         turn_ids: [T] int32, the turn of its trajectory that each token is of; -1 for the prompt.
+        supports: [T, K] int32, the tokens that each token was drawn from, and -1 beyond; only -1 where nothing was cut
+            off. None: nowhere, as without ``top_p``, ``top_k`` and ``min_p``.
         cu_seqlens: [N+1] int32, sequence ``i`` is ``cu_seqlens[i]:cu_seqlens[i+1]``.
         trajectory_ids: [N] int64, the trajectory that each sequence is a branch of.
         completion_lengths: [M] int64, sampled tokens of each trajectory, in all of its branches, of which a micro-batch
@@ -100,6 +103,7 @@ class RolloutBatch:
     group_ids: Tensor = field(metadata=axis("M"))
     reasons: list[BranchReason] = field(metadata=axis("N"))
     trajectories: list[Trajectory] = field(metadata=axis("M"))
+    supports: Tensor | None = field(default=None, metadata=axis("T", fill=NO_TOKEN))
     rewards: Tensor | None = field(default=None, metadata=axis("M"))
     group_lengths: Tensor | None = field(default=None, metadata=axis("M"))
     scores: dict[str, Tensor] = field(default_factory=dict, metadata=axis("M"))
@@ -155,6 +159,7 @@ class RolloutBatch:
             trajectories=trajectories,
         )
         _check_sampled(batch)
+        batch.supports = pack_supports(batch)
         batch.trajectories = [replace(one, branches=()) for one in trajectories]
         for f, own in axes.axis_fields(cls):
             if own.name == "M" and any(f.name in one.metrics for one in trajectories):
@@ -363,7 +368,7 @@ class RolloutBatch:
             num_trajectories += batch.num_trajectories
         lengths = torch.cat([b.lengths for b in batches])
         return replace(
-            axes.concatenate(batches),
+            axes.concatenate(align_supports(batches)),
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
             trajectory_ids=torch.cat(trajectory_ids),
             group_ids=torch.cat(group_ids),

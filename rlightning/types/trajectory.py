@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from rlightning.types.supports import Supports
+
 TEMPERATURES = (0.01, 2.0)
 """The lowest above 0 and the highest that vLLM samples with as they are."""
 
@@ -92,9 +94,10 @@ class Sample(Buffers):
         text: the tokens decoded, without special tokens and the end of sequence; a stop string or stop token that the
             run has named is part of it.
         finish_reason: "stop" (end of sequence or a stop string) or "length" (cut at the token limit).
+        supports: C of them, the tokens that each token was drawn from; None: the whole vocabulary.
     """
 
-    __slots__ = ("finish_reason", "logprobs", "text", "token_ids", "weight_versions")
+    __slots__ = ("finish_reason", "logprobs", "supports", "text", "token_ids", "weight_versions")
 
     def __init__(
         self,
@@ -103,12 +106,14 @@ class Sample(Buffers):
         weight_versions: Iterable[int],
         text: str,
         finish_reason: FinishReason,
+        supports: Supports | None = None,
     ) -> None:
         self.token_ids: array[int] = _buffer("q", token_ids)
         self.logprobs: array[float] = _buffer("f", logprobs)
         self.weight_versions: array[int] = _buffer("i", weight_versions)
         self.text = text
         self.finish_reason: FinishReason = finish_reason
+        self.supports = supports
 
     @property
     def is_truncated(self) -> bool:
@@ -351,7 +356,7 @@ def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
             if isinstance(values, array):
                 values.extend(saved[name])
         branches.append(branch)
-    turns = tuple(Turn(message, sample and Sample(**sample)) for message, sample in plain["turns"])
+    turns = tuple(Turn(message, sample and _sample(**sample)) for message, sample in plain["turns"])
     plain = dict(plain)
     traces = plain.pop("traces", None)
     prompt = prompt._replace(temperature=plain.pop("temperature", prompt.temperature))  # what it was sampled at
@@ -365,8 +370,16 @@ def read_traces(plain: Iterable[Iterable[Any]] | None) -> list[AgentTrace] | Non
 
 
 def _plain_buffers(record: Buffers) -> dict[str, Any]:
-    attributes = record.attributes().items()
-    return {name: value.tolist() if isinstance(value, array) else value for name, value in attributes}
+    plain = {}
+    for name, value in record.attributes().items():
+        value = value.to_plain() if isinstance(value, Supports) else value
+        plain[name] = value.tolist() if isinstance(value, array) else value
+    return plain
+
+
+def _sample(supports: list[list[int]] | None = None, **attributes: Any) -> Sample:
+    """Return the sample of what :func:`_plain_buffers` has made of it."""
+    return Sample(**attributes, supports=None if supports is None else Supports(*supports))
 
 
 def _buffer(typecode: str, values: Iterable[Any]) -> array[Any]:

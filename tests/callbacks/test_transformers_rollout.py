@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -72,6 +72,29 @@ def test_run_learns_and_resumes_bit_equal(folder: str, tmp_path: Path) -> None:
         assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
     for name, weight in copy_weights(resumed).items():
         assert torch.equal(weight, copy_weights(module)[name]), name
+
+
+def test_truncated_run_has_gap_of_plain_one(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In micro-batches; the reference is truncated as the actor is, and until the first update it is the actor."""
+    plan = {"max_tokens_per_microbatch": 64, "samples_per_prompt": 8}
+    module = make_module(folder, lr=1e-3, kl_coef=0.1, entropy_coef=0.01, **plan)
+    witness = Witness()
+    make_trainer(tmp_path, 3, make_rollout(top_p=0.8, min_p=0.02), witness).fit(module, make_data(tmp_path))
+    assert len(witness.steps) == 3 and all(step["policy/rollout_gap_max"] < 1e-5 for step in witness.steps)
+    for batch in witness.batches:
+        assert batch.supports is not None
+        assert ((batch.supports == batch.token_ids[:, None]).any(1) == batch.is_sampled).all()
+    assert witness.steps[0]["policy/kl"] == pytest.approx(0, abs=1e-6) and witness.steps[1]["policy/kl"] > 1e-4
+    assert "Sample.supports" not in caplog.text
+
+
+def test_missing_supports_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    rollout, batch = make_rollout(top_p=0.8), RolloutBatch.of_sequences([[1, 2, 3]])
+    for _ in range(2):
+        rollout.on_rollout_end(cast(Any, None), None, batch)
+    assert caplog.text.count("The sampler returns no Sample.supports") == 1
+    make_rollout(top_k=500).on_rollout_end(cast(Any, None), None, batch)  # which was said when it began
+    assert len(caplog.records) == 1
 
 
 def sample_on_ranks(folder: Path, model: str, num_ranks: int) -> list[list[Any]]:

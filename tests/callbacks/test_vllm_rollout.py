@@ -447,12 +447,28 @@ def test_engine_arguments_pass_through(model_folder: str, tmp_path: Path, monkey
     assert config.dtype == torch.float32 and not config.can_sleep
 
 
-def test_a_cut_distribution_is_said(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("truncation", "level", "said"),
+    [
+        ({"top_p": 0.9}, logging.INFO, "top_p and min_p leave the 128 likeliest tokens at most"),
+        ({"top_k": 129}, logging.WARNING, "rollout.top_k=129 is above 128: what it cuts off"),
+        ({"top_p": 0.9, "top_k": 128}, logging.INFO, None),
+    ],
+)
+def test_truncated_distribution_is_said(
+    truncation: dict[str, Any],
+    level: int,
+    said: str | None,
+    model_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        started_with(make_rollout(top_p=0.9), model_folder, tmp_path, monkeypatch)
-    assert "Consider model.rollout_correction" in caplog.text
+    with caplog.at_level(logging.INFO):
+        config = started_with(make_rollout(**truncation), model_folder, tmp_path, monkeypatch)
+    assert config.engine_args["max_logprobs"] == 128
+    found = [one.getMessage() for one in caplog.records if one.levelno == level and "the trainer" in one.getMessage()]
+    assert [text for text in found if said is None or text.startswith(said)] == found and bool(found) == bool(said)
 
 
 def test_a_single_stop_string_is_not_taken_apart() -> None:

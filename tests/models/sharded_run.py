@@ -45,6 +45,12 @@ def compare(
     found["buffers"] = all(torch.equal(buffers[name], buffer) for name, buffer in whole.named_buffers())
     found["share"] = sum(local_bytes(weight) for weight in weights.values()) / sum(w.nbytes for w in expected.values())
     batch = RolloutBatch.of_sequences([torch.cat(make_sequences()).tolist()])
+    # of every other token, itself and tokens of all parts of the vocabulary
+    batch.supports = torch.cat(
+        [batch.token_ids[:, None], torch.arange(0, whole.config.vocab_size, 7).expand(batch.num_tokens, -1)], 1
+    ).int()
+    batch.supports[:, 1:][batch.supports[:, 1:] == batch.supports[:, :1]] = -1
+    batch.supports[::2] = -1
     results = []
     for model in (whole, sharded):
         with torch.no_grad():

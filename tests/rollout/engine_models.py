@@ -17,6 +17,7 @@ from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.sampler import MAX_SUPPORT
 from rlightning.rollout.weights import WeightSource, plan_chunks
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
@@ -50,6 +51,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         "kv_cache_memory_bytes": 1 << 25,
         "distributed_executor_backend": "uni",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_SUPPORT,
         "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
         "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
     }

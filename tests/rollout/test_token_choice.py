@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlightning.rollout import Sampling
+from rlightning.rollout.sampler import MAX_SUPPORT
 from rlightning.rollout.token_choice import choose_tokens
 
 # Probabilities 0.5, 0.25, 0.15, 0.1 at temperature 1, in another order than by size.
@@ -14,8 +15,8 @@ LOGITS = CHANCES.log() + 3  # a constant that changes no probability
 
 
 def choose(uniform: float, **sampling: float) -> tuple[int, float]:
-    tokens, logprobs = choose_tokens(LOGITS, [Sampling(**sampling)], [uniform])  # type: ignore[arg-type]
-    return int(tokens), float(logprobs)
+    choice = choose_tokens(LOGITS, [Sampling(**sampling)], [uniform])  # type: ignore[arg-type]
+    return int(choice.tokens), float(choice.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_choice_takes_token_at_cumulated_probability(uniform: float, token: int,
 def test_cut_distribution_keeps_likeliest_tokens(sampling: dict[str, float], kept: dict[int, float]) -> None:
     found = dict(choose((place + 0.5) / 200, **sampling) for place in range(200))
     assert found == {token: pytest.approx(log(chance), abs=1e-6) for token, chance in kept.items()}
+    (support,) = choose_tokens(LOGITS, [Sampling(**sampling)], [0.5]).supports  # type: ignore[arg-type]
+    assert sorted(support) == (sorted(kept) if Sampling(**sampling).is_truncated else [])  # type: ignore[arg-type]
 
 
 def test_greedy_takes_likeliest_token_whatever_the_number() -> None:
@@ -55,6 +58,20 @@ def test_greedy_takes_likeliest_token_whatever_the_number() -> None:
 def test_rows_follow_their_own_settings() -> None:
     logits = LOGITS.expand(4, 4)
     samplings = [Sampling(), Sampling(temperature=0.0), Sampling(top_k=1), Sampling(min_p=0.6)]
-    tokens, logprobs = choose_tokens(logits, samplings, [0.7, 0.7, 0.7, 0.0])
-    assert tokens.tolist() == [2, 1, 1, 1]
-    assert logprobs.tolist() == pytest.approx([log(0.1), log(0.5), 0.0, 0.0], abs=1e-6)
+    choice = choose_tokens(logits, samplings, [0.7, 0.7, 0.7, 0.0])
+    assert choice.tokens.tolist() == [2, 1, 1, 1]
+    assert choice.logprobs.tolist() == pytest.approx([log(0.1), log(0.5), 0.0, 0.0], abs=1e-6)
+    assert choice.supports == [[], [], [1], [1]]
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.999999}, {"min_p": 1e-9}, {"top_k": MAX_SUPPORT}])
+def test_support_has_most_tokens_at_limit(sampling: dict[str, float]) -> None:
+    logits = torch.linspace(1.0, 0.0, 3 * MAX_SUPPORT)[None]
+    (support,) = choose_tokens(logits, [Sampling(**sampling)], [0.999]).supports  # type: ignore[arg-type]
+    assert support == [*range(MAX_SUPPORT)]
+
+
+def test_larger_top_k_is_as_asked_without_supports() -> None:
+    sampling = Sampling(top_k=MAX_SUPPORT + 1)
+    choice = choose_tokens(torch.zeros(1, 3 * MAX_SUPPORT), [sampling], [0.9999])
+    assert choice.tokens.tolist() == [MAX_SUPPORT] and choice.supports == [[]] and sampling.max_support == 0

@@ -103,6 +103,16 @@ def test_logprobs_are_the_trainers(loaded: TransformersSampler, actor: Any) -> N
         assert len(one.text) == len(one.token_ids) - is_ended  # a character a token
 
 
+@pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"top_k": 3, "min_p": 0.05}])
+def test_truncated_logprobs_are_the_trainers(
+    loaded: TransformersSampler, actor: Any, truncation: dict[str, Any]
+) -> None:
+    batch = pack(PROMPTS, sample(loaded, PROMPTS, replace(SAMPLING, **truncation)))
+    assert batch.supports is not None and gap(actor, batch, 0.8) < 1e-5
+    batch.supports = None
+    assert gap(actor, batch, 0.8) > 1e-2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "config"),

@@ -92,6 +92,38 @@ def test_sampled_logprobs_are_the_actors(engine: Engine, actor: Actor, temperatu
             assert_sampled_from(actor, prompt, completion, temperature)
 
 
+@pytest.mark.parametrize(
+    "truncation", [{"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": 5, "min_p": 0.02}]
+)
+def test_truncated_logprobs_are_the_actors(engine: Engine, actor: Actor, truncation: dict[str, Any]) -> None:
+    """As closely as plain ones; without the supports they are further apart than that by orders of magnitude."""
+    sampling = Sampling(temperature=0.9, max_new_tokens=12, seed=0, **truncation)
+    groups = engine.generate(PROMPTS, 8, sampling)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            assert_sampled_from(actor, prompt, completion, 0.9)
+            supports = completion.supports
+            assert (
+                supports is not None and min(supports.sizes) >= 1 and len(supports.sizes) == len(completion.token_ids)
+            )
+            assert max(supports.sizes) <= truncation.get("top_k", len(VOCABULARY))
+            completion.supports = None
+            gap = np.abs(completion.logprobs - actor.logprobs(prompt, completion, 0.9).numpy())
+            assert gap.max() > 1e-3
+
+
+def test_plain_requests_beside_truncated_ones_have_no_supports(engine: Engine, actor: Actor) -> None:
+    async def sample_both() -> list[list[Sample]]:
+        kinds = Sampling(max_new_tokens=8), Sampling(max_new_tokens=8, top_k=2), GREEDY
+        return await asyncio.gather(*(engine.sample(PROMPTS[0].token_ids, one) for one in kinds))
+
+    (plain,), (cut,), (greedy,) = asyncio.run(sample_both())
+    assert plain.supports is None and greedy.supports is None
+    assert cut.supports is not None and set(cut.supports.sizes) <= {1, 2}
+    for completion in (plain, cut):
+        assert_sampled_from(actor, PROMPTS[0], completion, 1.0)
+
+
 def test_tokens_that_the_prefix_cache_has_are_counted(engine: Engine, actor: Actor) -> None:
     engine.prefix_cache.take()
     for num_cached in (0, 128):

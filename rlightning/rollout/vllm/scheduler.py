@@ -32,6 +32,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlightning.processes.process_group import die_with_parent
+from rlightning.rollout.vllm.supports import drop_cut_tokens
 
 TOKENS_AT_ONCE = 32
 """Of a sequence, in a message: the last ones, when all sequences end at once, are few."""
@@ -297,6 +298,9 @@ class RolloutScheduler(Scheduler):
             scheduler_output = replace(scheduler_output, num_scheduled_tokens=left)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client, of_client in list(outputs.items()):
+            for one in of_client.outputs:
+                if one.new_logprobs is not None:
+                    one.new_logprobs = drop_cut_tokens(one.new_logprobs)
             of_client.outputs = [one for one in of_client.outputs if self._is_sent(one)]
             if not (of_client.outputs or of_client.finished_requests or of_client.scheduler_stats):
                 del outputs[client]

@@ -16,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning.foreign_text import cut_line
+from rlightning.rollout.vllm.supports import read_supports
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
 ALL_AT_ONCE = 1 << 30
@@ -128,13 +129,14 @@ class VLLMServer:
 
         Returns:
             For each its tokens, their log-probabilities and the versions of the weights that sampled them, what ended
-            it (a stop token, a stop string, or None for its length), and how much of the prompt was cached.
+            it (a stop token, a stop string, or None for its length), how much of the prompt was cached, and the
+            supports that its tokens were drawn from, if they were asked for by ``logprobs`` above 0.
         """
         schema = sampling.pop("json_schema", None)
+        num_logprobs = min(sampling.get("logprobs", 0), self.engine.vllm_config.model_config.get_vocab_size())
         params = SamplingParams(
-            **sampling,
+            **sampling | {"logprobs": num_logprobs},
             structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
-            logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY if stream is None else RequestOutputKind.CUMULATIVE,
             detokenize=bool(sampling.get("stop")),
@@ -150,11 +152,10 @@ class VLLMServer:
         return [
             {
                 "token_ids": np.asarray(one.token_ids, np.int64),
-                # logprobs=0: one entry a position, the sampled token's
-                "logprobs": np.asarray(one.logprobs.logprobs, np.float32),
                 "weight_versions": one_versions,
                 "end": one.stop_reason,
                 "num_cached_tokens": output.num_cached_tokens or 0,
+                **_read_logprobs(one.logprobs, has_supports=num_logprobs > 0),
             }
             for one, one_versions in zip(output.outputs, versions, strict=True)
         ]
@@ -304,6 +305,13 @@ class VLLMServer:
         for state in self.engine.output_processor.request_states.values():
             if state.detokenizer is not None:
                 yield state.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
+
+
+def _read_logprobs(flat: Any, *, has_supports: bool) -> dict[str, Any]:
+    if not has_supports:  # one entry a position, the sampled token's
+        return {"logprobs": np.asarray(flat.logprobs, np.float32)}
+    logprobs, token_ids, sizes = read_supports(flat)
+    return {"logprobs": logprobs, "supports": (token_ids, sizes)}
 
 
 def describe_faults(reports: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:

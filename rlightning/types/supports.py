@@ -1,0 +1,38 @@
+"""The tokens that a truncated distribution was left with: its support, for each token of a sample.
+
+Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+
+class Supports:
+    """Of each token of a sample, the tokens that it was drawn from.
+
+    Args:
+        token_ids: int32, the tokens of each support, those of one token after those of the token before.
+        sizes: [C] int32, of each support; 0: nothing was cut off, the support is the vocabulary.
+    """
+
+    __slots__ = ("sizes", "token_ids")
+
+    def __init__(self, token_ids: Iterable[int], sizes: Iterable[int]) -> None:
+        self.token_ids: array[int] = array("i", token_ids)
+        self.sizes: array[int] = array("i", sizes)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all supports are equal, and in the same order."""
+        return isinstance(other, Supports) and (self.token_ids, self.sizes) == (other.token_ids, other.sizes)
+
+    __hash__ = None  # type: ignore[assignment]  # as of any record that can change
+
+    def __repr__(self) -> str:
+        """Return all of them."""
+        return f"Supports({self.token_ids!r}, {self.sizes!r})"
+
+    def to_plain(self) -> list[list[int]]:
+        """Return them in plain types: the arguments of the class."""
+        return [self.token_ids.tolist(), self.sizes.tolist()]
