@@ -270,8 +270,7 @@ class RLCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build the Trainer with the section of the engine and the callbacks that only the command line adds."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
-        listed = config["callbacks"] or []
-        listed = listed if isinstance(listed, list) else [listed]
+        listed = as_list(config["callbacks"])
         rollout = self._get(self.config_init, "rollout")
         own = [callback for callback in listed if isinstance(callback, find_callback("RolloutCallback"))]
         if own:
@@ -310,6 +309,11 @@ class RLCLI(LightningCLI):
     def predict(self, **kwargs: Any) -> None:
         """Generate for the whole prompt file without keeping the completions: they are written as they come."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """Return what ``trainer.callbacks`` lists: it may be one, or null."""
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
 def set_environment(rollout: object, environment: object) -> None:

@@ -4,19 +4,23 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from rlightning.cli.lightning_cli import RLCLI
+from rlightning.cli.lightning_cli import RLCLI, as_list
 from rlightning.data import PromptDataModule
 from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.models import describe_length_limit
+from rlightning.module import RLModule
 from rlightning.protocols import HasPromptLimit, has
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.service import SCHEME, EngineService, listen
 from rlightning.run_key import RUN_KEY_VARIABLE, read_key
 from rlightning.trainer import find_callback
+
+if TYPE_CHECKING:
+    from rlightning.callbacks import VLLMRollout
 
 
 class ServeCLI(RLCLI):
@@ -28,8 +32,7 @@ class ServeCLI(RLCLI):
     def before_instantiate_classes(self) -> None:
         """Leave out what only a trainer needs."""
         trainer = self.config[self.subcommand]["trainer"]
-        listed = trainer["callbacks"] or []
-        listed = listed if isinstance(listed, list) else [listed]
+        listed = as_list(trainer["callbacks"])
         kind = find_callback("VLLMRollout").__name__
         trainer["callbacks"] = [one for one in listed if one["class_path"].rpartition(".")[2] == kind]
         trainer["logger"] = trainer["plugins"] = trainer["profiler"] = None
@@ -39,8 +42,8 @@ class ServeCLI(RLCLI):
         """The module without its weights, the data module without its rows, and the callback without its engine."""
         self.config_init = self.parser.instantiate_classes(self.config)
         listed = self._get(self.config_init, "trainer")["callbacks"]
-        self.module: Any = self._get(self.config_init, "model")
-        self.rollout: Any = listed[0] if listed else self._get(self.config_init, "rollout")
+        self.module: RLModule = self._get(self.config_init, "model")
+        self.rollout: VLLMRollout = listed[0] if listed else self._get(self.config_init, "rollout")
         data = self._get(self.config_init, "data")
         self.max_prompt_tokens = data.max_prompt_tokens if has(data, HasPromptLimit) else None
         if self.max_prompt_tokens is None and isinstance(data, PromptDataModule):
@@ -61,10 +64,9 @@ class ServeCLI(RLCLI):
             )
         has_cuda = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         log_file = Path(trainer["default_root_dir"] or "runs") / f"{name}.log"
-        config: EngineConfig = options.configure_served(
+        return options.configure_served(
             module, torch.device("cuda" if has_cuda else "cpu"), self.rollout.sampling, self.max_prompt_tokens, log_file
         )
-        return config
 
 
 def serve_at(host: str, port: int, options: list[str]) -> None:

@@ -80,7 +80,7 @@ def prompt_messages(columns: Row, prompt_format: PromptFormat, where: str) -> li
         where: the row is, for errors.
     """
     if prompt_format.template is not None:
-        content: Any = _fill_template(prompt_format.template, columns, where)
+        content: str | list[Message] = _fill_template(prompt_format.template, columns, where)
     else:
         content = columns[prompt_format.column]
     if not isinstance(content, str):

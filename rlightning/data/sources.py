@@ -119,7 +119,7 @@ def _read_json(path: str, file: Path) -> Iterator[tuple[int, Row]]:
         yield place, _require_object(row, f"{path}, row {place}")
 
 
-def _parse(text: bytes, what: str, way_out: str, where: str) -> Any:
+def _parse(text: bytes, what: str, way_out: str, where: str) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> Row:
         found = dict(pairs)
         if len(found) < len(pairs):
