@@ -70,11 +70,7 @@ class ConfigKeys:
         self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
 
     def check_options(self, options: list[str]) -> None:
-        """Check command line options, and the files that ``--config`` names.
-
-        Args:
-            options: what follows the command.
-        """
+        """Check command line options, and the files that ``--config`` names."""
         for key, value in split_options(options):
             check_texts(value, f"--{key}")
             if key in ("config", "c"):
@@ -294,7 +290,6 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
         bases: what it may be a subclass of.
-        key: where the path stands, for the message.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
@@ -336,8 +331,6 @@ def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
     """The error for a dotted path through a module that is not there.
 
     Args:
-        key: where the path stands.
-        name: of the module.
         folders: of the package that it would be in.
     """
     choices = [module.name for module in iter_modules(folders, f"{name.rpartition('.')[0]}.")]

@@ -255,12 +255,7 @@ class SourceKeys(ConfigKeys):
 
 
 def check_early(command: str, options: list[str]) -> None:
-    """Raise a ConfigError for a key or a value that the whole parser would refuse, in the same words.
-
-    Args:
-        command: such as ``fit``.
-        options: what follows it.
-    """
+    """Raise a ConfigError for a key or a value that the whole parser would refuse, in the same words."""
     if asks_for_help(options):
         return
     try:

@@ -140,11 +140,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RLCLI(LightningCLI):
-    """``fit``, ``validate``, ``test`` and ``predict`` from YAML files and options.
-
-    Args:
-        args: the command and its options.
-    """
+    """``fit``, ``validate``, ``test`` and ``predict`` from YAML files and options."""
 
     def __init__(self, args: list[str]) -> None:
         self.args = args
@@ -343,12 +339,7 @@ def make_run_folder() -> str:
 
 
 def command_to_go_on(args: list[str], folder: str) -> str:
-    """Return what continues a run in a shell.
-
-    Args:
-        args: that began it.
-        folder: of the run.
-    """
+    """Return what continues a run in a shell."""
     kept = [arg for arg in args if not arg.startswith("--ckpt_path=")]
     if "--ckpt_path" in kept:
         place = kept.index("--ckpt_path")

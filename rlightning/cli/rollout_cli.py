@@ -42,12 +42,7 @@ COMMAND = "predict"
 
 
 class RolloutCLI(RLCLI):
-    """Parses what ``predict`` would be given, with the same errors, and completes a few prompts on one device.
-
-    Args:
-        own: options of the command alone.
-        options: those of ``rlightning predict``.
-    """
+    """Parses what ``predict`` would be given, with the same errors, and completes a few prompts on one device."""
 
     def __init__(self, own: RolloutOptions, options: list[str]) -> None:
         self.own = own
@@ -190,11 +185,7 @@ class RolloutCLI(RLCLI):
 
 
 class PrintGroups(RLCallback):
-    """Prints each prompt's trajectories once they and those of the prompts before have ended.
-
-    Args:
-        show: prints those of a prompt.
-    """
+    """Prints each prompt's trajectories once they and those of the prompts before have ended."""
 
     def __init__(self, show: Callable[[Sequence[Trajectory]], None]) -> None:
         self._show = show

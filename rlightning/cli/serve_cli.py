@@ -73,9 +73,7 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
     """Start an engine and serve trainers until Ctrl-C.
 
     Args:
-        host: where to listen.
         port: where to listen; 0 is any that is free.
-        options: those of ``rlightning fit``.
     """
     cli = ServeCLI(args=["fit", *options])
     listener = listen(host, port)

@@ -276,14 +276,7 @@ def _read_hub(path: str, name: str, options: list[str], limit: int | None) -> Ro
 
 
 def from_dataset(path: str, loaded: "Dataset | DatasetDict", split: str | None, limit: int | None) -> RowTable:
-    """Return the rows of a ``datasets.Dataset``, or of one of several splits.
-
-    Args:
-        path: the set as the user named it.
-        loaded: a set, or sets by split.
-        split: the split that the user named.
-        limit: only this many rows from the start.
-    """
+    """Return the rows of a ``datasets.Dataset``, or of one of several splits."""
     if isinstance(loaded, dict):
         if split is None and len(loaded) == 1:
             split = next(iter(loaded))
