@@ -181,9 +181,9 @@ class SourceKeys(ConfigKeys):
         if isinstance(value, dict):
             self.check_spec(value, [], key)
         elif value is not None:
-            is_file = Path(str(value)).is_file()
-            self.has_foreign_modules |= is_file
-            self.classes[key] = None if is_file else self.find_class(str(value), [], key)
+            is_name = isinstance(value, str) and not Path(value).is_file()
+            self.has_foreign_modules |= not is_name
+            self.classes[key] = self.find_class(str(value), [], key) if is_name else None
 
     def check_classes(self, value: object, key: str) -> None:
         """Check the names of classes in what a key is set to whose type is not known."""

@@ -120,7 +120,7 @@ def parse_work(args: list[str]) -> Work:
 
 
 def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
-    """Yield the models beside the actor; no module is built, so of an override of ``configure_roles`` only that it is."""
+    """Yield the models beside the actor, from the keys alone; an override of ``configure_roles`` is of unknown size."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))

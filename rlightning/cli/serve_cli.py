@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.service import SCHEME, EngineService, listen
 from rlightning.run_key import RUN_KEY_VARIABLE, read_key
 from rlightning.trainer import find_callback
-
-if TYPE_CHECKING:
-    from rlightning.callbacks import VLLMRollout
 
 
 class ServeCLI(RLCLI):
@@ -43,7 +40,8 @@ class ServeCLI(RLCLI):
         self.config_init = self.parser.instantiate_classes(self.config)
         listed = self._get(self.config_init, "trainer")["callbacks"]
         self.module: RLModule = self._get(self.config_init, "model")
-        self.rollout: VLLMRollout = listed[0] if listed else self._get(self.config_init, "rollout")
+        # A VLLMRollout: nothing here imports a concrete callback.
+        self.rollout: Any = listed[0] if listed else self._get(self.config_init, "rollout")
         data = self._get(self.config_init, "data")
         self.max_prompt_tokens = data.max_prompt_tokens if has(data, HasPromptLimit) else None
         if self.max_prompt_tokens is None and isinstance(data, PromptDataModule):
@@ -64,9 +62,10 @@ class ServeCLI(RLCLI):
             )
         has_cuda = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         log_file = Path(trainer["default_root_dir"] or "runs") / f"{name}.log"
-        return options.configure_served(
+        config: EngineConfig = options.configure_served(
             module, torch.device("cuda" if has_cuda else "cpu"), self.rollout.sampling, self.max_prompt_tokens, log_file
         )
+        return config
 
 
 def serve_at(host: str, port: int, options: list[str]) -> None:

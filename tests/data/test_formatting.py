@@ -41,9 +41,9 @@ def build(tmp_path: Path) -> Build:
 def text_of(build: Build) -> Callable[..., str]:
     """The text of a single row's prompt, whose tokenizer has one token a character."""
 
-    def text_of(row: dict[str, Any], chat_template: str | None = None, **options: Any) -> str:
+    def text_of(row: dict[str, Any], own_template: str | None = None, **options: Any) -> str:
         tokenizer = make_tokenizer()
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = own_template
         (prompt,) = build([row], tokenizer, **options)
         assert prompt.columns == row and len(prompt.token_ids) == len(prompt.text)
         return prompt.text
