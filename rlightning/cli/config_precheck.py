@@ -11,6 +11,7 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
@@ -204,20 +205,18 @@ class SourceKeys(ConfigKeys):
             ConfigError: no module has the class.
         """
         place = place_of(key)
-        base = BASES.get(place, "")
-        package = PACKAGES.get(place)
-        dotted = path if "." in path else f"{package}.{path}"
+        base, package = BASES.get(place, ""), PACKAGES.get(place)
         if "." in path:
             self.check_path(path, key, base)
-        elif base:
+        dotted = path if "." in path else f"{package}.{path}"
+        if package is not None and dotted.startswith(f"{package}."):
+            with suppress(LookupError):
+                module, _ = find_source(dotted)
+                if module.startswith(f"{package}."):
+                    return dotted
+        if base and "." not in path:
             self.check_name(path, key, base)
-        if package is None or not dotted.startswith(f"{package}."):
-            return None
-        try:
-            module, _ = find_source(dotted)
-        except LookupError:
-            return None
-        return dotted if module.startswith(f"{package}.") else None
+        return None
 
     def check_path(self, path: str, key: str, base: str) -> None:
         """Refuse a dotted path to what the package does not have; note one into another package."""
@@ -232,10 +231,11 @@ class SourceKeys(ConfigKeys):
         missing = find_missing_module(module)
         if missing is not None:
             raise no_module(key, missing, map(str, find_folders(missing.rpartition(".")[0])))
-        if not has_name(module, name):
-            names = class_names(module)
-            fitting = names & subclass_names(base.rpartition(".")[2]) if base else names
-            raise no_name(key, path, fitting or names)
+        with suppress(LookupError):  # of a folder without an __init__
+            if not has_name(module, name):
+                names = class_names(module)
+                fitting = names & subclass_names(base.rpartition(".")[2]) if base else names
+                raise no_name(key, path, fitting or names)
 
     def check_name(self, name: str, key: str, base: str) -> None:
         """Refuse a bare name that no class can have which the parser will know of."""
