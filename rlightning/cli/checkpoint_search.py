@@ -40,7 +40,6 @@ def find_places(root: Path, callbacks: object) -> list[Place]:
     """Where the run in ``root`` has written checkpoints by its saved configurations, and would by this one.
 
     Args:
-        root: the run's folder.
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.
     """
     places = {root / FOLDER: FOLDER_DEPTH}
@@ -62,9 +61,7 @@ def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: st
 
     Args:
         command: such as ``fit``, which refuses a folder that holds another run's checkpoints.
-        root: the run's folder.
         callbacks: of the run, as of :func:`find_places`.
-        ckpt_path: as given.
 
     Raises:
         ConfigError: there is none, or it would be another run's folder.

@@ -108,7 +108,6 @@ def read_config(path: str, key: str = "config") -> object:
     """Return the content of a configuration file, YAML or JSON: a mapping or a list.
 
     Args:
-        path: the file.
         key: what it is given for, for the error.
 
     Raises:
@@ -147,12 +146,7 @@ def read_config(path: str, key: str = "config") -> object:
 
 
 def check_texts(value: object, where: str) -> None:
-    """Refuse a text with a lone surrogate, half of a character, which no file in UTF-8 can hold.
-
-    Args:
-        value: a text, or lists and mappings with some.
-        where: they stand, for the error.
-    """
+    """Refuse a text with a lone surrogate, half of a character, which no file in UTF-8 can hold."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
@@ -186,7 +180,6 @@ def replace_files(options: list[str], contents: list[Any]) -> list[str]:
     """Return command line options in which the n-th ``--config`` has the n-th content in place of its file.
 
     Args:
-        options: what follows the command.
         contents: one a file; None leaves the file.
     """
     rest, replaced = iter(contents), list(options)
@@ -229,11 +222,7 @@ def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
 
 
 def mark_files(options: list[str]) -> list[str]:
-    """Return command line options in which the name of an existing file is a :class:`WrittenText` if YAML alters it.
-
-    Args:
-        options: what follows the command.
-    """
+    """Return command line options in which the name of an existing file is a :class:`WrittenText` if YAML alters it."""
 
     def is_marked(text: str) -> bool:
         try:

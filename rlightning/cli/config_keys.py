@@ -70,11 +70,7 @@ class ConfigKeys:
         self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
 
     def check_options(self, options: list[str]) -> None:
-        """Check command line options, and the files that ``--config`` names.
-
-        Args:
-            options: what follows the command.
-        """
+        """Check command line options, and the files that ``--config`` names."""
         for key, value in split_options(options):
             check_texts(value, f"--{key}")
             if key in ("config", "c"):
@@ -270,7 +266,7 @@ def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> object:
     """What an option's text means as YAML, or the text itself."""
     if isinstance(text, WrittenText):
         return plain_texts(text)
@@ -294,7 +290,6 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
         bases: what it may be a subclass of.
-        key: where the path stands, for the message.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
@@ -304,7 +299,7 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
                 resolve_name(f"{package}:{name}")  # imports what the package imports when it is asked for
         named = {c.__name__: c for base in bases for c in subclasses(base) if not c.__name__.startswith("_")}
         if name not in named:
-            raise ConfigError(f"{key}: there is no class '{name}'. {suggest(name, named)}")
+            raise no_class(key, name, named)
         return named[name]
     try:
         module = import_module(module_name)
@@ -315,19 +310,39 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
             ) from error
         parent = error.name.rpartition(".")[0]
         folders = vars(import_module(parent)).get("__path__", []) if parent else []
-        choices = [m.name for m in iter_modules(folders, f"{parent}.")] if parent else []
-        choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
-        raise ConfigError(f"{key}: there is no module '{error.name}'. {suggest(error.name, choices)}") from error
+        raise no_module(key, error.name, folders) from error
     found = getattr(module, name, None)
     if found is None:
         fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
         fitting += vars(module).get("__all__", ())  # what a module imports when it is asked for, too
-        near = suggest(path, [f"{module_name}.{n}" for n in fitting if not n.startswith("_")])
-        raise ConfigError(f"{key}: there is no '{name}' in '{module_name}'. {near}")
+        raise no_name(key, path, fitting)
     if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):
         wanted = " or ".join(base.__name__ for base in bases)
         raise ConfigError(f"{key}: '{path}' is not a subclass of {wanted}. Name one that is.")
     return found
+
+
+def no_class(key: str, name: str, choices: Iterable[str]) -> ConfigError:
+    """The error for a bare name that no class has."""
+    return ConfigError(f"{key}: there is no class '{name}'. {suggest(name, choices)}")
+
+
+def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
+    """The error for a dotted path through a module that is not there.
+
+    Args:
+        folders: of the package that it would be in.
+    """
+    choices = [module.name for module in iter_modules(folders, f"{name.rpartition('.')[0]}.")]
+    choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
+    return ConfigError(f"{key}: there is no module '{name}'. {suggest(name, choices)}")
+
+
+def no_name(key: str, path: str, choices: Iterable[str]) -> ConfigError:
+    """The error for a dotted path whose module has no such name; the choices are other names in it."""
+    module, _, name = path.rpartition(".")
+    near = suggest(path, [f"{module}.{choice}" for choice in choices if not choice.startswith("_")])
+    return ConfigError(f"{key}: there is no '{name}' in '{module}'. {near}")
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:

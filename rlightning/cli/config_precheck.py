@@ -1,31 +1,106 @@
-"""Finds a wrong key or value before torch is imported, by the source of the classes that the keys belong to.
+"""Finds a wrong key, value or name of a class before torch is imported, by the source of the package's classes.
 
 It checks the sections, and what stands directly in ``trainer``, ``model``, ``data`` and ``rollout`` where the class is
-the package's own; values where the source has their type (:mod:`rlightning.cli.source_parameters`). All else passes.
-The parser checks everything with the classes themselves (:mod:`rlightning.cli.config_keys`), by the same rules.
+the package's own; values where the source has their type (:mod:`rlightning.cli.source_parameters`); and dotted paths
+into the package, and bare names where no module of the user's has been named, whose classes may have any. All else
+passes. The parser checks everything with the classes themselves (:mod:`rlightning.cli.config_keys`), by the same rules.
 """
 
 import os
+import re
+import sys
 from argparse import ArgumentError
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jsonargparse import ArgumentParser
 
-from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
+from rlightning.cli.config_keys import (
+    ConfigKeys,
+    asks_for_help,
+    check_model,
+    no_class,
+    no_module,
+    no_name,
+    subclasses,
+)
 from rlightning.cli.parser_messages import summarise
-from rlightning.cli.source_parameters import find_source, parameters_of_source
+from rlightning.cli.source_parameters import (
+    class_names,
+    find_folders,
+    find_missing_module,
+    find_source,
+    has_name,
+    parameters_of_source,
+    subclass_names,
+)
 from rlightning.cli.strategy_names import spell_out_options
 from rlightning.errors import ConfigError
+from rlightning.parallel.strategy_names import CHOICES, CLASSES, KEY, no_strategy
 
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 PACKAGES = {"model": "rlightning.algorithms", "data": "rlightning.data", "rollout": "rlightning.callbacks"}
 """Where the classes are that a section may name."""
+BASES = {
+    "model": "rlightning.module.rl_module.RLModule",
+    "data": "rlightning.data.module.PromptDataModule",
+    "rollout": "rlightning.callbacks.rollout.RolloutCallback",
+    "environment": "rlightning.environments.environment.Environment",
+    "trainer.callbacks": "lightning.pytorch.callbacks.callback.Callback",
+    "trainer.logger": "lightning.pytorch.loggers.logger.Logger",
+    KEY: "lightning.pytorch.strategies.strategy.Strategy",
+}
+"""By key, the class whose subclasses may have their bare names there."""
 USUAL_CLASSES = {"data": "rlightning.data.PromptDataModule", "rollout": "rlightning.callbacks.VLLMRollout"}
 SET_BY_SECTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "return_predictions"}
 """What the Trainer's methods take that no key sets."""
+
+
+class Given(Protocol):
+    """What a key is set to."""
+
+    def check(self, key: str) -> None:
+        """Raise a ConfigError if it would be refused later."""
+
+
+@dataclass
+class GivenStrategy:
+    """The name of a strategy."""
+
+    name: object
+
+    def check(self, key: str) -> None:
+        """Raise a ConfigError for a word that neither this package nor a file of Lightning's has."""
+        if not isinstance(self.name, str) or self.name in (*CHOICES, *CLASSES) or "." in self.name:
+            return
+        files = [file for folder in find_folders("lightning") for file in folder.rglob("*.py")]
+        if files and not any(f'"{self.name}"' in file.read_text(encoding="utf-8") for file in files):
+            raise no_strategy(self.name)
+
+
+@dataclass
+class GivenRewards:
+    """One reward function, or several: each a dotted path, or a mapping with one."""
+
+    value: object
+
+    def check(self, key: str) -> None:
+        """Raise a ConfigError for a function that a module of :mod:`rlightning.rewards` does not have."""
+        for reward in self.value if isinstance(self.value, list) else [self.value]:
+            path = reward.get("function") if isinstance(reward, dict) else reward
+            if not isinstance(path, str) or not path.startswith("rlightning.rewards."):
+                continue
+            module, _, name = path.rpartition(".")
+            if find_missing_module(module) is not None or not has_name(module, name):
+                from rlightning.rewards.lookup import import_function
+
+                import_function(path)
 
 
 @dataclass
@@ -62,17 +137,20 @@ class SourceKeys(ConfigKeys):
 
     Attributes:
         given: by key, the value that it was set to last; only what is known for sure.
+        has_foreign_modules: whether a class was named of a module that is neither this package's nor Lightning's, which
+            may bring classes of any name.
     """
 
     def __init__(self, parameters: dict[str, Any], classes: Mapping[str, Any]) -> None:
         super().__init__(parameters, classes)
-        self.given: dict[str, GivenValue] = {}
+        self.given: dict[str, Given] = {}
+        self.has_foreign_modules = False
 
     def check_option(self, key: str, text: str) -> None:
         """Check one key that the command line sets."""
         super().check_option(key, text)
         given = self.given.get(plain_key(key))
-        if given:
+        if isinstance(given, GivenValue):
             given.value, given.is_option = text, True
 
     def check_mapping(self, values: Mapping[str, Any], parameters: dict[str, Any], where: str) -> None:
@@ -82,53 +160,102 @@ class SourceKeys(ConfigKeys):
             first = name.partition(".")[0].removesuffix("+")
             hint = parameters[first]
             key = plain_key(f"{where}.{first}" if where else first)
-            if name == first and hint is not None and not isinstance(hint, dict):
+            if name == first and key == KEY:
+                self.given[key] = GivenStrategy(value)
+            elif name == first and key == "model.rewards":
+                self.given[key] = GivenRewards(value)
+            elif name == first and hint is not None and not isinstance(hint, dict):
                 self.given[key] = GivenValue(value, hint)
             else:  # a type that is not known, a section, or a part of a value
                 self.given.pop(key, None)
 
     def check_value(self, value: object, hint: object, key: str) -> None:
-        """Check the keys of a section that stands for a class, and what stands for null."""
+        """Check the keys of a section that stands for a class, names of classes, and what stands for null."""
         if key not in PACKAGES:
             if hint is not None:
                 super().check_value(value, hint, key)
+            elif not (key == KEY and isinstance(value, str)):
+                self.check_classes(value, key)
             return
         if not isinstance(value, dict) or "class_path" in value:  # a class does not keep all that another was given
             self.given = {known: given for known, given in self.given.items() if not known.startswith(f"{key}.")}
         if isinstance(value, dict):
             self.check_spec(value, [], key)
         elif value is not None:
-            self.classes[key] = None if Path(str(value)).is_file() else self.find_class(str(value), [], key)
+            is_name = isinstance(value, str) and not Path(value).is_file()
+            self.has_foreign_modules |= not is_name
+            self.classes[key] = self.find_class(str(value), [], key) if is_name else None
 
-    def find_class(self, path: str, bases: list[type], key: str) -> Any:
-        """Return the dotted path of a class of the section's package, which may be given by its bare name, or None."""
-        package = PACKAGES[key.removesuffix(".class_path")]
+    def check_classes(self, value: object, key: str) -> None:
+        """Check the names of classes in what a key is set to whose type is not known."""
+        place = place_of(key)
+        if isinstance(value, list):
+            for i, item in enumerate(value):
+                self.check_classes(item, f"{key}[{i}]")
+        elif isinstance(value, dict):
+            for name, item in value.items():
+                self.check_classes(item, f"{key}.{name}")
+        elif isinstance(value, str) and (place in BASES or key.endswith(".class_path")) and not Path(value).is_file():
+            self.find_class(value, [], key)
+
+    def find_class(self, path: str, bases: list[type], key: str) -> str | None:
+        """Return the dotted path of a class of the section's package, which may be given by its bare name, or None.
+
+        Raises:
+            ConfigError: no module has the class.
+        """
+        place = place_of(key)
+        base, package = BASES.get(place, ""), PACKAGES.get(place)
+        if "." in path:
+            self.check_path(path, key, base)
         dotted = path if "." in path else f"{package}.{path}"
-        if not dotted.startswith(f"{package}."):
-            return None
-        try:
-            module, _ = find_source(dotted)
-        except LookupError:
-            return None
-        return dotted if module.startswith(f"{package}.") else None
+        if package is not None and dotted.startswith(f"{package}."):
+            with suppress(LookupError):
+                module, _ = find_source(dotted)
+                if module.startswith(f"{package}."):
+                    return dotted
+        if base and "." not in path:
+            self.check_name(path, key, base)
+        return None
+
+    def check_path(self, path: str, key: str, base: str) -> None:
+        """Refuse a dotted path to what the package does not have; note one into another package."""
+        module, _, name = path.rpartition(".")
+        first = path.partition(".")[0]
+        if first != "rlightning":
+            is_near = bool(get_close_matches(first, ["rlightning"], cutoff=0.8)) and not self.has_foreign_modules
+            if is_near and find_spec(first) is None and PathFinder.find_spec(first, [os.getcwd()]) is None:
+                raise no_module(key, first, [])
+            self.has_foreign_modules |= first != "lightning"
+            return
+        missing = find_missing_module(module)
+        if missing is not None:
+            raise no_module(key, missing, map(str, find_folders(missing.rpartition(".")[0])))
+        with suppress(LookupError):  # of a folder without an __init__
+            if not has_name(module, name):
+                names = class_names(module)
+                fitting = names & subclass_names(base.rpartition(".")[2]) if base else names
+                raise no_name(key, path, fitting or names)
+
+    def check_name(self, name: str, key: str, base: str) -> None:
+        """Refuse a bare name that no class can have which the parser will know of."""
+        names = subclass_names(base.rpartition(".")[2])
+        if name not in names and not self.has_foreign_modules and name not in imported_names(base):
+            raise no_class(key, name, [known for known in names if not known.startswith("_")])
 
     def parameters_of(self, kind: str) -> dict[str, Any]:
         """Return what the class takes."""
         return parameters_of_source(kind)
 
     def check_given(self) -> None:
-        """Check the values."""
+        """Check the values; a module of the user's may register strategies."""
         for key, given in self.given.items():
-            given.check(key)
+            if not (self.has_foreign_modules and isinstance(given, GivenStrategy)):
+                given.check(key)
 
 
 def check_early(command: str, options: list[str]) -> None:
-    """Raise a ConfigError for a key or a value that the whole parser would refuse, in the same words.
-
-    Args:
-        command: such as ``fit``.
-        options: what follows it.
-    """
+    """Raise a ConfigError for a key or a value that the whole parser would refuse, in the same words."""
     if asks_for_help(options):
         return
     try:
@@ -152,6 +279,18 @@ def keys_of(command: str) -> dict[str, Any]:
         **own,
         "trainer": parameters_of_source(TRAINER),
     }
+
+
+def place_of(key: str) -> str:
+    """Return the key of a class, or of the list that it is an item of."""
+    return re.sub(r"\[\d+\]$", "", key.removesuffix(".class_path"))
+
+
+def imported_names(base: str) -> set[str]:
+    """Return the names of a class and of its subclasses, as far as they have been imported."""
+    module, _, name = base.rpartition(".")
+    kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return {known.__name__ for known in subclasses(kind)} if kind is not None else set()
 
 
 def plain_key(key: str) -> str:

@@ -140,11 +140,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RLCLI(LightningCLI):
-    """``fit``, ``validate``, ``test`` and ``predict`` from YAML files and options.
-
-    Args:
-        args: the command and its options.
-    """
+    """``fit``, ``validate``, ``test`` and ``predict`` from YAML files and options."""
 
     def __init__(self, args: list[str]) -> None:
         self.args = args
@@ -270,8 +266,7 @@ class RLCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build the Trainer with the section of the engine and the callbacks that only the command line adds."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
-        listed = config["callbacks"] or []
-        listed = listed if isinstance(listed, list) else [listed]
+        listed = as_list(config["callbacks"])
         rollout = self._get(self.config_init, "rollout")
         own = [callback for callback in listed if isinstance(callback, find_callback("RolloutCallback"))]
         if own:
@@ -312,6 +307,11 @@ class RLCLI(LightningCLI):
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
+def as_list(callbacks: Any) -> list[Any]:
+    """Return what ``trainer.callbacks`` lists: it may be one, or null."""
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+
+
 def set_environment(rollout: object, environment: object) -> None:
     """Give the rollout callback the environment that has a section of its own.
 
@@ -339,12 +339,7 @@ def make_run_folder() -> str:
 
 
 def command_to_go_on(args: list[str], folder: str) -> str:
-    """Return what continues a run in a shell.
-
-    Args:
-        args: that began it.
-        folder: of the run.
-    """
+    """Return what continues a run in a shell."""
     kept = [arg for arg in args if not arg.startswith("--ckpt_path=")]
     if "--ckpt_path" in kept:
         place = kept.index("--ckpt_path")

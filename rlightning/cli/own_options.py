@@ -11,7 +11,6 @@ def split_own_options(
     """Return the options of a command alone, and those that are left.
 
     Args:
-        options: what follows the command.
         defaults: values by name of those that have one, such as ``{"--port": "8100"}``.
         flags: names of those that have none; if one is there its value is its name, and else "".
 

@@ -11,7 +11,6 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     """One line of jsonargparse's several: the key and what is wrong with it.
 
     Args:
-        message: as jsonargparse gives it.
         keys: the keys of this command line, to complete a key that jsonargparse shortened.
     """
     message, _, given = message.partition("Given value type:")

@@ -59,9 +59,6 @@ class PlanCLI(RLCLI):
 def plan(options: list[str]) -> str:
     """Return the plan as text.
 
-    Args:
-        options: what follows the command.
-
     Raises:
         ConfigError: for a mistake of the user's.
     """
@@ -78,9 +75,6 @@ def plan(options: list[str]) -> str:
 
 def parse_work(args: list[str]) -> Work:
     """Return what a command of ``fit`` would do.
-
-    Args:
-        args: the command and its options.
 
     Raises:
         ConfigError: as ``fit`` would, where it shows without building anything.
@@ -126,12 +120,7 @@ def parse_work(args: list[str]) -> Work:
 
 
 def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
-    """Yield the models beside the actor; no module is built, so of an override of ``configure_roles`` only that it is.
-
-    Args:
-        kind: the module's class.
-        model: its arguments.
-    """
+    """Yield the models beside the actor, from the keys alone; an override of ``configure_roles`` is of unknown size."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))

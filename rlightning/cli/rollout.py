@@ -54,9 +54,6 @@ class RolloutOptions:
 def rollout(options: list[str]) -> None:
     """Attempt prompts, and print their trajectories.
 
-    Args:
-        options: what follows the command.
-
     Raises:
         ConfigError: for a mistake of the user's.
         EnvironmentFailedError: a trajectory failed, or its reward.

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
 
 from rlightning.cli.config_keys import find_class
-from rlightning.cli.lightning_cli import RLCLI
+from rlightning.cli.lightning_cli import RLCLI, as_list
 from rlightning.cli.rollout import RolloutOptions
 from rlightning.data import PromptDataModule
 from rlightning.data.in_memory import read_source
@@ -22,6 +22,7 @@ from rlightning.environments.runner import CLOSE_TIMEOUT, EnvironmentRunner
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules
 from rlightning.foreign_text import cut_line, hide
 from rlightning.hooks import RLCallback
+from rlightning.module import RLModule
 from rlightning.protocols import Loop, callbacks_of
 from rlightning.report.prediction_file import to_json
 from rlightning.report.trajectory_text import ScoredTrajectory, describe_trajectory, to_data
@@ -33,17 +34,15 @@ from rlightning.rpc.peer import DeadlineExceededError
 from rlightning.trainer import find_callback
 from rlightning.types import Prompt, Trajectory
 
+if TYPE_CHECKING:
+    from rlightning.callbacks.rollout import RolloutCallback
+
 COMMAND = "predict"
 """Of Lightning's, whose keys and whose way of running this command has."""
 
 
 class RolloutCLI(RLCLI):
-    """Parses what ``predict`` would be given, with the same errors, and completes a few prompts on one device.
-
-    Args:
-        own: options of the command alone.
-        options: those of ``rlightning predict``.
-    """
+    """Parses what ``predict`` would be given, with the same errors, and completes a few prompts on one device."""
 
     def __init__(self, own: RolloutOptions, options: list[str]) -> None:
         self.own = own
@@ -54,8 +53,7 @@ class RolloutCLI(RLCLI):
         """Leave out what only training needs, and choose the prompts."""
         config = self.config[COMMAND]
         trainer, kind = config["trainer"], find_callback("RolloutCallback")
-        listed = trainer["callbacks"] or []
-        listed = listed if isinstance(listed, list) else [listed]
+        listed = as_list(trainer["callbacks"])
         classes = [find_class(one["class_path"], [], "trainer.callbacks") for one in listed]
         trainer["callbacks"] = [one for one, found in zip(listed, classes, strict=True) if issubclass(found, kind)]
         trainer["plugins"] = trainer["profiler"] = None
@@ -101,13 +99,13 @@ class RolloutCLI(RLCLI):
         ckpt_path = self._get(self.config_init, "ckpt_path")
         self.trainer.predict(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
 
-    def _find_rollout(self) -> Any:
+    def _find_rollout(self) -> "RolloutCallback":
         """Return the callback that the configuration has for rollouts.
 
         Raises:
             ConfigError: there is none.
         """
-        kind = find_callback("RolloutCallback")
+        kind: type[RolloutCallback] = find_callback("RolloutCallback")
         found = next((one for one in callbacks_of(self.trainer) if isinstance(one, kind)), None)
         if found is None:
             raise ConfigError("rollout: null samples nothing. Leave the key out, or name a class.")
@@ -187,11 +185,7 @@ class RolloutCLI(RLCLI):
 
 
 class PrintGroups(RLCallback):
-    """Prints each prompt's trajectories once they and those of the prompts before have ended.
-
-    Args:
-        show: prints those of a prompt.
-    """
+    """Prints each prompt's trajectories once they and those of the prompts before have ended."""
 
     def __init__(self, show: Callable[[Sequence[Trajectory]], None]) -> None:
         self._show = show
@@ -225,13 +219,8 @@ class PrintGroups(RLCallback):
                 self.on_predict_prompt_end(trainer, module, prompt, trajectories)
 
 
-def score_groups(module: Any, groups: Sequence[Sequence[Trajectory]]) -> list[ScoredTrajectory]:
-    """Return trajectories with the rewards that a step of training would give them.
-
-    Args:
-        module: an RLModule.
-        groups: trajectories by prompt.
-    """
+def score_groups(module: RLModule, groups: Sequence[Sequence[Trajectory]]) -> list[ScoredTrajectory]:
+    """Return trajectories, grouped by prompt, with the rewards that a step of training would give them."""
     batch = module.select_sampled(module.batch_type.pack(groups))
     rewards: list[float] = []
     if batch.num_trajectories:

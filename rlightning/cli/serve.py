@@ -27,9 +27,6 @@ example:
 def serve(options: list[str]) -> None:
     """Start an engine and serve trainers until Ctrl-C.
 
-    Args:
-        options: what follows the command.
-
     Raises:
         ConfigError: for a mistake of the user's.
         EngineError: the engine cannot start.

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from rlightning.cli.lightning_cli import RLCLI
+from rlightning.cli.lightning_cli import RLCLI, as_list
 from rlightning.data import PromptDataModule
 from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.models import describe_length_limit
+from rlightning.module import RLModule
 from rlightning.protocols import HasPromptLimit, has
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.service import SCHEME, EngineService, listen
@@ -28,8 +29,7 @@ class ServeCLI(RLCLI):
     def before_instantiate_classes(self) -> None:
         """Leave out what only a trainer needs."""
         trainer = self.config[self.subcommand]["trainer"]
-        listed = trainer["callbacks"] or []
-        listed = listed if isinstance(listed, list) else [listed]
+        listed = as_list(trainer["callbacks"])
         kind = find_callback("VLLMRollout").__name__
         trainer["callbacks"] = [one for one in listed if one["class_path"].rpartition(".")[2] == kind]
         trainer["logger"] = trainer["plugins"] = trainer["profiler"] = None
@@ -39,7 +39,8 @@ class ServeCLI(RLCLI):
         """The module without its weights, the data module without its rows, and the callback without its engine."""
         self.config_init = self.parser.instantiate_classes(self.config)
         listed = self._get(self.config_init, "trainer")["callbacks"]
-        self.module: Any = self._get(self.config_init, "model")
+        self.module: RLModule = self._get(self.config_init, "model")
+        # A VLLMRollout: nothing here imports a concrete callback.
         self.rollout: Any = listed[0] if listed else self._get(self.config_init, "rollout")
         data = self._get(self.config_init, "data")
         self.max_prompt_tokens = data.max_prompt_tokens if has(data, HasPromptLimit) else None
@@ -71,9 +72,7 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
     """Start an engine and serve trainers until Ctrl-C.
 
     Args:
-        host: where to listen.
         port: where to listen; 0 is any that is free.
-        options: those of ``rlightning fit``.
     """
     cli = ServeCLI(args=["fit", *options])
     listener = listen(host, port)

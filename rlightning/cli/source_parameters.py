@@ -1,7 +1,8 @@
-"""The parameters of a class, read from its source: importing it would take seconds, as it imports torch."""
+"""Names and parameters of classes, read from their source: importing them would take seconds, as they import torch."""
 
 import ast
 import builtins
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,15 +59,69 @@ def find_source(path: str) -> tuple[str, ast.ClassDef]:
     raise LookupError(f"there is no class '{name}' in the source of '{module}'")
 
 
+def find_missing_module(module: str) -> str | None:
+    """Return the first part of a module's dotted path that is not there, or None."""
+    names = module.split(".")
+    paths = [".".join(names[: i + 1]) for i in range(len(names))]
+    return next((path for path in paths if not any(map(Path.exists, _possible_files(path)))), None)
+
+
+def has_name(module: str, name: str) -> bool:
+    """Return whether a module may have a name: it sets or imports it, or can import it when it is asked for it.
+
+    Raises:
+        LookupError: its source is not found.
+    """
+    bound = _bindings(module)
+    if not bound.keys().isdisjoint((name, "*")) or find_missing_module(f"{module}.{name}") is None:
+        return True
+    words = (node.value for node in ast.walk(_parse(module)) if isinstance(node, ast.Constant))
+    return "__getattr__" in bound and name in words
+
+
+def class_names(module: str) -> set[str]:
+    """Return the names that a module exports, and those that it has of what may be classes."""
+    found = {name for name, nodes in _bindings(module).items() if isinstance(nodes[0], ast.ClassDef | ast.ImportFrom)}
+    match _bindings(module).get("__all__"):
+        case [ast.Assign(value=exported)]:
+            found |= set(ast.literal_eval(exported))
+    return found
+
+
+@cache
+def subclass_names(base: str) -> frozenset[str]:
+    """Return the names of a class and of those derived from it, of this package's and Lightning's."""
+    derived: dict[str, set[str]] = {}
+    for package in ("rlightning", "rlightning.callbacks", "lightning.pytorch"):  # the second is a link
+        for file in (file for folder in find_folders(package) for file in folder.rglob("*.py")):
+            for name, bases in re.findall(r"^ *class (\w+)\(([^)]*)\)", file.read_text(encoding="utf-8"), re.MULTILINE):
+                derived.setdefault(name, set()).update(re.findall(r"\w+", bases))
+    names, found = {base}, {base}
+    while found:
+        found = {name for name, bases in derived.items() if bases & found} - names
+        names |= found
+    return frozenset(names)
+
+
+def find_folders(package: str) -> list[Path]:
+    """Return where a package's modules may be, if it is one."""
+    first, *rest = package.split(".")
+    spec = find_spec(first) if first else None
+    return [Path(folder, *rest) for folder in (spec and spec.submodule_search_locations) or []]
+
+
+def _possible_files(module: str) -> list[Path]:
+    """Where a module, or a folder without an ``__init__``, may be."""
+    folders = find_folders(module)
+    files = [file for folder in folders for file in (folder / "__init__.py", folder.with_suffix(".py"))]
+    return [*files, *folders]
+
+
 @cache
 def _parse(module: str) -> ast.Module:
-    package, *rest = module.split(".")
-    spec = find_spec(package) if package else None
-    for folder in (spec and spec.submodule_search_locations) or []:
-        path = Path(folder, *rest)
-        for file in (path / "__init__.py", path.with_suffix(".py")):
-            if file.is_file():
-                return ast.parse(file.read_bytes())
+    for file in _possible_files(module):
+        if file.is_file():
+            return ast.parse(file.read_bytes())
     raise LookupError(f"there is no source of '{module}'")
 
 

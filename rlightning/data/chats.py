@@ -84,7 +84,7 @@ def find_open_thought(text: str) -> str | None:
 
 
 def _clean(message: Message, where: str, has_fixed_fields: bool) -> Message:
-    kept: Message = _drop_nulls(message, has_fixed_fields)
+    kept = _without_nulls(message, has_fixed_fields)
     calls = kept.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise ConfigError(f"{where} has tool_calls={cut_value(calls)}. Write a list of tool calls, or leave them out.")
@@ -93,14 +93,15 @@ def _clean(message: Message, where: str, has_fixed_fields: bool) -> Message:
     return {**kept, "content": _read_text(kept, where)}
 
 
-def _drop_nulls(value: Any, has_fixed_fields: bool) -> Any:
-    if isinstance(value, list):
-        return [_drop_nulls(item, has_fixed_fields) for item in value]
-    if not isinstance(value, dict):
-        return value
+def _without_nulls(fields: Message, has_fixed_fields: bool) -> Message:
+    def clean(value: object) -> object:
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return _without_nulls(value, has_fixed_fields) if isinstance(value, dict) else value
+
     return {
-        name: item if name == "arguments" and not has_fixed_fields else _drop_nulls(item, has_fixed_fields)
-        for name, item in value.items()
+        name: item if name == "arguments" and not has_fixed_fields else clean(item)
+        for name, item in fields.items()
         if item is not None
     }
 

@@ -72,15 +72,9 @@ USUAL = PromptFormat()
 
 
 def prompt_messages(columns: Row, prompt_format: PromptFormat, where: str) -> list[Message]:
-    """Return the messages of a row's prompt, as its chat template gets them.
-
-    Args:
-        columns: of the row.
-        prompt_format: how they become a prompt.
-        where: the row is, for errors.
-    """
+    """Return the messages of a row's prompt, as its chat template gets them."""
     if prompt_format.template is not None:
-        content: Any = _fill_template(prompt_format.template, columns, where)
+        content: str | list[Message] = _fill_template(prompt_format.template, columns, where)
     else:
         content = columns[prompt_format.column]
     if not isinstance(content, str):
@@ -99,9 +93,6 @@ def build_prompts(
     """Render, tokenise and check every row; count, say and drop or cut prompts that are too long.
 
     Args:
-        table: the rows.
-        tokenizer: the model's.
-        prompt_format: how.
         vocab_size: rows of the model's embedding, which no token may be beyond; None: unknown.
         max_length: the model's positions, for prompts that have a completion; None: unknown.
 

@@ -89,8 +89,6 @@ def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
     """Return a source that can be read again: of what gives its rows one after the other, a list of them.
 
     Args:
-        source: as the user gave it.
-        limit: the most rows to take.
         key: where the source stands, for errors.
         limit_key: where the limit stands.
 

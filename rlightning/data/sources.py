@@ -119,7 +119,7 @@ def _read_json(path: str, file: Path) -> Iterator[tuple[int, Row]]:
         yield place, _require_object(row, f"{path}, row {place}")
 
 
-def _parse(text: bytes, what: str, way_out: str, where: str) -> Any:
+def _parse(text: bytes, what: str, way_out: str, where: str) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> Row:
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -276,14 +276,7 @@ def _read_hub(path: str, name: str, options: list[str], limit: int | None) -> Ro
 
 
 def from_dataset(path: str, loaded: "Dataset | DatasetDict", split: str | None, limit: int | None) -> RowTable:
-    """Return the rows of a ``datasets.Dataset``, or of one of several splits.
-
-    Args:
-        path: the set as the user named it.
-        loaded: a set, or sets by split.
-        split: the split that the user named.
-        limit: only this many rows from the start.
-    """
+    """Return the rows of a ``datasets.Dataset``, or of one of several splits."""
     if isinstance(loaded, dict):
         if split is None and len(loaded) == 1:
             split = next(iter(loaded))

@@ -57,6 +57,14 @@ def spell_out(value: Any, key: str = "") -> Any:
     return value
 
 
+def no_strategy(name: str) -> ConfigError:
+    """Return the error for a name that stands for nothing."""
+    return ConfigError(
+        f"{KEY}: there is no strategy '{name}'. {did_you_mean(name, CHOICES)} "
+        "One of your own is named by its dotted path."
+    )
+
+
 def check_strategy(name: object) -> None:
     """Refuse a name that stands for nothing, or for what does not work here; objects pass."""
     if not isinstance(name, str) or name in (*CHOICES, *CLASSES):
@@ -64,10 +72,7 @@ def check_strategy(name: object) -> None:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # takes seconds
 
     if name not in StrategyRegistry:
-        raise ConfigError(
-            f"{KEY}: there is no strategy '{name}'. {did_you_mean(name, CHOICES)} "
-            "One of your own is named by its dotted path."
-        )
+        raise no_strategy(name)
     if "spawn" in name:
         raise ConfigError(f"{KEY}={name} {SPAWN_RULE}")
     strategy = StrategyRegistry[name]["strategy"]

@@ -58,7 +58,6 @@ def line_chart(title: str, y_label: str, series: Mapping[str, Points], *, from_z
     A noisy line that is alone in its chart is drawn thin, with its running mean on top.
 
     Args:
-        title: the heading.
         y_label: the quantity with its unit.
         series: points by label; none of them empty.
         from_zero: let the axis begin at zero.
@@ -84,7 +83,6 @@ def stacked_chart(title: str, y_label: str, series: Mapping[str, Points], *, max
     """Stacked bars over rollout steps, wide; neighbouring steps are averaged where there are more than ``max_bars``.
 
     Args:
-        title: the heading.
         y_label: the quantity with its unit.
         series: points by label, from the bottom up; a step that a label lacks counts as zero.
         max_bars: the most bars.

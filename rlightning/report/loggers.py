@@ -201,9 +201,6 @@ class LateLoggers(Callback):
 
     Lightning has every logger make its run before the first ``setup``. After that it asks again when the set-up is
     over. A ``ModelCheckpoint`` without a folder names one by the logger's run, which then has to be there earlier.
-
-    Args:
-        loggers: all of the Trainer's.
     """
 
     def __init__(self, loggers: list[Logger]) -> None:

@@ -30,7 +30,8 @@ class ScoredTrajectory(NamedTuple):
 def describe_trajectory(scored: ScoredTrajectory) -> str:
     """Return a trajectory as lines of text: how it ended, what it earned, its turns, its branches, its error."""
     one = scored.trajectory
-    lines = [f"== row {one.prompt.index}: {describe_status(scored)}, {_describe_reward(scored)}"]
+    status = one.status if scored.is_sampled else f"{one.status} (would not be trained on)"
+    lines = [f"== row {one.prompt.index}: {status}, {_describe_reward(scored)}"]
     lines.append(INDENT + _describe_size(one))
     if one.metrics:
         lines.append(INDENT + ", ".join(f"{name} {value:g}" for name, value in one.metrics.items()))
@@ -43,11 +44,6 @@ def describe_trajectory(scored: ScoredTrajectory) -> str:
     if one.error:
         lines += _block("error", one.error)
     return "\n".join(lines) + "\n"
-
-
-def describe_status(scored: ScoredTrajectory) -> str:
-    """Return how it ended."""
-    return scored.trajectory.status + ("" if scored.is_sampled else " (would not be trained on)")
 
 
 def to_data(scored: ScoredTrajectory) -> dict[str, Any]:

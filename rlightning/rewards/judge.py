@@ -143,9 +143,6 @@ class Judge(CheckedArguments):
     async def __call__(self, **given: object) -> float:
         """Score one sample.
 
-        Args:
-            given: by the rubric's names.
-
         Raises:
             JudgeError: it could not be judged.
         """
@@ -181,11 +178,7 @@ class Judge(CheckedArguments):
         return score if self.lowest <= score <= self.highest else math.nan
 
     def write(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages that ask for a score.
-
-        Args:
-            given: by the rubric's names.
-        """
+        """Return the messages that ask for a score."""
         values = {name: _render_turns(value) if name == "turns" else value for name, value in given.items()}
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": self.rubric.format(**values)}]
@@ -317,9 +310,6 @@ def read_fields(rubric: str) -> Iterator[str]:
 def read_answer(text: str) -> str:
     """Return the text that a response of the API holds.
 
-    Args:
-        text: of the response.
-
     Raises:
         JudgeError: it holds none, or one that was cut.
     """
@@ -335,10 +325,6 @@ def read_answer(text: str) -> str:
 
 def read_answer_text(answer: str, reason: str | None) -> str:
     """Return an answer's text.
-
-    Args:
-        answer: the text.
-        reason: why it ended.
 
     Raises:
         JudgeError: it was cut.

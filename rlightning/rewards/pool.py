@@ -34,8 +34,6 @@ class RewardPool:
     one event loop: what a function's module keeps between calls, such as an HTTP client, serves them all.
 
     Args:
-        functions: those that calls name by their index.
-        sources: of the functions.
         num_workers: processes of sync functions, and threads of this process, at once.
     """
 
@@ -60,10 +58,6 @@ class RewardPool:
 
     def submit(self, index: int, arguments: dict[str, Any]) -> "Future[Outcome]":
         """Start a call where its function runs, and return at once. Cancelling the future cancels the call.
-
-        Args:
-            index: of the function.
-            arguments: all keyword arguments.
 
         Returns:
             What comes of the call; a RewardError if no worker can start.

@@ -89,9 +89,6 @@ def report_unrewarded(
     """Log the references that their own checker does not reward.
 
     Args:
-        name: the reward function's.
-        column: the references'.
-        prompts: by a number.
         outcomes: by the prompt's number; a prompt to which the function does not apply does not count.
         where: gives the file and line of a row.
         max_share: of references that may go unrewarded.

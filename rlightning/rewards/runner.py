@@ -104,12 +104,7 @@ class RewardRunner:
         return self.__dict__ | {"_opened": None, "_begun": {}}
 
     def check(self, columns: Sequence[str], source: str) -> None:
-        """Refuse a prompt set that lacks a column which a function cannot do without.
-
-        Args:
-            columns: what every row of the set has.
-            source: the set's name, for the error.
-        """
+        """Refuse a prompt set that lacks a column which a function cannot do without."""
         for function in self.functions:
             function.check(columns, source)
 
@@ -128,10 +123,6 @@ class RewardRunner:
         """Grade reference answers against themselves, by each function that is marked as a checker of answers.
 
         At most 2,000 prompts of the set, and as many of them as :data:`CHECK_SECONDS` allow.
-
-        Args:
-            prompts: of one set, with its columns.
-            where: gives the file and line of a row, for the error.
 
         Raises:
             ConfigError: more than ``max_unrewarded_references`` of them are not rewarded.
@@ -179,9 +170,6 @@ class RewardRunner:
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
         """Call every function on every trajectory, unless that was begun already.
 
-        Args:
-            trajectories: M of them.
-
         Raises:
             RewardError: too many samples have failed; at once, without waiting for the others.
         """
@@ -220,7 +208,6 @@ class RewardRunner:
         are still in their processes, are not asked. Nor are those of weight 0, which are only logged.
 
         Args:
-            trajectories: M of them.
             scores: [M] by the function's name, what :meth:`score` gave for them.
             deadline: seconds that the other ranks wait for a step's rewards.
             everywhere: the results of all ranks by the function's name; None if there is this one alone.

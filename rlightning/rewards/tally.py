@@ -70,8 +70,6 @@ class FailureCount:
         """Raise a RewardError if that many failures, of all ranks, are too many.
 
         Args:
-            num_failed: samples without a reward.
-            num_samples: of which.
             at_least: stands before the number where others may have failed too.
         """
         if num_failed > self.max_share * num_samples:

@@ -7,25 +7,28 @@ import sys
 from argparse import ArgumentError
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 from cli_project import environment, make_project
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
 
 import rlightning.algorithms
 from rlightning.argument_checks import parameters_of
 from rlightning.callbacks import VLLMRollout
 from rlightning.cli.config_files import use_strict_yaml
-from rlightning.cli.config_keys import parse_value
-from rlightning.cli.config_precheck import GivenValue, SourceKeys, check_early, keys_of
+from rlightning.cli.config_keys import parse_value, subclasses
+from rlightning.cli.config_precheck import BASES, GivenStrategy, GivenValue, SourceKeys, check_early, keys_of
 from rlightning.cli.lightning_cli import RLCLI, RLArgumentParser
 from rlightning.cli.parser_messages import summarise
-from rlightning.cli.source_parameters import parameters_of_source
+from rlightning.cli.source_parameters import parameters_of_source, subclass_names
 from rlightning.data import PromptDataModule
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, find_run_error
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
+from rlightning.parallel.strategy_names import KEY
 
 CLASSES = [
     *(getattr(rlightning.algorithms, name) for name in rlightning.algorithms.__all__),
@@ -49,6 +52,10 @@ FILES = {
     "steps.yaml": "trainer: {max_steps: many}\n",
     "tokens.yaml": "rollout: {max_new_tokens: 1.5}\n",
     "stop.yaml": "rollout: {class_path: VLLMRollout, init_args: {stop: [a, 3]}}\n",
+    "class.yaml": "model: {class_path: rlightning.algorithms.GRPPO, init_args: {model: x}}\n",
+    "callback.yaml": "trainer: {callbacks: [{class_path: rlightning.callbacks.SafeHF}]}\n",
+    "rewards.yaml": "model: {class_path: GRPO, init_args: {model: model, rewards: [{function: "
+    "{class_path: rlightning.rewards.judge.Juge}}]}}\n",
 }
 MISTAKES = {
     "--config section.yaml": "modell: there is no such key. Did you mean 'model'?",
@@ -83,6 +90,22 @@ MISTAKES = {
     "got 'atuo'. Did you mean 'auto'?",
     "--config run.yaml --trainer.precision bf17": "trainer.precision: expected int or 'transformer-engine' or ",
     "--config run.yaml --seed_everything many": "seed_everything: expected bool or int, got 'many'",
+    "--config class.yaml": "model.class_path: there is no 'GRPPO' in 'rlightning.algorithms'. Did you mean",
+    "--config run.yaml --model GRPPO": "model: there is no class 'GRPPO'. Did you mean 'GRPO'?",
+    "--config run.yaml --model rlightnin.algorithms.GRPO": "model: there is no module 'rlightnin'. Did you mean",
+    "--config run.yaml --model rlightning.algorithm.GRPO": "model: there is no module 'rlightning.algorithm'. Did you",
+    "--config run.yaml --data GRPO": "data: there is no class 'GRPO'. Give the dotted path of a class",
+    "--config run.yaml --rollout VLMRollout": "rollout: there is no class 'VLMRollout'. Did you mean 'VLLMRollout'?",
+    "--config run.yaml --environment SingelTurn": "environment: there is no class 'SingelTurn'. Did you mean",
+    "--config run.yaml --trainer.callbacks+=SavHF": "trainer.callbacks: there is no class 'SavHF'. Did you mean",
+    "--config run.yaml --config callback.yaml": "trainer.callbacks[0].class_path: there is no 'SafeHF' in "
+    "'rlightning.callbacks'. Did you mean 'rlightning.callbacks.SaveHF'?",
+    "--config run.yaml --trainer.strategy fdsp2": "trainer.strategy: there is no strategy 'fdsp2'. Did you mean",
+    "--config run.yaml --trainer.strategy rlightning.parallel.FSDP3": "trainer.strategy.class_path: there is no 'FSD",
+    "--config run.yaml --config rewards.yaml": "model.init_args.rewards[0].function.class_path: there is no 'Juge' in "
+    "'rlightning.rewards.judge'. Did you mean 'rlightning.rewards.judge.Judge'?",
+    "--model GRPO --model.model model --model.rewards rlightning.rewards.exact_matc": "'rlightning.rewards' has no "
+    "reward function 'exact_matc'. Did you mean 'exact_match'?",
 }
 """Options of ``fit``, and how the one line begins that they end with."""
 
@@ -198,9 +221,10 @@ def test_precheck_and_parser_refuse_in_the_same_words(files: Path, capsys: pytes
         with pytest.raises(ConfigError) as early:
             check_early("fit", options)
         capsys.readouterr()
-        with pytest.raises((ConfigError, SystemExit)) as late:
+        with pytest.raises((ValueError, SystemExit)) as late:
             RLCLI(["fit", *options])
-        line = str(late.value) if isinstance(late.value, ConfigError) else capsys.readouterr().err
+        error = find_run_error(late.value)
+        line = str(error) if error else capsys.readouterr().err
         assert str(early.value) == line.removeprefix("error: ").rstrip("\n")
         assert str(early.value).startswith(message)
 
@@ -228,7 +252,11 @@ def test_a_mistake_is_answered_without_torch(files: Path) -> None:
     [
         "--config run.yaml",
         "--model own_classes.Quick --model.lrr 1",
-        "--model GRP0 --model.lrr 1",
+        "--trainer.callbacks+=own_classes.Announce --model Quick --model.lrr 1",
+        "--model GroupModule --model.lrr 1",
+        "--config run.yaml --trainer.callbacks+=rlightning.callbacks.RolloutCallback --trainer.callbacks+=PhaseTimer",
+        "--config run.yaml --trainer.strategy fdsp2 --trainer.strategy ddp_spawn",
+        "--config run.yaml --environment.easy SingelTurn --trainer.profiler simple --trainer.logger false",
         "--model run.yaml --model.lrr 1",
         "--model rlightning.errors.ConfigError --model.lrr 1",
         "--config run.yaml --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr loss",
@@ -246,9 +274,30 @@ def test_precheck_passes_what_it_cannot_judge(files: Path, options: str) -> None
 
 def test_source_keys_take_bare_names_of_the_sections_package(files: Path) -> None:
     keys = SourceKeys(keys_of("fit"), {})
-    keys.check_options(["--model=GRPO", "--rollout=VLLMRollout", "--data=GRPO"])
+    keys.check_options(["--model=GRPO", "--rollout=VLLMRollout", "--data=own_classes.Rows"])
     assert keys.classes == {
         "model": "rlightning.algorithms.GRPO",
         "rollout": "rlightning.callbacks.VLLMRollout",
         "data": None,
     }
+
+
+@pytest.mark.parametrize("key", BASES)
+def test_subclass_names_hold_all_imported_classes(key: str) -> None:
+    """Of the package's and Lightning's: none of them is refused by its bare name."""
+    base = resolve_name(BASES[key])
+    imported = {kind.__name__ for kind in subclasses(base) if kind.__module__.startswith(("rlightning.", "lightning."))}
+    assert imported <= subclass_names(base.__name__)
+
+
+@pytest.mark.parametrize("name", [*StrategyRegistry, "auto", "fsdp2", "own.Strategy"])
+def test_strategies_of_lightnings_registry_pass(name: str) -> None:
+    GivenStrategy(name).check(KEY)
+
+
+def test_class_defined_in_this_process_may_be_named_bare() -> None:
+    class OwnAlgorithm(RLModule):
+        pass
+
+    check_early("fit", ["--model", "OwnAlgorithm"])
+    del OwnAlgorithm

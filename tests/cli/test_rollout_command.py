@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from completions_server import CompletionsServer, serving
+from completions_server import CompletionsServer
 from tiny import save_byte_model
 
 from rlightning.__main__ import main
@@ -75,7 +75,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def server() -> Iterator[CompletionsServer]:
-    with serving() as server:
+    with CompletionsServer.serving() as server:
         yield server
 
 

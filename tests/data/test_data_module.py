@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from prompt_files import make_tokenizer, write_rows
 from tiny import bare_trainer
-from transformers import PreTrainedTokenizerFast
 
 from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError
@@ -23,20 +22,13 @@ from rlightning.rollout import Sampling
 from rlightning.types import Prompt
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer()
-
-
 class Recorder(LightningModule):
     """Steps by hand as RLModule does, and writes down the prompts of each finished step."""
 
-    def __init__(
-        self, tokenizer: Any, *, prompts_per_step: int = 3, refill: int = 0, fail_at: int | None = None
-    ) -> None:
+    def __init__(self, *, prompts_per_step: int = 3, refill: int = 0, fail_at: int | None = None) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.tokenizer = tokenizer
+        self.tokenizer = make_tokenizer()
         self.prompts_per_step = prompts_per_step
         self.max_model_length = 64
         self.refill = refill
@@ -102,34 +94,48 @@ def make_data(train: Any, **options: Any) -> PromptDataModule:
     return PromptDataModule(train, **{"max_prompt_tokens": 32, "seed": 5, **options})
 
 
-def run_whole(tokenizer: Any, folder: Path, train: str, **options: Any) -> list[list[int]]:
-    module = Recorder(tokenizer, **options)
+def stop_after(steps: int, folder: Path, data: PromptDataModule, *, refill: int) -> Recorder:
+    """A run that is interrupted, with a checkpoint after each step."""
+    module = Recorder(refill=refill)
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    with pytest.raises(InterruptedError):
+        make_trainer(folder, checkpoints, StopAfter(steps)).fit(module, datamodule=data)
+    return module
+
+
+def resume(folder: Path, data: PromptDataModule, step: int, *, refill: int = 0, **options: Any) -> list[list[int]]:
+    """The steps of a run that goes on from a checkpoint."""
+    module = Recorder(refill=refill)
+    make_trainer(folder, **options).fit(module, datamodule=data, ckpt_path=folder / f"step={step}.ckpt")
+    return module.steps
+
+
+def run_whole(folder: Path, train: str, **options: Any) -> list[list[int]]:
+    module = Recorder(**options)
     make_trainer(folder).fit(module, datamodule=make_data(train))
     return module.steps
 
 
-def test_epochs_go_on_where_the_last_ended(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
-    steps = run_whole(tokenizer, tmp_path, train)
+def test_epochs_go_on_where_the_last_ended(tmp_path: Path, train: str) -> None:
+    steps = run_whole(tmp_path, train)
     assert [len(step) for step in steps] == [3] * 9
     seen = [index for step in steps for index in step]
     assert sorted(seen[:11]) == sorted(seen[11:22]) == list(range(11))
 
 
 @pytest.mark.parametrize(("limit", "num_steps"), [(2, 2), (1, 1), (0.67, 2)])
-def test_overfit_batches_repeat_first_steps_in_order(
-    limit: float, num_steps: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
-) -> None:
-    module = Recorder(tokenizer)
+def test_overfit_batches_repeat_first_steps_in_order(limit: float, num_steps: int, tmp_path: Path, train: str) -> None:
+    module = Recorder()
     make_trainer(tmp_path, overfit_batches=limit).fit(module, datamodule=make_data(train))
     assert module.steps == [[0, 1, 2], [3, 4, 5]][:num_steps] * 3
 
 
 def test_run_seed_orders_prompts_unless_data_seed_set(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def order(run_seed: int, own: int | None) -> list[list[int]]:
         monkeypatch.setenv("PL_GLOBAL_SEED", str(run_seed))
-        module = Recorder(tokenizer)
+        module = Recorder()
         make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=make_data(train, seed=own))
         return module.steps
 
@@ -138,89 +144,67 @@ def test_run_seed_orders_prompts_unless_data_seed_set(
 
 @pytest.mark.parametrize("refill", [0, 2])
 @pytest.mark.parametrize("last_step", [1, 2, 3, 4, 6, 7])  # 3 and 6 end an epoch
-def test_a_resumed_run_sees_exactly_the_rest(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, last_step: int, refill: int
-) -> None:
-    whole = run_whole(tokenizer, tmp_path, train, refill=refill)
-    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    first = Recorder(tokenizer, refill=refill)
-    with pytest.raises(InterruptedError):
-        make_trainer(tmp_path, checkpoints, StopAfter(last_step + 1)).fit(first, datamodule=make_data(train))
-    resumed = Recorder(tokenizer, refill=refill)
+def test_a_resumed_run_sees_exactly_the_rest(tmp_path: Path, train: str, last_step: int, refill: int) -> None:
+    whole = run_whole(tmp_path, train, refill=refill)
+    first = stop_after(last_step + 1, tmp_path, make_data(train), refill=refill)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*your dataloader is not resumable.*")
-        make_trainer(tmp_path).fit(resumed, datamodule=make_data(train), ckpt_path=tmp_path / f"step={last_step}.ckpt")
-    assert first.steps[:last_step] + resumed.steps == whole
+        rest = resume(tmp_path, make_data(train), last_step, refill=refill)
+    assert first.steps[:last_step] + rest == whole
 
 
 @pytest.mark.parametrize("fail_at", [1, 3, 4])  # 3 is the first step of the second epoch
-def test_a_step_that_was_not_finished_is_repeated(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, fail_at: int
-) -> None:
-    whole = run_whole(tokenizer, tmp_path, train, refill=2)
+def test_a_step_that_was_not_finished_is_repeated(tmp_path: Path, train: str, fail_at: int) -> None:
+    whole = run_whole(tmp_path, train, refill=2)
     checkpoints = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_train_steps=100)
-    first = Recorder(tokenizer, refill=2, fail_at=fail_at)
+    first = Recorder(refill=2, fail_at=fail_at)
     with pytest.raises(RuntimeError, match="interrupted"):
         make_trainer(tmp_path, checkpoints).fit(first, datamodule=make_data(train))
     (checkpoint,) = tmp_path.glob("*.ckpt")
-    resumed = Recorder(tokenizer, refill=2)
+    resumed = Recorder(refill=2)
     make_trainer(tmp_path).fit(resumed, datamodule=make_data(train), ckpt_path=checkpoint)
     assert first.steps + resumed.steps == whole
 
 
-def test_a_checkpoint_of_a_validation_inside_an_epoch(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
-) -> None:
-    whole = run_whole(tokenizer, tmp_path, train)
+def test_a_checkpoint_of_a_validation_inside_an_epoch(tmp_path: Path, train: str) -> None:
+    whole = run_whole(tmp_path, train)
     checkpoints = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False, save_top_k=-1, filename="{step}")
-    options = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    options: dict[str, Any] = {"val_check_interval": 2, "check_val_every_n_epoch": None}
     data = make_data(train, validation=train)
-    first = Recorder(tokenizer)
+    first = Recorder()
     make_trainer(tmp_path, checkpoints, **options).fit(first, datamodule=data)
     assert first.steps == whole
     for last_step in (2, 4, 6):
-        resumed = Recorder(tokenizer)
-        path = tmp_path / f"step={last_step}.ckpt"
-        make_trainer(tmp_path, **options).fit(resumed, datamodule=make_data(train, validation=train), ckpt_path=path)
-        assert whole[:last_step] + resumed.steps == whole
+        rest = resume(tmp_path, make_data(train, validation=train), last_step, **options)
+        assert whole[:last_step] + rest == whole
 
 
-def test_resume_with_other_data_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+def test_resume_with_other_data_is_refused(tmp_path: Path, train: str) -> None:
     checkpoints = ModelCheckpoint(tmp_path, filename="last")
-    make_trainer(tmp_path, checkpoints, max_epochs=1).fit(Recorder(tokenizer), datamodule=make_data(train))
+    make_trainer(tmp_path, checkpoints, max_epochs=1).fit(Recorder(), datamodule=make_data(train))
     other = write_rows(tmp_path / "other.jsonl", [{"prompt": f"{i}-{i}="} for i in range(11)])
     with pytest.raises(ConfigError, match="The 11 training prompts are not those"):
-        make_trainer(tmp_path).fit(Recorder(tokenizer), datamodule=make_data(other), ckpt_path=tmp_path / "last.ckpt")
+        make_trainer(tmp_path).fit(Recorder(), datamodule=make_data(other), ckpt_path=tmp_path / "last.ckpt")
     # Validation of the checkpoint needs no training prompts.
     data = PromptDataModule(validation=other, max_prompt_tokens=32)
-    make_trainer(tmp_path).validate(Recorder(tokenizer), datamodule=data, ckpt_path=tmp_path / "last.ckpt")
+    make_trainer(tmp_path).validate(Recorder(), datamodule=data, ckpt_path=tmp_path / "last.ckpt")
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_a_run_on_rows_in_memory_is_that_on_their_file(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
-) -> None:
+def test_a_run_on_rows_in_memory_is_that_on_their_file(tmp_path: Path, train: str) -> None:
     rows = read_rows(train)
-    whole = run_whole(tokenizer, tmp_path, train, refill=1)
-    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    first = Recorder(tokenizer, refill=1)
-    with pytest.raises(InterruptedError):
-        make_trainer(tmp_path, checkpoints, StopAfter(4)).fit(first, datamodule=make_data(rows))
+    whole = run_whole(tmp_path, train, refill=1)
+    first = stop_after(4, tmp_path, make_data(rows), refill=1)
     for source in (rows, train):
-        resumed = Recorder(tokenizer, refill=1)
-        make_trainer(tmp_path).fit(resumed, datamodule=make_data(source), ckpt_path=tmp_path / "step=3.ckpt")
-        assert first.steps[:3] + resumed.steps == whole
-    other = [*rows[:10], {"prompt": "1-1="}]
+        assert first.steps[:3] + resume(tmp_path, make_data(source), 3, refill=1) == whole
     with pytest.raises(ConfigError, match="The 11 training prompts are not those"):
-        make_trainer(tmp_path).fit(Recorder(tokenizer), datamodule=make_data(other), ckpt_path=tmp_path / "step=3.ckpt")
+        resume(tmp_path, make_data([*rows[:10], {"prompt": "1-1="}]), 3)
 
 
-def test_a_generator_is_read_once_for_all_stages(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
-) -> None:
+def test_a_generator_is_read_once_for_all_stages(tmp_path: Path, train: str) -> None:
     rows = read_rows(train)
     yielded: list[int] = []
 
@@ -238,7 +222,7 @@ def test_a_generator_is_read_once_for_all_stages(
     )
     assert yielded == []
     for _ in range(2):
-        module = Recorder(tokenizer)
+        module = Recorder()
         make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
         assert len(module.steps) == 2 and module.validated == {0: [0, 1, 2, 3]}
         make_trainer(tmp_path).validate(module, datamodule=data)
@@ -255,27 +239,27 @@ def test_a_generator_is_read_once_for_all_stages(
     ],
 )
 def test_generators_without_a_length_are_refused(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, data: dict[str, Any], message: str
+    tmp_path: Path, train: str, data: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_trainer(tmp_path).fit(Recorder(tokenizer), datamodule=make_data(**{"train": train, **data}))
+        make_trainer(tmp_path).fit(Recorder(), datamodule=make_data(**{"train": train, **data}))
 
 
 def test_prompt_limit_is_chosen_by_the_model_and_said_once(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, train: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [*read_rows(train), {"prompt": "1" * 59}]  # 64 positions, less 6 of a completion, are 58
     data = PromptDataModule(rows, validation=rows, seed=5)
 
     def validate(max_model_length: int, max_new_tokens: int) -> list[int]:
-        module = Recorder(tokenizer)
+        module = Recorder()
         module.max_model_length = max_model_length
         make_trainer(tmp_path, UseSampling(max_new_tokens)).validate(module, datamodule=data)
         return module.validated[0]
 
     with caplog.at_level("INFO"):
         trainer = make_trainer(tmp_path, UseSampling(6), max_epochs=1, enable_checkpointing=False)
-        trainer.fit(Recorder(tokenizer), datamodule=data)
+        trainer.fit(Recorder(), datamodule=data)
         assert validate(64, 6) == list(range(11))
     said = "data.max_prompt_tokens=58: the model's 64 positions, less rollout.max_new_tokens=6."
     assert [record.message for record in caplog.records if "max_prompt_tokens=58:" in record.message] == [said]
@@ -286,10 +270,10 @@ def test_prompt_limit_is_chosen_by_the_model_and_said_once(
         validate(64, 64)
 
 
-def test_a_copy_for_other_processes_has_no_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+def test_a_copy_for_other_processes_has_no_rows(tmp_path: Path, train: str) -> None:
     rows = [{**row, "check": lambda: None} for row in read_rows(train)]  # which cannot be pickled
     data = PromptDataModule(rows, validation={"v": ValidationSet(rows, limit=2)}, predict=rows)
-    module = Recorder(tokenizer)
+    module = Recorder()
     make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
     sent = pickle.loads(pickle.dumps(data.without_rows()))
     assert sent.max_prompt_tokens == 63 and [chosen.name for chosen in sent.validation_sets] == ["v"]
@@ -303,7 +287,7 @@ class UseSampling(Callback):
         self.sampling = Sampling(max_new_tokens=max_new_tokens)
 
 
-def test_validation_sets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+def test_validation_sets(tmp_path: Path, train: str) -> None:
     other = write_rows(tmp_path / "other.jsonl", [{"question": "9*9"}])
     data = make_data(
         train,
@@ -313,7 +297,7 @@ def test_validation_sets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, tra
         },
         validation_batch_size=2,
     )
-    module = Recorder(tokenizer)
+    module = Recorder()
     make_trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
     assert [(s.name, s.samples_per_prompt, s.temperature) for s in data.validation_sets] == [
         ("greedy", 1, 0.0),
@@ -328,9 +312,9 @@ def test_validation_sets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, tra
     make_trainer(tmp_path).test(module, datamodule=data)
 
 
-def test_predict(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+def test_predict(tmp_path: Path, train: str) -> None:
     data = PromptDataModule(predict=train, max_prompt_tokens=32, validation_batch_size=8)
-    batches = make_trainer(tmp_path).predict(Recorder(tokenizer), datamodule=data)
+    batches = make_trainer(tmp_path).predict(Recorder(), datamodule=data)
     assert batches is not None
     assert [len(batch) for batch in batches] == [8, 3]
     assert batches[0][0] == "0+0="
@@ -347,7 +331,6 @@ def test_predict(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str)
     ],
 )
 def test_mistakes_are_found_before_the_model_loads(
-    tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     train: str,
     options: dict[str, Any],
@@ -358,45 +341,16 @@ def test_mistakes_are_found_before_the_model_loads(
         def configure_model(self) -> None:
             raise AssertionError("the model loads")
 
-    module = Unloadable(tokenizer, prompts_per_step=prompts_per_step)
+    module = Unloadable(prompts_per_step=prompts_per_step)
     with pytest.raises(ConfigError, match=message) as caught:
         make_trainer(tmp_path).fit(module, datamodule=make_data(**{"train": train, **options}))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("stage", ["validate", "predict"])
-def test_a_stage_without_its_set(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str, stage: str) -> None:
+def test_a_stage_without_its_set(tmp_path: Path, train: str, stage: str) -> None:
     with pytest.raises(ConfigError, match=f"is not set, and there is nothing else to {stage}"):
-        getattr(make_trainer(tmp_path), stage)(Recorder(tokenizer), datamodule=make_data(train))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"samples_per_prompt": 0}, "samples_per_prompt=0 must be at least 1"),
-        ({"limit": 0}, "limit=0 must be at least 1"),
-        ({"samples_per_prompt": 4, "temperature": 0.0}, "samples_per_prompt=4 at temperature=0 are all alike"),
-    ],
-)
-def test_mistakes_in_a_validation_set(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PromptDataModule(validation={"v": ValidationSet("v.jsonl", **options)})
-
-
-def test_a_validation_set_may_be_a_path_alone() -> None:
-    of_name = PromptDataModule(validation={"v": "other.jsonl"}).validation_sets
-    assert of_name == [ValidationSet("other.jsonl").resolve("v")]
-    assert PromptDataModule(validation="other.jsonl").validation_sets == [ValidationSet("other.jsonl").resolve("other")]
-
-
-def test_negative_seed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="seed=-1 must be at least 0"):
-        PromptDataModule(seed=-1)
-
-
-def test_validation_batches_of_nothing() -> None:
-    with pytest.raises(ConfigError, match="validation_batch_size=0 must be at least 1"):
-        PromptDataModule(validation_batch_size=0)
+        getattr(make_trainer(tmp_path), stage)(Recorder(), datamodule=make_data(train))
 
 
 class Writer(Recorder):
@@ -408,14 +362,12 @@ class Writer(Recorder):
 
 
 @pytest.mark.processes
-def test_two_ranks_share_every_step_and_every_validation_batch(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str
-) -> None:
-    whole = Recorder(tokenizer, prompts_per_step=4)
+def test_two_ranks_share_every_step_and_every_validation_batch(tmp_path: Path, train: str) -> None:
+    whole = Recorder(prompts_per_step=4)
     make_trainer(tmp_path, max_epochs=1).fit(whole, datamodule=make_data(train))
     data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, validation_batch_size=4)
     trainer = make_trainer(tmp_path, max_epochs=1, devices=2, strategy=DDPStrategy(start_method="spawn"))
-    trainer.fit(Writer(tokenizer, prompts_per_step=4), datamodule=data)
+    trainer.fit(Writer(prompts_per_step=4), datamodule=data)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert [a + b for a, b in zip(first["steps"], second["steps"], strict=True)] == whole.steps
     # Batches of four: the last one holds a single prompt, and the second rank gets an empty share of it.
@@ -427,7 +379,6 @@ def test_two_ranks_share_every_step_and_every_validation_batch(
     ("rank", "expected"), [(0, [(11, "train.jsonl, line 1"), (5, "train.jsonl, line 1")]), (1, [])]
 )
 def test_reference_answers_are_checked_on_rank_0(
-    tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     train: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -436,7 +387,7 @@ def test_reference_answers_are_checked_on_rank_0(
 ) -> None:
     data = make_data(train, validation={"v": ValidationSet(train, limit=5)}, predict=train)
     data.trainer = make_trainer(tmp_path)
-    module = Recorder(tokenizer)
+    module = Recorder()
     data.trainer.strategy.connect(module)
     monkeypatch.setattr(PromptDataModule, "_rank_and_ranks", (rank, 1))
     data.setup("fit")
@@ -444,9 +395,9 @@ def test_reference_answers_are_checked_on_rank_0(
     assert module.answers_checked == expected
 
 
-def test_prompts_that_the_ranks_cannot_split(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train: str) -> None:
+def test_prompts_that_the_ranks_cannot_split(tmp_path: Path, train: str) -> None:
     data = make_data(train)
     data.trainer = make_trainer(tmp_path, devices=2, strategy="ddp")
-    data.trainer.strategy.connect(Recorder(tokenizer))
+    data.trainer.strategy.connect(Recorder())
     with pytest.raises(ConfigError, match=r"prompts_per_step=3 cannot be split over 2 ranks\. .* such as 2"):
         data.setup("fit")

@@ -2,17 +2,18 @@
 
 import logging
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prompt_files import make_byte_tokenizer, make_metaspace_tokenizer, make_tokenizer, write_rows
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from rlightning.data.formatting import PromptFormat, build_prompts
 from rlightning.data.sources import read_rows
 from rlightning.errors import ConfigError
+from rlightning.types import Prompt
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
@@ -21,60 +22,70 @@ CHAT_TEMPLATE = (
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
+LEARNS = "completion"
+
+Build = Callable[..., Sequence[Prompt]]
+
+
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer()
+def build(tmp_path: Path) -> Build:
+    def build(rows: list[dict[str, Any]], tokenizer: Any = None, **options: Any) -> Sequence[Prompt]:
+        table = read_rows(write_rows(tmp_path / "train.jsonl", rows))
+        model = {name: options.pop(name, None) for name in ("vocab_size", "max_length")}
+        return build_prompts(table, tokenizer or make_tokenizer(), PromptFormat(**options), **model)
+
+    return build
 
 
-def build(path: str, tokenizer: Any, **options: Any) -> list[tuple[str, int]]:
-    prompts = build_prompts(read_rows(path), tokenizer, PromptFormat(**options))
-    return [(prompt.text, len(prompt.token_ids)) for prompt in prompts]
+@pytest.fixture
+def text_of(build: Build) -> Callable[..., str]:
+    """The text of a single row's prompt, whose tokenizer has one token a character."""
+
+    def text_of(row: dict[str, Any], own_template: str | None = None, **options: Any) -> str:
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = own_template
+        (prompt,) = build([row], tokenizer, **options)
+        assert prompt.columns == row and len(prompt.token_ids) == len(prompt.text)
+        return prompt.text
+
+    return text_of
 
 
-def test_plain_text_template_and_system_prompt(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "abc", "question": "1+1?"}])
-    assert build(path, tokenizer) == [("abc", 3)]
-    assert build(path, tokenizer, column="question") == [("1+1?", 4)]
-    assert build(path, tokenizer, template="Q: {question}\nA:") == [("Q: 1+1?\nA:", 10)]
-    assert build(path, tokenizer, system="Be.") == [("Be.\n\nabc", 8)]
-
-
-def test_template_takes_texts_numbers_and_parts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    row = {"a": "x", "b": 7, "c": 0.5, "d": True, "e": ["u", {"f": "v"}]}
-    path = write_rows(tmp_path / "train.jsonl", [row])
-    assert build(path, tokenizer, template="{a}{b:03d} {c:.2f} {d} {e[0]}{e[1][f]}{{}}") == [
-        ("x007 0.50 True uv{}", 19)
-    ]
-
-
-def test_the_row_is_kept_as_columns(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    row = {"prompt": "abc", "answer": 2}
-    (prompt,) = build_prompts(read_rows(write_rows(tmp_path / "train.jsonl", [row])), tokenizer, PromptFormat())
-    assert prompt.columns == row
-    assert str(tokenizer.decode(prompt.token_ids)).replace(" ", "") == "abc"
-
-
-def test_chat_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.chat_template = CHAT_TEMPLATE
-    text = write_rows(tmp_path / "text.jsonl", [{"prompt": "hi"}])
-    chat = write_rows(tmp_path / "chat.jsonl", [{"prompt": MESSAGES}])
-    own_system = write_rows(tmp_path / "own.jsonl", [{"prompt": [{"role": "system", "content": "Own."}, *MESSAGES]}])
-    assert build(text, tokenizer)[0][0] == build(chat, tokenizer)[0][0] == "<|user|>hi<|assistant|>"
-    assert build(chat, tokenizer, system="Be.")[0][0] == "<|system|>Be.<|user|>hi<|assistant|>"
-    assert build(own_system, tokenizer, system="Be.")[0][0] == "<|system|>Own.<|user|>hi<|assistant|>"
-    assert build(text, tokenizer, chat_template=False)[0][0] == "hi"
-    tokenizer.chat_template = "{{ greeting }}"
-    assert build(text, tokenizer, chat_template_arguments={"greeting": "hello"}) == [("hello", 5)]
+def test_plain_text_template_and_system_prompt(text_of: Callable[..., str]) -> None:
+    row = {"prompt": "abc", "question": "1+1?"}
+    assert text_of(row) == "abc"
+    assert text_of(row, column="question") == "1+1?"
+    assert text_of(row, template="Q: {question}\nA:") == "Q: 1+1?\nA:"
+    assert text_of(row, system="Be.") == "Be.\n\nabc"
 
 
 @pytest.mark.parametrize(
-    ("template", "prompt"), [("{q!s}", "a"), ("{q!r}", "'a'"), ("{n!s:>3}", "  7"), ("{n:03d}{q}", "007a")]
+    ("template", "text"),
+    [
+        ("{a}{b:03d} {c:.2f} {d} {e[0]}{e[1][f]}{{}}", "x007 0.50 True uv{}"),
+        ("{a!s}", "x"),
+        ("{a!r}", "'x'"),
+        ("{b!s:>3}", "  7"),
+    ],
 )
-def test_a_template_may_convert_texts_and_numbers(
-    template: str, prompt: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    path = write_rows(tmp_path / "train.jsonl", [{"q": "a", "n": 7}])
-    assert build(path, tokenizer, template=template)[0][0] == prompt
+def test_template_takes_texts_numbers_and_parts(template: str, text: str, text_of: Callable[..., str]) -> None:
+    row = {"a": "x", "b": 7, "c": 0.5, "d": True, "e": ["u", {"f": "v"}]}
+    assert text_of(row, template=template) == text
+
+
+def test_token_ids_are_those_of_the_text(build: Build) -> None:
+    (prompt,) = build([{"prompt": "abc"}])
+    assert str(make_tokenizer().decode(prompt.token_ids)).replace(" ", "") == "abc"
+
+
+def test_chat_template(text_of: Callable[..., str]) -> None:
+    chat = {"prompt": MESSAGES}
+    own_system = {"prompt": [{"role": "system", "content": "Own."}, *MESSAGES]}
+    assert text_of({"prompt": "hi"}, CHAT_TEMPLATE) == text_of(chat, CHAT_TEMPLATE) == "<|user|>hi<|assistant|>"
+    assert text_of(chat, CHAT_TEMPLATE, system="Be.") == "<|system|>Be.<|user|>hi<|assistant|>"
+    assert text_of(own_system, CHAT_TEMPLATE, system="Be.") == "<|system|>Own.<|user|>hi<|assistant|>"
+    assert text_of({"prompt": "hi"}, CHAT_TEMPLATE, chat_template=False) == "hi"
+    assert text_of({"prompt": "hi"}, "{{ greeting }}", chat_template_arguments={"greeting": "hello"}) == "hello"
 
 
 @pytest.mark.parametrize(
@@ -108,56 +119,50 @@ def test_a_template_may_convert_texts_and_numbers(
     ],
 )
 def test_mistakes_are_one_line_and_say_where(
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    rows: list[dict[str, Any]],
-    options: dict[str, Any],
-    message: str,
+    build: Build, rows: list[dict[str, Any]], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        build(write_rows(tmp_path / "train.jsonl", rows), tokenizer, **options)
+        build(rows, **options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_message_that_the_chat_template_refuses(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+def test_a_message_that_the_chat_template_refuses(text_of: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match="line 1: the tokenizer's chat template refuses it: no system role"):
-        build(write_rows(tmp_path / "train.jsonl", [{"prompt": "x"}]), tokenizer)
+        text_of({"prompt": "x"}, "{{ raise_exception('no system role') }}")
 
 
 def test_overlong_prompts_are_dropped_or_cut_and_said(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_rows(
-        tmp_path / "train.jsonl", [{"prompt": "abc"}, {"prompt": "abcdefgh"}, {"prompt": "abcde"}, {"prompt": "abcd"}]
-    )
+    path, rows = tmp_path / "train.jsonl", [{"prompt": text} for text in ("abc", "abcdefgh", "abcde", "abcd")]
     with caplog.at_level(logging.WARNING):
-        kept = build_prompts(read_rows(path), tokenizer, PromptFormat(max_tokens=4))
+        kept = build(rows, max_tokens=4)
     assert [prompt.index for prompt in kept] == [0, 3]
     assert [record.message for record in caplog.records if record.name.startswith("rlightning")] == [
         f"2 of 4 prompts of '{path}' have more than max_prompt_tokens=4 tokens and are dropped; "
         f"the longest, {path}, line 2, has 8."
     ]
     caplog.clear()
-    cut = build_prompts(read_rows(path), tokenizer, PromptFormat(max_tokens=4, overlong="truncate"))
+    cut = build(rows, max_tokens=4, overlong="truncate")
     assert [prompt.index for prompt in cut] == [0, 1, 2, 3]
     assert [len(prompt.token_ids) for prompt in cut] == [3, 4, 4, 4]
     assert cut[1].text.replace(" ", "") == "efgh"
     assert "keep their last 4" in caplog.text
 
 
-def test_nothing_left_is_an_error(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "abcde"}])
+def test_nothing_left_is_an_error(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"All 1 of 1 prompts .* Raise max_prompt_tokens, or use overlong='truncate'"):
-        build(path, tokenizer, max_tokens=4)
+        build([{"prompt": "abcde"}], max_tokens=4)
 
 
-def test_already_rendered_prompt_is_not_rendered_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_already_rendered_prompt_is_not_rendered_again(
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = make_metaspace_tokenizer(adds_eos=True)
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}A{{ m.content }}{% endfor %}:"
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "T"}, {"prompt": "<s>AT:</s>"}])
+    path = tmp_path / "train.jsonl"
     with caplog.at_level(logging.INFO):
-        first, second = build_prompts(read_rows(path), tokenizer, PromptFormat())
+        first, second = build([{"prompt": "T"}, {"prompt": "<s>AT:</s>"}], tokenizer)
     assert first.text == second.text == "<s>AT:"
     assert first.token_ids == second.token_ids
     said = [record.message for record in caplog.records if "rendered before" in record.message]
@@ -165,31 +170,29 @@ def test_already_rendered_prompt_is_not_rendered_again(tmp_path: Path, caplog: p
     assert said[0].startswith(f"1 of 2 prompts of '{path}' begin with") and f"(first: {path}, line 2)" in said[0]
 
 
-def test_what_is_left_out_of_prompts_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "<s>A:"}, {"prompt": "<s>T:"}, {"prompt": "T"}])
+def test_what_is_left_out_of_prompts_is_said_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "<s>A:"}, {"prompt": "<s>T:"}, {"prompt": "T"}]
     with caplog.at_level(logging.INFO):
-        prompts = build_prompts(read_rows(path), make_metaspace_tokenizer(adds_eos=True), PromptFormat())
+        prompts = build(rows, make_metaspace_tokenizer(adds_eos=True))
     assert [prompt.token_ids for prompt in prompts] == [[0, 3, 4], [0, 5, 4], [0, 7]]
     said = [record.message for record in caplog.records]
     assert [message.split(" of ")[0] for message in said if "beginning-of-sequence" in message] == ["2"]
     assert [message.split(" of ")[0] for message in said if "end-of-sequence" in message] == ["3"]
 
 
-def test_cut_prompts_keep_their_bos(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "A:A:T"}])
-    prompt_format = PromptFormat(max_tokens=3, overlong="truncate")
-    (prompt,) = build_prompts(read_rows(path), make_metaspace_tokenizer(), prompt_format)
+def test_cut_prompts_keep_their_bos(build: Build) -> None:
+    (prompt,) = build([{"prompt": "A:A:T"}], make_metaspace_tokenizer(), max_tokens=3, overlong="truncate")
     assert prompt.token_ids == [0, 4, 5]
     assert prompt.text == ":T"
 
 
 def test_prompts_that_open_a_thought_are_said_once(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    tokenizer, path = make_tokenizer(), tmp_path / "train.jsonl"
     tokenizer.chat_template = CHAT_TEMPLATE + "<think>\n"
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     with caplog.at_level(logging.INFO):
-        build(path, tokenizer)
+        build([{"prompt": "a"}, {"prompt": "b"}], tokenizer)
     (message,) = [record.message for record in caplog.records if "thought" in record.message]
     assert message.startswith(f"2 of 2 prompts of '{path}' end with the tag that opens the model's thought")
     assert "full_text" in message
@@ -205,23 +208,18 @@ def test_prompts_that_open_a_thought_are_said_once(
         ("x" * 9, "line 3: prompt and completion have more tokens than the model's 10 positions, as in 1 of 3 rows"),
     ],
 )
-def test_completions_that_cannot_be_learned_say_where(tmp_path: Path, completion: Any, message: str) -> None:
+def test_completions_that_cannot_be_learned_say_where(build: Build, completion: Any, message: str) -> None:
     good = {"prompt": "a", "completion": "b"}
-    path = write_rows(tmp_path / "train.jsonl", [good, good, {"prompt": "a", "completion": completion}])
+    rows = [good, good, {"prompt": "a", "completion": completion}]
     with pytest.raises(ConfigError, match=message) as caught:
-        build_prompts(
-            read_rows(path), make_byte_tokenizer(), PromptFormat(completion_column="completion"), max_length=10
-        )
+        build(rows, make_byte_tokenizer(), completion_column=LEARNS, max_length=10)
     assert "\n" not in str(caught.value)
 
 
-def test_completions_end_with_one_eos(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_completions_end_with_one_eos(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     rows = [{"prompt": "A:", "completion": text} for text in ("T", "T</s>", "", "</s>")]
-    path = write_rows(tmp_path / "train.jsonl", rows)
-    prompts = build_prompts(
-        read_rows(path), make_metaspace_tokenizer(adds_eos=True), PromptFormat(completion_column="completion")
-    )
+    prompts = build(rows, make_metaspace_tokenizer(adds_eos=True), completion_column=LEARNS)
     assert [prompt.token_ids for prompt in prompts] == [[0, 6, 4]] * 4
     assert [prompt.completion_ids for prompt in prompts] == [[5, 1], [5, 1], [1], [1]]
     assert "2 of 4 prompts of" in caplog.text
@@ -229,28 +227,24 @@ def test_completions_end_with_one_eos(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("column", ["prompt", "completion"])
-def test_a_token_beyond_the_embedding_says_where(tmp_path: Path, column: str) -> None:
+def test_a_token_beyond_the_embedding_says_where(build: Build, column: str) -> None:
     good = {"prompt": "A", "completion": "A"}  # tokens 1 to 94 are the characters from ! to ~, so that B is 34
-    path = write_rows(tmp_path / "train.jsonl", [good, {**good, column: "AB"}])
+    rows = [good, {**good, column: "AB"}]
     with pytest.raises(ConfigError, match=r"line 2: its token 34 \('B'\) is beyond the model's embedding of 34 tokens"):
-        build_prompts(
-            read_rows(path), make_byte_tokenizer(), PromptFormat(completion_column="completion"), vocab_size=34
-        )
+        build(rows, make_byte_tokenizer(), completion_column=LEARNS, vocab_size=34)
 
 
-def test_completion_without_a_prompt_needs_a_bos(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "A", "completion": "T"}, {"prompt": "", "completion": "T"}])
-    learns = PromptFormat(completion_column="completion")
+def test_completion_without_a_prompt_needs_a_bos(build: Build) -> None:
+    rows = [{"prompt": "A", "completion": "T"}, {"prompt": "", "completion": "T"}]
     with pytest.raises(ConfigError, match=r"line 2: the prompt is empty\. Remove the row or give it a text\."):
-        build_prompts(read_rows(path), make_byte_tokenizer(), learns)
-    prompts = build_prompts(read_rows(path), make_metaspace_tokenizer(), learns)
+        build(rows, make_byte_tokenizer(), completion_column=LEARNS)
+    prompts = build(rows, make_metaspace_tokenizer(), completion_column=LEARNS)
     # <s> ▁A T </s>, and <s> ▁T </s>
     assert [(prompt.token_ids, prompt.completion_ids) for prompt in prompts] == [([0, 6], [5, 1]), ([0], [7, 1])]
 
 
-def test_prompt_that_ends_within_the_completions_first_token_is_refused(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "train.jsonl", [{"prompt": " ", "completion": "T"}])
+def test_prompt_that_ends_within_the_completions_first_token_is_refused(build: Build) -> None:
     tokenizer = make_metaspace_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     with pytest.raises(ConfigError, match=r"line 1: the prompt ' ' ends within the completion's first token"):
-        build_prompts(read_rows(path), tokenizer, PromptFormat(completion_column="completion"))
+        build([{"prompt": " ", "completion": "T"}], tokenizer, completion_column=LEARNS)

@@ -186,11 +186,24 @@ def test_a_generator_needs_a_number_of_rows() -> None:
     assert hold_rows((row for row in ROWS), 50, "data.train", "data.train_limit") == ROWS
 
 
-@pytest.mark.parametrize("key", ["train", "predict"])
-def test_a_limit_below_one_row_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}_limit=0 must be at least 1"):
-        arguments: dict[str, Any] = {key: ROWS, f"{key}_limit": 0}
-        PromptDataModule(**arguments)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_limit": 0}, "train_limit=0 must be at least 1"),
+        ({"predict_limit": 0}, "predict_limit=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"validation_batch_size": 0}, "validation_batch_size=0 must be at least 1"),
+        ({"validation": ValidationSet("v.jsonl", samples_per_prompt=0)}, "samples_per_prompt=0 must be at least 1"),
+        ({"validation": ValidationSet("v.jsonl", limit=0)}, "limit=0 must be at least 1"),
+        (
+            {"validation": ValidationSet("v.jsonl", samples_per_prompt=4, temperature=0.0)},
+            "samples_per_prompt=4 at temperature=0 are all alike",
+        ),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PromptDataModule(**{"train": ROWS, "predict": ROWS, **options})
 
 
 def write_parts(folder: Path) -> list[str]:
@@ -255,6 +268,7 @@ VALIDATION: list[tuple[Any, list[tuple[str, int | None]]]] = [
     (datasets.Dataset.from_list(ROWS), [("validation", None)]),
     (ValidationSet(ROWS, limit=3), [("validation", 3)]),
     (Path("data/test.jsonl"), [("test", None)]),
+    ("other.jsonl", [("other", None)]),
     ("openai/gsm8k:main:test", [("gsm8k", None)]),
     (["a/x.jsonl", "a/y.jsonl"], [("x", None), ("y", None)]),
     ({"own": ROWS, "file": "x.jsonl"}, [("own", None), ("file", None)]),

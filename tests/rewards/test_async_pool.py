@@ -73,11 +73,12 @@ def test_object_that_cannot_be_pickled_is_sent_by_its_path(make_runner: MakeRunn
     assert values(score(runner, ["a", "b"]).rewards) == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
 def test_close_and_withdrawal_cancel_calls_and_let_them_clean_up(
-    make_runner: MakeRunner,
-    tmp_path: Path,
+    make_runner: MakeRunner, tmp_path: Path, is_sent: bool
 ) -> None:
-    runner = make_runner(RewardFunction(judges.hold_unless, timeout=3600.0))
+    function = judges.hold_unless if is_sent else judges.unsendable(judges.hold_unless)
+    runner = make_runner(RewardFunction(function, timeout=3600.0))
     trajectories = make_trajectories(["wait", "go"], folder=[str(tmp_path)] * 2)
     runner.begin(trajectories)
     wait_for(lambda: (tmp_path / "begun").exists())

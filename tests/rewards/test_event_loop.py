@@ -14,7 +14,7 @@ import pytest
 import sample_rewards
 import tiny
 from judges import unsendable
-from scoring import MakeRunner, make_trajectories, score, values
+from scoring import MakeRunner, score, values
 from waiting import wait_for
 
 from rlightning.algorithms import GRPO
@@ -143,23 +143,6 @@ def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> N
     wait_for(lambda: not event_loop._threads[0].is_blocked)
     assert score(judge, ["a", "b"]).failed == 0
     assert len(judges.client.loops) == 1
-
-
-def test_close_cancels_calls_and_lets_them_clean_up(make_runner: MakeRunner, tmp_path: Path) -> None:
-    runner = make_runner(RewardFunction(unsendable(judges.hold_on), timeout=3600.0))
-    runner.begin(make_trajectories([""], folder=[str(tmp_path)]))
-    wait_for(lambda: (tmp_path / "begun").exists())
-    runner.close()
-    assert (tmp_path / "cleaned up").exists(), "closing waits for it"
-
-
-def test_score_cancels_what_was_begun_and_is_not_asked_for(make_runner: MakeRunner, tmp_path: Path) -> None:
-    runner = make_runner(RewardFunction(unsendable(judges.hold_unless), timeout=3600.0))
-    trajectories = make_trajectories(["wait", "go"], folder=[str(tmp_path)] * 2)
-    runner.begin(trajectories)
-    wait_for(lambda: (tmp_path / "begun").exists())
-    assert runner.score(trajectories[1:]).failed == 0
-    wait_for(lambda: (tmp_path / "cleaned up").exists())
 
 
 @pytest.mark.processes

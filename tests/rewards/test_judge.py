@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cli_project import fit_here
-from judge_server import JudgeServer, serving
+from judge_server import JudgeServer
 from scoring import MakeRunner, score, values
 from tiny import write_sums
 
@@ -26,7 +26,7 @@ KEY = "sk-a-secret-of-the-user"
 
 @pytest.fixture
 def server() -> Iterator[JudgeServer]:
-    with serving() as server:
+    with JudgeServer.serving() as server:
         yield server
 
 
@@ -36,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(server: JudgeServer, rubric: str = RUBRIC, **arguments: Any) -> Judge:
-    judge = Judge(rubric, model="judge", base_url=server.url, **arguments)
+    judge = Judge(rubric, model="judge", base_url=f"{server.url}/v1", **arguments)
     judge.check_arguments()
     return judge
 
@@ -176,7 +176,11 @@ def test_sample_that_is_not_judged_has_no_reward(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     judge = Judge(
-        "{answer}: {completion}", model="judge", base_url=server.url, max_retries=0, api_key_variable="JUDGE_KEY"
+        "{answer}: {completion}",
+        model="judge",
+        base_url=f"{server.url}/v1",
+        max_retries=0,
+        api_key_variable="JUDGE_KEY",
     )
     runner = make_runner(RewardFunction(judge, weight=2.0), "sample_rewards.length")
     (bound, _) = runner.functions
@@ -194,7 +198,7 @@ def test_run_names_its_judge_in_yaml(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     write_sums(project)
-    judge = {"rubric": RUBRIC, "model": "judge", "base_url": server.url, "api_key_variable": "JUDGE_KEY"}
+    judge = {"rubric": RUBRIC, "model": "judge", "base_url": f"{server.url}/v1", "api_key_variable": "JUDGE_KEY"}
     rewards = [{"function": {"class_path": "rlightning.rewards.judge.Judge", "init_args": judge}, "weight": 0.5}]
     config = {
         "model": {"class_path": "GRPO", "init_args": {"model": "model", "rewards": rewards, "prompts_per_step": 2}},

@@ -110,9 +110,3 @@ def test_check_answers_grades_with_worker_processes(runner: RewardRunner) -> Non
     runner.check_answers(make_prompts(["3 + 4 = 7\n#### 7", r"3\sqrt{13}", "[-2,7]", 1e16, "Yes"] * 10), where)
     with pytest.raises(ConfigError, match=r"in 1 of 5 rows: train\.jsonl, line 3: '' \(ValueError: The reference"):
         runner.check_answers(make_prompts(["7", "8", "", "9", "10"]), where)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_runner_refuses_wrong_share_of_references(share: float) -> None:
-    with pytest.raises(ConfigError, match=r"is no share\. Use a number from 0 to 1"):
-        RewardRunner([], max_unrewarded_references=share)

@@ -295,10 +295,18 @@ def test_no_functions() -> None:
         score(runner, ["a"])
 
 
-@pytest.mark.parametrize("options", [{"max_failed_share": 1.5}, {"num_workers": 0}])
-def test_mistakes_in_the_options(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
-        RewardRunner([], **options)
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("max_failed_share", 1.5, "is no share. Use a number from 0 to 1"),
+        ("max_unrewarded_references", -0.1, "is no share. Use a number from 0 to 1"),
+        ("max_unrewarded_references", 1.5, "is no share. Use a number from 0 to 1"),
+        ("num_workers", 0, "must be at least 1"),
+    ],
+)
+def test_mistakes_in_the_options(option: str, value: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}={value} {rule}"):
+        RewardRunner([], **{option: value})
 
 
 # Samples that are begun before the others are there
