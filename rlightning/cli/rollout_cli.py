@@ -113,7 +113,8 @@ class RolloutCLI(RLCLI):
 
     def _check_columns(self) -> None:
         """Refuse prompts that the reward functions cannot score, before an engine starts."""
-        table = read_source(self.datamodule.predict, self.datamodule.predict_limit, "data.predict")
+        data = self.datamodule
+        table = read_source(data.predict, data.predict_limit, "data.predict", data.environment)
         self.model.check_columns(sorted(table.columns), table.path)
 
     def _sample_endpoint(self, url: str) -> None:

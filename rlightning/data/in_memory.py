@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from rlightning.data import sources
-from rlightning.data.rows import HeldRows, JoinedRows, Row, locate_part
+from rlightning.data.rows import FilledRows, HeldRows, JoinedRows, Row, locate_part
 from rlightning.data.sources import RowTable, from_dataset, read_rows
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_value
@@ -37,6 +37,8 @@ else:
     # What a configuration file can hold; jsonargparse converts to this type.
     PromptSource = Annotated[str | Sequence[str] | Iterable[dict[str, Any]], _CheckedByReader()]
 
+Environments = str | Mapping[str, str] | None
+"""The name of an environment for all rows of a prompt set, or one for those of each path."""
 _FORMS = "a path, a list of paths, a datasets.Dataset, a list of dicts, or a DataFrame"
 
 
@@ -109,30 +111,35 @@ def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
     return list(islice(iter(source), min(number for number in (length, limit) if number is not None)))
 
 
-def read_source(source: Any, limit: int | None, key: str) -> RowTable:
+def read_source(source: Any, limit: int | None, key: str, environment: Environments = None) -> RowTable:
     """Read a prompt set, whatever it is given as; it has at least one row.
 
     Args:
         source: a path, paths, or rows, as :func:`hold_rows` leaves them.
         limit: read only this many rows from the start.
         key: where the source stands, which names rows in memory.
+        environment: of rows that have none in their column ``environment``, or that of each path.
     """
     if paths := paths_of(source):
-        return _read_files(paths, limit)
+        return _read_files(paths, limit, environment)
+    if isinstance(environment, Mapping):
+        raise ConfigError(f"data.environment names paths, and {key} has rows. Give them a column 'environment'.")
     rows = _unpack(source, key) if _is_table(source) else source
     is_list = isinstance(rows, list | tuple)
     table = _from_list(rows, limit, key) if is_list else from_dataset(key, rows, None, limit)
     if not len(table.rows):
         raise ConfigError(f"The prompt set '{key}' is empty. Give at least one row.")
-    return table
+    return _fill_environment(table, environment)
 
 
-def _read_files(paths: Sequence[str], limit: int | None) -> RowTable:
+def _read_files(paths: Sequence[str], limit: int | None, environment: Environments) -> RowTable:
     tables: list[RowTable] = []
     for path in paths:
         num_rows = sum(len(table.rows) for table in tables)
         if limit is None or num_rows < limit:
-            tables.append(read_rows(path, None if limit is None else limit - num_rows))
+            table = read_rows(path, None if limit is None else limit - num_rows)
+            own = environment.get(path) if isinstance(environment, Mapping) else environment
+            tables.append(_fill_environment(table, own))
     if len(tables) == 1:
         return tables[0]
     joined = JoinedRows([table.rows for table in tables])
@@ -146,6 +153,13 @@ def _read_files(paths: Sequence[str], limit: int | None) -> RowTable:
         tables=tables,
         ends=joined.ends,
     )
+
+
+def _fill_environment(table: RowTable, environment: str | None) -> RowTable:
+    if environment is None:
+        return table
+    rows = FilledRows(table.rows, "environment", environment)
+    return replace(table, rows=rows[:] if isinstance(table.rows, list) else rows)
 
 
 def _from_list(source: Sequence[Any], limit: int | None, key: str) -> RowTable:

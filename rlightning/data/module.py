@@ -18,7 +18,7 @@ from rlightning.data.prompt_limit import PROMPT_TOKENS, check_prompt_limit, choo
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import ChosenPrompts, PromptBatches, PromptLoader, PromptStream
 from rlightning.data.validation_sets import ValidationSet, ValidationSource, make_validation_sets
-from rlightning.errors import ConfigError, check_rules
+from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.lightning_internals import is_amid_step
 from rlightning.protocols import HasWorkerCallbacks, generates, has
 from rlightning.seeds import run_seed
@@ -60,6 +60,8 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         shuffle: whether each epoch has its own order of the training prompts.
         seed: of these orders; None: of ``seed_everything``.
         validation_batch_size: prompts that all ranks together give the engine at once, in validation and prediction.
+        environment: where the run has several, the name of the environment of rows that have none in a column
+            ``environment``; or a mapping of the sets' paths to names. A validation set can name its own.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         shuffle: bool = True,
         seed: int | None = None,
         validation_batch_size: int = 256,
+        environment: str | dict[str, str] | None = None,
     ) -> None:
         super().__init__()
         rules = {
@@ -109,6 +112,8 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             max_new_tokens_column=max_new_tokens_column,
         )
         self.shuffle, self.seed, self.validation_batch_size = shuffle, seed, validation_batch_size
+        self.environment = environment
+        self._check_paths()
         self.longest_limit = 0  # of the prompts' own, in the sets that have been read
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
@@ -131,7 +136,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         if stage == "predict" and self.predict_prompts is None:
             _require(self.predict is not None, "predict", "predict from")
             self.predict = hold_rows(self.predict, self.predict_limit, "data.predict", "data.predict_limit")
-            table = read_source(self.predict, self.predict_limit, "data.predict")
+            table = read_source(self.predict, self.predict_limit, "data.predict", self.environment)
             self.predict_prompts = self._build(table, self.format.without_missing(table.columns), is_rewarded=False)
 
     def prepare_data(self) -> None:
@@ -209,6 +214,14 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """What the trainer's module has under a name; it need not."""
         return getattr(self._module, name, default)
 
+    def _check_paths(self) -> None:
+        """Refuse an environment for a path of which no set is read."""
+        sources = (self.train, self.predict, *(chosen.path for chosen in self.validation_sets))
+        known = [path for source in sources for path in paths_of(source)]
+        for path in self.environment if isinstance(self.environment, dict) else ():
+            if path not in known:
+                raise ConfigError(f"data.environment.{path}: no set is read from there. {did_you_mean(path, known)}")
+
     def _is_sampling(self, stage: str) -> bool:
         return stage == "predict" or generates(self._module)
 
@@ -246,7 +259,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
                 f"Use a multiple of {num_ranks}, such as {below or num_ranks}."
             )
         self.train = hold_rows(self.train, self.train_limit, "data.train", "data.train_limit")
-        table = read_source(self.train, self.train_limit, "data.train")
+        table = read_source(self.train, self.train_limit, "data.train", self.environment)
         prompts = self._build(table, self.format)
         if len(prompts) < prompts_per_step:
             raise ConfigError(
@@ -277,7 +290,8 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             template=chosen.prompt_template or (None if chosen.prompt_column else self.format.template),
             temperature_column=None,  # the set has one for all
         )
-        table = read_source(chosen.path, chosen.limit, chosen.key)
+        environment = self.environment if chosen.environment is None else chosen.environment
+        table = read_source(chosen.path, chosen.limit, chosen.key, environment)
         return self._build(table, own.without_missing(table.columns))
 
     def _build(self, table: RowTable, prompt_format: PromptFormat, *, is_rewarded: bool = True) -> Sequence[Prompt]:

@@ -115,6 +115,24 @@ class JoinedRows(StoredRows):
         return rows
 
 
+class FilledRows(StoredRows):
+    """Rows with a value for those that have none in a column."""
+
+    def __init__(self, rows: Sequence[Row], column: str, value: str) -> None:
+        self._rows, self._column, self._value = rows, column, value
+        self.columns = common_columns(rows) | {column}
+        self.digest = digest_texts([rows.digest if isinstance(rows, StoredRows) else digest_rows(rows), column, value])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, places: range) -> list[Row]:
+        """See :meth:`LazySequence.read`."""
+        filled = {self._column: self._value}
+        rows = self._rows[places.start : places.stop : places.step]
+        return [row | filled if row.get(self._column) is None else row for row in rows]
+
+
 def common_columns(rows: Sequence[Row]) -> set[str]:
     """Return the columns that every row has."""
     return rows.columns if isinstance(rows, StoredRows) else set(rows[0]).intersection(*rows)

@@ -22,6 +22,7 @@ class ValidationSet:
         temperature: of these completions; None: 0 (greedy) for one completion a prompt, else 1.
         prompt_column: None: the data module's.
         prompt_template: None: the data module's.
+        environment: of rows that name none, where a run has several; None: the data module's.
         name: in the metrics ``val/<name>/...``; the data module takes it from the key.
     """
 
@@ -31,6 +32,7 @@ class ValidationSet:
     temperature: float | None = None
     prompt_column: str | None = None
     prompt_template: str | None = None
+    environment: str | None = None
     name: str = ""
 
     @property
