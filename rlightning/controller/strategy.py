@@ -3,14 +3,11 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning.pytorch.trainer.trainer as trainer_module
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from rlightning.atomic_save import find_saved
 from rlightning.controller.cluster import check_own_node
@@ -37,7 +34,7 @@ from rlightning.controller.rtensor import fetch_tensors
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.lightning_internals import Launcher, teardown
+from rlightning.lightning_internals import Launcher, teardown, without_cuda_rng
 from rlightning.parallel.checkpoint import LoadsByItself
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, is_whole
 from rlightning.parallel.execution_mode import ExecutionMode
@@ -302,16 +299,6 @@ def naming_lost_cluster() -> Iterator[None]:
     except Exception:
         check_own_node()
         raise
-
-
-@contextmanager
-def without_cuda_rng() -> Iterator[None]:
-    """Have Lightning leave CUDA's random state alone, which it asks all devices for as a fit begins."""
-    trainer_module.isolate_rng = partial(isolate_rng, include_cuda=False)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        trainer_module.isolate_rng = isolate_rng  # type: ignore[attr-defined]
 
 
 def find_last(saved: Sequence[Path]) -> Path | None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlightning import intervals
 from rlightning.errors import ConfigError, check_rules, did_you_mean
-from rlightning.lightning_internals import update_device_properties
+from rlightning.lightning_internals import set_device_mesh, update_device_properties
 from rlightning.parallel.checkpoint import ShardedCheckpoints
 from rlightning.parallel.replicated import average_gradients, broadcast_replicated, move_replicated
 from rlightning.parallel.sharding import CPUOffload, Sharding, shard_parts
@@ -87,7 +87,7 @@ class MeshStrategy(ModelParallelStrategy):
             # A mesh gives its groups a default of torch's own, not what the default group has.
             for dim in range(self._device_mesh.ndim):
                 set_group_timeout(self._device_mesh.get_group(dim), self._timeout)
-        self.lightning_module._device_mesh = self._device_mesh
+        set_device_mesh(self.lightning_module, self._device_mesh)
 
 
 class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):

@@ -204,7 +204,7 @@ def test_worker_that_is_stopped_ends_the_run(outcomes: dict[str, Any]) -> None:
     """The only one, so that no other rank can tell."""
     outcome = outcomes["stop"]
     assert outcome["error"] == "WorkerDiedError" and outcome["exceptions"] == ["WorkerDiedError"]
-    assert "worker 0 of 1 hangs: its process has answered nothing for 6 s." in outcome["text"]
+    assert "worker 0 of 1 hangs: its process has answered nothing for 8 s." in outcome["text"]
 
 
 def test_no_worker_is_left_behind(outcomes: dict[str, Any]) -> None:
