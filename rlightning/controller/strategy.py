@@ -45,8 +45,6 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     """The strategy of a process without a device: each step is a command to a group of workers.
 
     Attributes:
-        group: the workers, while there are any.
-        max_restarts: how often workers are started anew when one of them has died.
         saved: the checkpoints of this run, in order; a restart goes on from the last, not from others beside them.
     """
 
@@ -253,11 +251,7 @@ CKPT_PATH = 4
 
 
 class ControllerLauncher(Launcher):
-    """Starts no process; the strategy does.
-
-    Args:
-        strategy: of the controller.
-    """
+    """Starts no process; the strategy does."""
 
     def __init__(self, strategy: ControllerStrategy) -> None:
         self.strategy = strategy
@@ -267,7 +261,7 @@ class ControllerLauncher(Launcher):
         """Also in a notebook."""
         return True
 
-    def launch(self, function: Callable[..., T], *args: Any, trainer: Trainer | None = None, **kwargs: object) -> T:
+    def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
         """Run ``function``, Lightning's implementation of a stage."""
         self.strategy.saved.clear()
         budget = RestartPolicy(self.strategy.max_restarts)
@@ -316,6 +310,6 @@ def prepare_again(trainer: Trainer) -> None:
     trainer.training = True
 
 
-def with_checkpoint(args: tuple[object, ...], path: Path | str) -> tuple[object, ...]:
+def with_checkpoint(args: tuple[object, ...], path: object) -> tuple[object, ...]:
     """The arguments of Lightning's fit with another checkpoint."""
     return (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])

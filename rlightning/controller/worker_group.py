@@ -31,10 +31,7 @@ class WorkerGroup:
     """The workers of a run, one a rank.
 
     Args:
-        num_workers: how many.
         each: what each takes of the cluster.
-        placement: how they are spread over nodes.
-        driver: what they take over from this process.
         hang_timeout: seconds after which a worker whose process answers nothing is ended.
     """
 

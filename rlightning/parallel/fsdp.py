@@ -23,11 +23,7 @@ from rlightning.torch_internals import set_group_timeout
 class MeshStrategy(ModelParallelStrategy):
     """Lays the ranks out in a mesh of three dimensions: copies of the weights, shards of each, and parts of each layer.
 
-    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank.
-
-    Args:
-        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
-        shard_size: data-parallel ranks that share one copy of the weights; None is all of them.
+    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank. Arguments are :class:`FSDP`'s.
     """
 
     def __init__(self, *, tensor_parallel_size: int = 1, shard_size: int | None = None) -> None:

@@ -61,7 +61,6 @@ def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
 
     Args:
         owner: its values are equal on all ranks.
-        sharding: of the models.
     """
     parts = list(_parts(owner))
     holders = Counter(parameter for module in owner.modules() for parameter in module.parameters(recurse=False))
@@ -106,8 +105,6 @@ class CodedLinear(nn.Module):
 
     Attributes:
         codes: a parameter; what they stand for is the layer's matter.
-        scales: a parameter.
-        bias: of the layer; None for none.
     """
 
     codes: nn.Parameter

@@ -48,7 +48,6 @@ class StopSignal:
     writing of another line; and it asks with another broadcast before each batch. This handler only sets a flag.
 
     Attributes:
-        grace_period: seconds.
         command: what a shell is given to go on with the run, if a shell has started it.
         signum: of the first signal, or 0.
         asked_at: when that came, by ``time.monotonic()``.

@@ -46,11 +46,7 @@ def end_with_parent(lifeline: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """Kill every process of ``group`` but this one; return when they are gone.
-
-    Args:
-        group: its id, that of the process that began it.
-    """
+    """Kill every process of ``group`` but this one; return when they are gone."""
     tracker_grace, end = Deadline(intervals.TRACKER_GRACE), Deadline(2 * intervals.TRACKER_GRACE)
     killed = {group}
     while members := _others(group):

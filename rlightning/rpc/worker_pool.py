@@ -119,7 +119,7 @@ class WorkerPool:
         del worker.calls[call.key]
         self._dispatch()
 
-    async def call(self, *arguments: Any, hang_timeout: float, methods: Mapping[str, Method] | None = None) -> Any:
+    async def call(self, *arguments: object, hang_timeout: float, methods: Mapping[str, Method] | None = None) -> Any:
         """Run a call in a worker, in another one if the first ends for a reason that is not this call.
 
         Args:
@@ -257,7 +257,7 @@ class _Call:
         self.place: asyncio.Future[_Worker]
         self._requests: set[asyncio.Task[Any]] = set()
 
-    async def serve(self, method: str, *arguments: Any) -> Any:
+    async def serve(self, method: str, *arguments: object) -> Any:
         """Call one of the methods for the worker."""
         request = asyncio.ensure_future(self.methods[method](*arguments))
         self._requests.add(request)
@@ -306,7 +306,6 @@ class _Worker:
 
     Attributes:
         peer: once it is ready.
-        calls: that it has, by their keys.
         abandoned: calls that were cancelled, one of which it may execute still.
         ended: done when the process is.
     """
@@ -376,7 +375,7 @@ class _Worker:
             raise ProcessStartError(f"{name} could not be set up: {error}", error.traceback) from error
         self.peer = self._connected
 
-    async def _serve(self, key: int, method: str, *arguments: Any) -> Any:
+    async def _serve(self, key: int, method: str, *arguments: object) -> Any:
         """Call a method of the call that the worker names."""
         if key not in self.calls:
             raise LookupError("the call has ended")

@@ -1,10 +1,10 @@
 """GRPO, with engines or without, under FSDP's ranks or a controller's workers; as ``controller_run.py``."""
 
+import contextlib
 import json
 import os
 import signal
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from engine_run import make_data, make_module, make_rollout, make_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_processes import each_run
 from tiny import full_weights
-from waiting import still_running
+from waiting import still_running, wait_for
 
 from rlightning.callbacks import (
     CompletionsTable,
@@ -70,9 +70,8 @@ class Leftovers(RLCallback):
     runs_in = "workers"
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        deadline = monotonic() + 60
-        while live_entries() and monotonic() < deadline:
-            sleep(0.01)
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not live_entries(), 60)
         with (Path(trainer.default_root_dir) / f"leftovers{trainer.global_rank}").open("a") as file:
             file.write(f"{batch_idx} {live_entries()} {stores_results()}\n")
 

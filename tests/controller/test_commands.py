@@ -42,6 +42,14 @@ from rlightning.errors import ConfigError
 from rlightning.models import Adapter
 
 
+def queue_of(*commands: Command) -> CommandQueue:
+    """A queue that has got these, numbered from 0."""
+    queue = CommandQueue()
+    for number, command in enumerate(commands):
+        queue.submit(number, command)
+    return queue
+
+
 def feed_of(queue: CommandQueue, done: list[Any]) -> CommandFeed:
     """A feed that notes what is executed."""
     return CommandFeed(
@@ -54,20 +62,19 @@ def feed_of(queue: CommandQueue, done: list[Any]) -> CommandFeed:
 
 
 def test_an_order_that_is_sent_twice_is_obeyed_once() -> None:
-    queue, done = CommandQueue(), list[Any]()
-    for _ in range(2):
-        queue.submit(0, Call("save_hf", ("here",)))
-    queue.submit(1, Train([7]))
+    call = Call("save_hf", ("here",))
+    queue, done = queue_of(call, Train([7])), list[Any]()
+    queue.submit(0, call)
     feed = feed_of(queue, done)
     assert feed.await_batch() == Train([7]) and feed.take_batch() == [7]
-    assert done == [Call("save_hf", ("here",))]
-    queue.submit(0, Call("save_hf", ("here",)))  # executed already: its answer is read again
+    assert done == [call]
+    queue.submit(0, call)  # executed already: its answer is read again
     assert queue.collect(0, 0) == queue.collect(0, 0) == [Completed(None)]
     queue.submit(1, Train([7]))  # while it is under way
     queue.submit(2, EndEpoch())
     feed.answer_step()
     assert feed.await_batch() is None
-    assert done == [Call("save_hf", ("here",))]
+    assert done == [call]
     assert queue.collect(1, 0) == [Completed(1)]
 
 
@@ -82,8 +89,7 @@ def test_an_order_whose_answer_was_fetched_is_refused() -> None:
 
 
 def test_entries_are_read_as_they_come() -> None:
-    queue = CommandQueue()
-    queue.submit(0, Train([]))
+    queue = queue_of(Train([]))
     queue.take()
     found: list[Any] = []
     reader = threading.Thread(target=lambda: found.extend(queue.collect(0, 0)))
@@ -103,20 +109,19 @@ def test_what_a_step_asks_for_comes_once() -> None:
 
 
 def test_a_failure_answers_all_orders() -> None:
-    queue, failure = CommandQueue(), Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True)
-    queue.submit(0, Train([]))
+    queue, failure = queue_of(Train([])), Failed(1, "ValueError: boom", "Traceback", exit_code=None, is_first=True)
     queue.fail(failure)
     queue.submit(1, End())
     assert queue.collect(0, 0) == queue.collect(1, 0) == [failure]
 
 
-def test_a_failure_is_raised_as_what_it_is() -> None:
-    with pytest.raises(WorkerError, match="worker 1 failed: ValueError: boom"):
-        raise_failure(Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True))
-    with pytest.raises(ForeseenWorkerError, match=r"^worker 1: the engine died\nTraceback \.\.\.$"):
-        raise_failure(Failed(1, "the engine died", "Traceback ...", exit_code=1, is_first=True))
-    with pytest.raises(ConfigError, match=r"^use another$"):
-        raise_failure(Failed(0, "use another", "Traceback ...", exit_code=2, is_first=True))
+@pytest.mark.parametrize(
+    ("exit_code", "kind", "message"),
+    [(None, WorkerError, "worker 1 failed: it died"), (1, ForeseenWorkerError, r"^worker 1: it died\nTrace$")],
+)
+def test_a_failure_is_raised_as_what_it_is(exit_code: int | None, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        raise_failure(Failed(1, "it died", "Trace", exit_code=exit_code, is_first=True))
 
 
 def test_a_mistake_in_a_worker_is_one_in_the_controller() -> None:
@@ -135,17 +140,13 @@ class Doubling(LightningModule):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return 2 * batch.sum()
 
-    def test_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return 2 * batch.sum()
+    test_step = validation_step
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_controller_receives_no_tensors_from_evaluation_steps(stage: str, tmp_path: Path) -> None:
     """To read one of a GPU it would have to use that GPU itself."""
-    queue = CommandQueue()
-    commands: list[Command] = [Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation()]
-    for number, command in enumerate(commands):
-        queue.submit(number, command)
+    queue = queue_of(Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation())
     feed = feed_of(queue, [])
     trainer = bare_trainer(tmp_path, 1, HookRelay(feed, ()), enable_checkpointing=True)
     getattr(trainer, stage)(Doubling(), datamodule=WorkerData(LightningDataModule(), feed))
@@ -184,11 +185,7 @@ class SkipsEpoch(LightningModule):
 
 
 def test_worker_skipping_an_epoch_raises_config_error(tmp_path: Path) -> None:
-    queue = CommandQueue()
-    feed = feed_of(queue, [])
-    commands: list[Command] = [StartTraining(2), StartEpoch(2), Train([7])]
-    for number, command in enumerate(commands):
-        queue.submit(number, command)
+    feed = feed_of(queue_of(StartTraining(2), StartEpoch(2), Train([7])), [])
     trainer = worker_trainer(tmp_path, feed, max_steps=7)
     with pytest.raises(ConfigError, match="on_train_batch_start returned -1"):
         trainer.fit(SkipsEpoch(), datamodule=WorkerData(LightningDataModule(), feed))
@@ -212,7 +209,8 @@ class Starts(SkipsEpoch):
 
 def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) -> None:
     """A checkpoint may bring a state of random numbers, which training goes on with."""
-    queue, module = CommandQueue(), Starts()
+    epochs: list[Command] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
+    queue, module = queue_of(Load("", None), StartTraining(2), *epochs, End()), Starts()
     feed = CommandFeed(
         queue,
         execute=lambda command: torch.manual_seed(7) and None,
@@ -220,10 +218,6 @@ def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) ->
         step_result=lambda: None,
         report_stop=lambda: queue.record(StopRequest()) if module.trainer.should_stop else None,
     )
-    epochs: list[Command] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
-    commands: list[Command] = [Load("", None), StartTraining(2), *epochs, End()]
-    for number, command in enumerate(commands):
-        queue.submit(number, command)
     worker_trainer(tmp_path, feed, max_steps=7).fit(module, datamodule=WorkerData(LightningDataModule(), feed))
     torch.manual_seed(7)
     assert module.random == [torch.rand(1).item()]

@@ -88,9 +88,10 @@ def test_metrics_go_where_the_module_says(folder: Path) -> None:
 
 
 def test_what_throughput_measures_in_a_worker_is_logged(folder: Path) -> None:
-    expected, got = seen(folder, "ranks")["of_throughput"], seen(folder, "workers")["of_throughput"]
-    assert got == expected
-    assert {"time/step", "throughput/tokens_per_second", "memory/rss_gib"} <= set(got)
+    expected, got = seen(folder, "ranks"), seen(folder, "workers")
+    assert got["of_throughput"] == expected["of_throughput"]
+    assert {"time/step", "throughput/tokens_per_second", "memory/rss_gib"} <= set(got["of_throughput"])
+    assert "Throughput" in expected["device_callbacks"] and "Throughput" not in got["device_callbacks"]
 
 
 def test_an_epochs_metrics_are_those_of_ranks(folder: Path) -> None:
@@ -105,18 +106,6 @@ def test_an_epochs_metrics_are_those_of_ranks(folder: Path) -> None:
     assert "own/both_step" in seen(folder, "workers")["steps"][0]
 
 
-def test_hooks_come_in_the_order_of_ranks(folder: Path) -> None:
-    hooks = seen(folder, "workers")["hooks"]
-    assert hooks == seen(folder, "ranks")["hooks"]
-    assert hooks[:5] == [
-        "on_train_batch_start",
-        "on_rollout_start",
-        "on_reward_end",
-        "on_update_end 1 1",
-        "on_train_batch_end",
-    ]
-
-
 @pytest.mark.parametrize("when", ["", "-after-step", "-after-epoch"])
 def test_worker_callback_receives_same_hooks_as_ranks(when: str, folder: Path) -> None:
     """In the same order, at the same epoch, step and batch, of a Trainer with the same limits."""
@@ -126,11 +115,6 @@ def test_worker_callback_receives_same_hooks_as_ranks(when: str, folder: Path) -
     assert hooks.count("on_train_epoch_end") == 2  # Lightning begins where the checkpoint was written
     assert hooks.count("on_train_epoch_start") == (1 if when else 2)
     assert ("on_sanity_check_end" in hooks) == (not when)
-
-
-def test_callbacks_of_the_device_are_not_in_the_controller(folder: Path) -> None:
-    assert "Throughput" in seen(folder, "ranks")["device_callbacks"]
-    assert "Throughput" not in seen(folder, "workers")["device_callbacks"]
 
 
 def test_controller_checkpoint_callback_and_loop_state_match_ranks(folder: Path) -> None:

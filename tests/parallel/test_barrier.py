@@ -216,4 +216,3 @@ def test_single_process_barrier_runs_hooks_and_returns() -> None:
     barrier("alone")
     assert heard == ["hook"]
     assert barriers._hooks == []
-    assert BarrierError("text").missing_ranks == ()

@@ -81,16 +81,22 @@ def die_in(save: Save, path: Path, value: int, moment: int) -> bool:
     return status == KILLED
 
 
+def make_strategy(rank: int) -> FSDP:
+    """One of two ranks', which saves and loads only."""
+    strategy = FSDP()
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_global_rank(rank)
+    strategy._lightning_module = torch.nn.Module()  # type: ignore[assignment]
+    return strategy
+
+
 def save_twice(path: Path, rank: int, doomed: int, moment: int) -> None:
     """On one of two ranks, of which one is killed at a moment of the second save."""
     intervals.BARRIER_REPORT_GRACE = 0.1
     store = path.parent.with_name(f"store-{doomed}-{moment}")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    strategy = FSDP()
-    strategy.cluster_environment = LightningEnvironment()
-    strategy.cluster_environment.set_global_rank(rank)
-    strategy._lightning_module = torch.nn.Module()  # type: ignore[assignment]
+    strategy = make_strategy(rank)
     for value in (1, 2):
         if value == 2 and rank == doomed:
             die_at(moment, (strategy, "barrier"))

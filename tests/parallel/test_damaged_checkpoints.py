@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from sharded_net import run_ranks
-from test_checkpoint_crash import Save, save_file, save_folder
+from test_checkpoint_crash import Save, make_strategy, save_file, save_folder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -21,7 +20,6 @@ from rlightning.checksums import DamagedError
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_folder import FORMAT, META, read_meta
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, last_checkpoint, read_state
-from rlightning.parallel.fsdp import FSDP
 
 
 def flip(path: Path) -> None:
@@ -35,14 +33,6 @@ def cut(path: Path) -> None:
 
 
 DAMAGES: list[Callable[[Path], object]] = [flip, cut, lambda path: path.write_bytes(b""), Path.unlink]
-
-
-def make_strategy(rank: int) -> FSDP:
-    strategy = FSDP()
-    strategy.cluster_environment = LightningEnvironment()
-    strategy.cluster_environment.set_global_rank(rank)
-    strategy._lightning_module = nn.Module()  # type: ignore[assignment]
-    return strategy
 
 
 def save_shards(folder: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from rank_processes import end_ranks, start_ranks
 from waiting import wait_for
 
 from rlightning.parallel.hang_watch import RankState, Status, describe_wait, find_missing, is_known
-from rlightning.parallel.last_seen import find_position
+from rlightning.parallel.last_seen import Position, find_position
 from rlightning.processes.process_table import find_children, identify_process, kill_process
 
 PROGRAM = """\
@@ -198,13 +197,9 @@ def test_sigusr1_to_one_rank_records_stacks_of_all(tmp_path: Path) -> None:
     ranks = start_program(tmp_path, 0, "wait", "collective")
     (tmp_path / "begin").touch()
     try:
-        while not (tmp_path / "at-work-1").exists():
-            assert ranks[1].poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: (tmp_path / "at-work-1").exists())
         ranks[1].send_signal(signal.SIGUSR1)
-        end = time.monotonic() + 120
-        while len(sections(tmp_path)) < 3 and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_for(lambda: len(sections(tmp_path)) == 3)
     finally:
         (tmp_path / "go").touch()
         errors = [rank.communicate(timeout=300)[1] for rank in ranks]
@@ -294,23 +289,21 @@ def test_position_is_that_of_own_code_and_changes_with_it() -> None:
     is_there.wait()
     line = wait_here.__code__.co_firstlineno
 
-    def find(number: int) -> str:
+    def find(number: int) -> Position:
         """Its position, once it is in so many lines from its first."""
         assert thread.ident is not None
-        end = time.monotonic() + 60
-        while f"line {line + number})" not in find_position(thread.ident).where and time.monotonic() < end:
-            time.sleep(0.01)
-        return find_position(thread.ident).where
+        ident = thread.ident
+        wait_for(lambda: f"line {line + number})" in find_position(ident).where)
+        return find_position(ident)
 
-    name = "test_position_is_that_of_own_code_and_changes_with_it.<locals>.wait_here"
-    assert find(2) == f"in {name} (parallel/test_hang_watch.py, line {line + 2})"
     assert thread.ident is not None
-    before = find_position(thread.ident)
+    name = "test_position_is_that_of_own_code_and_changes_with_it.<locals>.wait_here"
+    before = find(2)
+    assert before.where == f"in {name} (parallel/test_hang_watch.py, line {line + 2})"
     assert find_position(thread.ident).key == before.key and not before.is_in_collective
     assert before.stack.splitlines()[-1] == f"  parallel/test_hang_watch.py, line {line + 2} in {name}"
     may_end.set()
-    find(4)
-    assert find_position(thread.ident).key != before.key
+    assert find(4).key != before.key
 
 
 @pytest.mark.processes

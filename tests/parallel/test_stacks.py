@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from rlightning import intervals
 from rlightning.parallel import stacks
@@ -19,9 +19,8 @@ def test_sigusr1_records_stacks_in_run_folder(tmp_path: Path, monkeypatch: pytes
     recorder = stacks.start_recorder(tmp_path / "run", "rank 0")
     monkeypatch.setattr(recorder, "forward", asked.append)
     os.kill(os.getpid(), signal.SIGUSR1)
-    path, end = tmp_path / "run" / "stacks.txt", time.monotonic() + 60
-    while not asked and time.monotonic() < end:
-        time.sleep(0.01)
+    path = tmp_path / "run" / "stacks.txt"
+    wait_for(lambda: bool(asked))
     text = path.read_text()
     assert text.startswith(f"=== rank 0, process {os.getpid()} on ")
     assert "SIGUSR1 to rank 0" in text.splitlines()[0]

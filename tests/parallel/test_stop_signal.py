@@ -206,11 +206,6 @@ def test_grace_period_has_to_be_positive(model_folder: str) -> None:
         make_grpo(model_folder, stop_grace=0)
 
 
-def test_trainer_has_one_stop_signal(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, 1)
-    assert stop_signal(trainer) is stop_signal(trainer)
-
-
 # The command line
 
 SLOW = """\
