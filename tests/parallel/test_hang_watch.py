@@ -1,4 +1,4 @@
-"""Ranks that hang are named by the others, and the run ends; real processes that are stopped, asleep, or in a loop."""
+"""Ranks that hang are named by the others, and the run ends; and the stacks of its processes, on SIGUSR1 too."""
 
 import itertools
 import os
@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from programs import run_python
 from rank_processes import end_ranks, start_ranks
 from waiting import wait_for
 
+from rlightning import intervals
+from rlightning.parallel import stacks
 from rlightning.parallel.hang_watch import RankState, Status, describe_wait, find_missing, is_known
 from rlightning.parallel.last_seen import Position, find_position
 from rlightning.processes.process_table import find_children, identify_process, kill_process
@@ -323,3 +326,66 @@ def test_kill_process_spares_other_process_with_same_number() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_sigusr1_records_stacks_in_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "POLL_INTERVAL", 0.01)
+    asked: list[str] = []
+    recorder = stacks.start_recorder(tmp_path / "run", "rank 0")
+    monkeypatch.setattr(recorder, "forward", asked.append)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    path = tmp_path / "run" / "stacks.txt"
+    wait_for(lambda: bool(asked))
+    text = path.read_text()
+    assert text.startswith(f"=== rank 0, process {os.getpid()} on ")
+    assert "SIGUSR1 to rank 0" in text.splitlines()[0]
+    assert "in test_sigusr1_records_stacks_in_run_folder" in text
+    assert asked == ["SIGUSR1 to rank 0"]
+
+    recorder.record("it hangs")
+    assert path.read_text().count("=== ") == 2 and path.read_text().count(": it hangs\n") == 1
+    assert stacks.start_recorder(tmp_path / "next", "rank 1") is recorder
+    recorder.record("again")
+    assert (tmp_path / "next" / "stacks.txt").read_text().startswith("=== rank 1, ")
+
+
+SIGNALLED = """\
+import os, signal, sys, time
+from pathlib import Path
+from lightning.pytorch.demos.boring_classes import BoringModel
+import rlightning
+from rlightning.parallel.stacks import start_recorder
+
+folder = Path(sys.argv[1])
+
+def await_sections(number):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    path = folder / "stacks.txt"
+    while not path.exists() or path.read_text().count("=== rank 0, ") < number:
+        time.sleep(0.05)
+
+trainer = rlightning.Trainer(rollout=None, barebones=True, accelerator="cpu", max_steps=1, default_root_dir=folder)
+await_sections(1)
+trainer.fit(BoringModel())
+os.kill(os.getpid(), signal.SIGUSR1)
+start_recorder(folder, "rank 0")  # as the next run does
+await_sections(2)
+"""
+
+
+@pytest.mark.processes
+def test_sigusr1_is_recorded_before_a_run_and_ends_no_process_after_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SIGNALLED)
+    run_python(tmp_path / "program.py", tmp_path / "run")
+    assert (tmp_path / "run/stacks.txt").read_text().count("=== rank 0, ") == 2
+
+
+def test_stacks_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    stacks.StackRecorder(tmp_path / "file" / "stacks.txt", "rank 0").record("there is no such folder")
+
+
+def test_run_folder_is_one_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert stacks.run_folder("~/run") == Path("/home/me/run")
+    assert stacks.run_folder("s3://bucket/run") == Path()

@@ -17,11 +17,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from programs import logged_steps
-from tiny import heed_ctrl_c, make_data, make_grpo, make_trainer
+from tiny import heed_ctrl_c, make_data, make_grpo, make_trainer, write_sums
 
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import last_checkpoint, read_state
-from rlightning.parallel.stop_signal import stop_signal
+from rlightning.parallel.stop_signal import StopSignal, stop_signal
 
 heed_ctrl_c()
 
@@ -56,7 +56,10 @@ class Hang(Callback):
             os.kill(os.getpid(), self.number)
             stop = stop_signal(trainer)
             stop.asked_at -= stop.grace_period * self.waited
-            time.sleep(self.seconds)
+            self.stay(stop)
+
+    def stay(self, stop: StopSignal) -> None:
+        time.sleep(self.seconds)
 
 
 def fit_until_stopped(folder: Path, model_folder: str, hang: Hang) -> None:
@@ -128,14 +131,10 @@ class KeepWhileCut(Hang):
         time.sleep(0.5)
         self._send(thread, number)
 
-    def hang(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.global_step == 2:
-            os.kill(os.getpid(), self.number)
-            stop = stop_signal(trainer)
-            stop.asked_at -= stop.grace_period * self.waited
-            assert self.is_sending.wait(60)
-            stop.keep_step()
-            self.has_begun = True
+    def stay(self, stop: StopSignal) -> None:
+        assert self.is_sending.wait(60)
+        stop.keep_step()
+        self.has_begun = True
 
 
 @pytest.mark.long
@@ -151,9 +150,8 @@ def test_update_does_not_begin_once_the_step_is_to_be_left(
 @pytest.mark.long
 def test_hung_validation_is_left(model_folder: str, tmp_path: Path) -> None:
     hang = Hang("on_validation_batch_start", signal.SIGTERM)
-    data = make_data(tmp_path)
+    data = make_data(tmp_path, validation=write_sums(tmp_path))
     keep = ModelCheckpoint(tmp_path / "ck", every_n_train_steps=100)
-    data = type(data)(data.train, validation=data.train, max_prompt_tokens=16, shuffle=False)
     trainer = make_trainer(
         tmp_path, 5, hang, keep, enable_checkpointing=True, val_check_interval=2, check_val_every_n_epoch=None
     )
@@ -178,8 +176,7 @@ class SlowSave(Hang, Checkpoint):
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
 def test_checkpoint_that_is_being_saved_is_not_left(hook: str, model_folder: str, tmp_path: Path) -> None:
     save = SlowSave(hook)
-    data = make_data(tmp_path)
-    data = type(data)(data.train, validation=data.train, max_prompt_tokens=16, shuffle=False)
+    data = make_data(tmp_path, validation=write_sums(tmp_path))
     trainer = make_trainer(
         tmp_path, 5, save, enable_checkpointing=True, limit_train_batches=2, limit_val_batches=1, max_epochs=3
     )
