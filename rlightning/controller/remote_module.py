@@ -61,11 +61,7 @@ class ControllerModule(PromptBatchModule):
     def validation_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
         """A command of the strategy."""
 
-    def test_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A command of the strategy."""
-
-    def predict_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A command of the strategy."""
+    test_step = predict_step = validation_step
 
     def on_train_start(self) -> None:
         """Measure where training starts from, if the module would."""
@@ -88,9 +84,7 @@ class ControllerModule(PromptBatchModule):
         (metrics, *_) = self.strategy.execute_all(EndEvaluation())
         self.log_dict(metrics)
 
-    def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
-        self.on_validation_epoch_end()
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_predict_epoch_end(self) -> None:
         """The workers are through."""

@@ -148,9 +148,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """Evaluate a batch: each worker takes every n-th element of it."""
         self._evaluate_batch(batch, dataloader_idx)
 
-    def test_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As :meth:`validation_step`."""
-        self._evaluate_batch(batch, dataloader_idx)
+    test_step = validation_step
 
     def predict_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> list[object]:
         """As :meth:`validation_step`; the predictions, in the batch's order."""
