@@ -61,7 +61,7 @@ def feed_of(queue: CommandQueue, done: list[Any]) -> CommandFeed:
     )
 
 
-def test_an_order_that_is_sent_twice_is_obeyed_once() -> None:
+def test_command_sent_twice_is_executed_once() -> None:
     call = Call("save_hf", ("here",))
     queue, done = queue_of(call, Train([7])), list[Any]()
     queue.submit(0, call)
@@ -78,7 +78,7 @@ def test_an_order_that_is_sent_twice_is_obeyed_once() -> None:
     assert queue.collect(1, 0) == [Completed(1)]
 
 
-def test_an_order_whose_answer_was_fetched_is_refused() -> None:
+def test_command_is_refused_after_its_answer() -> None:
     queue = CommandQueue()
     queue.submit(3, End())
     queue.take()
@@ -108,7 +108,7 @@ def test_what_a_step_asks_for_comes_once() -> None:
     assert [queue.await_prompts(), queue.await_prompts()] == [["a"], ["b"]]
 
 
-def test_a_failure_answers_all_orders() -> None:
+def test_failure_answers_all_commands() -> None:
     queue, failure = queue_of(Train([])), Failed(1, "ValueError: boom", "Traceback", exit_code=None, is_first=True)
     queue.fail(failure)
     queue.submit(1, End())
@@ -124,7 +124,7 @@ def test_a_failure_is_raised_as_what_it_is(exit_code: int | None, kind: type[Exc
         raise_failure(Failed(1, "it died", "Trace", exit_code=exit_code, is_first=True))
 
 
-def test_a_mistake_in_a_worker_is_one_in_the_controller() -> None:
+def test_config_error_of_worker_reaches_controller() -> None:
     failed = Worker(1, 2, DriverContext.here([]), "1")._describe(ConfigError("value=3 is wrong. Use 4."))
     assert failed.rank == 1 and failed.is_first
     with pytest.raises(ConfigError, match=r"^value=3 is wrong\. Use 4\.$"):
@@ -166,7 +166,7 @@ def worker_trainer(folder: Path, feed: CommandFeed, **settings: Any) -> WorkerTr
     return WorkerTrainer(feed, default_root_dir=folder, callbacks=[relay], **shared, **settings)
 
 
-def test_steps_are_estimated_only_where_epochs_do_not_count(tmp_path: Path) -> None:
+def test_steps_are_estimated_without_epochs_only(tmp_path: Path) -> None:
     feed = feed_of(CommandQueue(), [])
     assert worker_trainer(tmp_path, feed, max_steps=7, max_epochs=-1).estimated_stepping_batches == 7
     with pytest.raises(ConfigError, match=r"asked for with max_epochs=2, .* Set trainer\.max_steps"):
@@ -226,7 +226,7 @@ def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) ->
     assert answers == [[Completed(None)]] * 4 + [[StopRequest(), Completed(None)]] * 2
 
 
-def test_a_hook_of_one_rank_does_not_wait_for_the_others() -> None:
+def test_rank_hook_does_not_wait_for_others() -> None:
     fired: list[tuple[str, list[Any]]] = []
     relay = Relay(2, lambda hook, arguments: fired.append((hook.hook, list(arguments))))
     for rank, hook, argument in [

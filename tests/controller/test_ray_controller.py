@@ -51,7 +51,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("name", ["workers", *LATER])
-def test_the_weights_are_those_of_ranks_bit_by_bit(name: str, folder: Path) -> None:
+def test_weights_equal_those_of_ranks_bitwise(name: str, folder: Path) -> None:
     final = [read_whole(folder / run / "checkpoints" / "step=6.ckpt") for run in ("ranks", name)]
     start = read_whole(folder / "ranks" / "checkpoints" / "step=1.ckpt")["state_dict"]
     assert any(not torch.equal(weight, final[0]["state_dict"][key]) for key, weight in start.items())
@@ -126,7 +126,7 @@ def test_controller_checkpoint_callback_and_loop_state_match_ranks(folder: Path)
         assert ours[name] == theirs[name], name
 
 
-def test_a_controller_touches_no_device_from_the_first_line_to_the_last(folder: Path) -> None:
+def test_controller_touches_no_device(folder: Path) -> None:
     """Training, validation, saving, logging, resuming, where torch finds a device."""
     for name in ("workers", "workers-after-step"):
         found = seen(folder, name)
@@ -135,6 +135,6 @@ def test_a_controller_touches_no_device_from_the_first_line_to_the_last(folder: 
     assert list((folder / "workers").rglob("metrics.csv"))
 
 
-def test_a_process_without_a_controller_is_seen_to_touch_its_device(folder: Path) -> None:
+def test_process_without_controller_touches_device(folder: Path) -> None:
     finish([start_controller(train_alone, folder)])
     assert any("isolate_rng" in stack for stack in seen(folder, "alone")["touched"])

@@ -127,7 +127,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_whole_run_needs_no_room_for_the_controller(folder: Path) -> None:
+def test_controller_run_fits_beside_full_gpu(folder: Path) -> None:
     """Training, validation, saving, logging, all of it after the first step beside a full GPU."""
     (outcome,) = finish([start_controller(run, folder, "gpu", "idle")], timeout=280)
     worker = read(folder / "worker.json")

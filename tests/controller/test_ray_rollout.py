@@ -252,7 +252,7 @@ def test_device_callbacks_run_in_workers_not_controller(two: Path) -> None:
     assert seen(two, "workers")["pid"] not in [found["pid"] for found in workers]
 
 
-def test_completions_of_all_ranks_are_in_the_controllers_table(two: Path) -> None:
+def test_controller_table_has_completions_of_all_ranks(two: Path) -> None:
     tables = [pyarrow.parquet.read_table(two / run / "completions").to_pydict() for run in ("workers", "ranks")]
     rows = [sorted(zip(t["step"], t["prompt_index"], t["completion"], t["reward"], strict=True)) for t in tables]
     assert rows[0] == rows[1] and len(rows[0]) == 16

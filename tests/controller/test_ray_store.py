@@ -143,7 +143,7 @@ def test_many_handles_are_one_request(workers: list[Any], monkeypatch: pytest.Mo
     assert [[int(tensor.sum()) for tensor in tensors] for tensors in back] == [[3, MB]] * 2
 
 
-def test_a_handle_is_not_pickled_where_nobody_counts_it(workers: list[Any]) -> None:
+def test_handle_is_pickled_for_ray_calls_only(workers: list[Any]) -> None:
     stored = ray.get(workers[0].store_zeros.remote(MB, "rollout"))
     for dumps in (pickle.dumps, ray.cloudpickle.dumps):
         with pytest.raises(pickle.PicklingError, match="'rollout' stored can only be sent in an argument"):

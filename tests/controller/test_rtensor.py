@@ -214,7 +214,7 @@ def test_a_slice_keeps_nothing_else_alive() -> None:
     assert handle.nbytes == live_bytes() == 40
 
 
-def test_copies_of_a_handle_are_handles_to_the_same() -> None:
+def test_copied_handles_share_one_object() -> None:
     handle = store_tensors({"x": torch.arange(3)})
     copies = [copy.copy(handle), copy.deepcopy(handle)]
     del handle
@@ -260,7 +260,7 @@ def test_a_handle_does_not_leave_its_process() -> None:
         pickle.dumps(store_tensors(torch.ones(1), label="rollout"))
 
 
-def test_another_store_counts_anew_and_old_handles_stay_good() -> None:
+def test_new_store_counts_anew_old_handles_stay() -> None:
     old = store_tensors(torch.ones(2))
     set_store(LocalStore())
     assert live_entries() == 0

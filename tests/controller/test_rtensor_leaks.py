@@ -179,7 +179,7 @@ def test_resident_memory_is_flat(folder: Path) -> None:
         assert resident[20] - resident[10] < 3 * PAYLOAD_BYTES, (process, resident)
 
 
-def test_without_the_callback_what_is_acknowledged_by_nobody_grows(folder: Path) -> None:
+def test_unacknowledged_results_grow_without_callback(folder: Path) -> None:
     """Each step leaves its batch, as large as that of the head, and the payload."""
     run = "without, lax"
     for process in ("controller", *HEADS):

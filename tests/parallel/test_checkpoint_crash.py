@@ -313,7 +313,7 @@ class Trap:
         return Path.mkdir, (self.folder,)
 
 
-def test_looking_for_the_last_one_makes_no_objects_of_what_files_hold(tmp_path: Path) -> None:
+def test_finding_last_checkpoint_unpickles_no_objects(tmp_path: Path) -> None:
     sprung = tmp_path / "sprung"
     state = OrderedDict(weight=torch.ones(2), shared=nn.Parameter(torch.ones(2)))
     checkpoint = {"trap": Trap(sprung), "state_dict": state, "sets": {1, 2}, "kinds": {Path: [sprung]}}

@@ -120,7 +120,7 @@ def run_ranks(folder: Path, failing: int, how: str, others: str, num_ranks: int 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("failing", "others"), [(1, "sleep"), (0, "collective"), (2, "stuck")])
-def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: int, others: str) -> None:
+def test_exception_ends_all_ranks_shown_once(tmp_path: Path, failing: int, others: str) -> None:
     codes, errors = run_ranks(tmp_path, failing, "raise", others)
     assert codes == [1, 1, 1], errors
     for rank, error in enumerate(errors):
@@ -250,7 +250,7 @@ def test_failure_server_reports_death_over_concurrent_exception(monkeypatch: pyt
     hub.close()
 
 
-def test_failure_server_reports_own_failure_of_rank_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_server_reports_failure_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 600)
     hub = Hub(2)
     first, second = hub.connect(0), hub.connect(1)
@@ -265,7 +265,7 @@ def test_failure_server_reports_own_failure_of_rank_that_ends_at_once(monkeypatc
 
 
 @pytest.mark.long
-def test_failure_server_keeps_first_of_two_failures_when_the_second_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_server_keeps_first_of_two_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to all ranks ends two at once: the one that ends earlier has said why, and did not die unexplained."""
     monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 0.5)
     hub = Hub(2)
@@ -280,7 +280,7 @@ def test_failure_server_keeps_first_of_two_failures_when_the_second_rank_ends(mo
     hub.close()
 
 
-def test_failure_server_refuses_strangers_and_is_over_when_all_have_left() -> None:
+def test_failure_server_refuses_strangers_and_ends() -> None:
     hub = Hub(1)
     with pytest.raises(ConnectionError, match="it has another key"):
         hub.connect(0, b"guessed")
@@ -291,7 +291,7 @@ def test_failure_server_refuses_strangers_and_is_over_when_all_have_left() -> No
 
 
 @pytest.mark.long
-def test_failure_server_outlives_strangers_that_use_up_descriptors_or_say_nothing(
+def test_failure_server_outlives_many_silent_strangers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "JOIN_TIMEOUT", 1.0)

@@ -175,7 +175,7 @@ def assert_named(folder: Path, hanging: int, how: str, others: str, codes: list[
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_own_work_is_not_ended_and_own_error_is_shown(tmp_path: Path) -> None:
+def test_own_work_goes_on_own_error_shows(tmp_path: Path) -> None:
     """Ranks that work each on their own, for 10 s, where a hang ends a run after 6 s; a rank 0 that does not run."""
     work, fail = tmp_path / "work", tmp_path / "fail"
     work.mkdir()
@@ -278,7 +278,7 @@ def test_wait_is_described_by_places_of_all() -> None:
     )
 
 
-def test_position_is_that_of_own_code_and_changes_with_it() -> None:
+def test_position_follows_own_code() -> None:
     may_end, is_there = threading.Event(), threading.Event()
 
     def wait_here() -> None:
@@ -300,7 +300,7 @@ def test_position_is_that_of_own_code_and_changes_with_it() -> None:
         return find_position(ident)
 
     assert thread.ident is not None
-    name = "test_position_is_that_of_own_code_and_changes_with_it.<locals>.wait_here"
+    name = "test_position_follows_own_code.<locals>.wait_here"
     before = find(2)
     assert before.where == f"in {name} (parallel/test_hang_watch.py, line {line + 2})"
     assert find_position(thread.ident).key == before.key and not before.is_in_collective
@@ -374,7 +374,7 @@ await_sections(2)
 
 
 @pytest.mark.processes
-def test_sigusr1_is_recorded_before_a_run_and_ends_no_process_after_it(tmp_path: Path) -> None:
+def test_sigusr1_before_and_after_run_is_harmless(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SIGNALLED)
     run_python(tmp_path / "program.py", tmp_path / "run")
     assert (tmp_path / "run/stacks.txt").read_text().count("=== rank 0, ") == 2

@@ -210,7 +210,7 @@ def test_foreseen_error_is_one_line_of_one_rank(project: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["lightning", "slurm"])
-def test_port_of_the_rendezvous_that_is_taken_is_one_line(project: Path, by: str) -> None:
+def test_taken_rendezvous_port_is_one_line(project: Path, by: str) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         variables = {"MASTER_PORT": str(port)} if by == "lightning" else slurm(0, port)
@@ -247,7 +247,7 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
+def test_ctrl_c_ends_all_ranks_in_one_line(project: Path) -> None:
     code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "400")
     assert code == 130, output
     assert output.count("interrupted\n") == 1

@@ -87,7 +87,7 @@ def saved_step(folder: Path) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_rollout_start", "on_reward_start"])
-def test_hung_step_is_left_and_the_step_before_saved(
+def test_hung_step_is_left_previous_saved(
     hook: str, number: signal.Signals, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "rlightning")
@@ -98,7 +98,7 @@ def test_hung_step_is_left_and_the_step_before_saved(
 
 
 @pytest.mark.long
-def test_resume_after_a_step_that_was_left_repeats_it(model_folder: str, tmp_path: Path) -> None:
+def test_resume_repeats_the_step_left(model_folder: str, tmp_path: Path) -> None:
     whole = make_grpo(model_folder)
     make_trainer(tmp_path, 5).fit(whole, make_data(tmp_path))
     fit_until_stopped(tmp_path, model_folder, Hang("on_rollout_start", signal.SIGTERM))
@@ -110,7 +110,7 @@ def test_resume_after_a_step_that_was_left_repeats_it(model_folder: str, tmp_pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_start"])
-def test_step_that_ends_in_time_is_finished_and_saved(hook: str, model_folder: str, tmp_path: Path) -> None:
+def test_step_ending_in_time_is_saved(hook: str, model_folder: str, tmp_path: Path) -> None:
     # An update is not left, though half of the grace period is over.
     seconds, waited = (1.0, 0.51) if hook == "on_before_optimizer_step" else (0.0, 0.0)
     fit_until_stopped(tmp_path, model_folder, Hang(hook, signal.SIGTERM, seconds, waited))
@@ -138,7 +138,7 @@ class KeepWhileCut(Hang):
 
 
 @pytest.mark.long
-def test_update_does_not_begin_once_the_step_is_to_be_left(
+def test_update_does_not_begin_amid_interruption(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = KeepWhileCut(monkeypatch)
@@ -185,7 +185,7 @@ def test_checkpoint_that_is_being_saved_is_not_left(hook: str, model_folder: str
     assert save.is_whole
 
 
-def test_interrupt_at_a_prompt_is_an_exception_and_saves(
+def test_interrupt_at_prompt_raises_and_saves(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
@@ -343,7 +343,7 @@ def test_ranks_leave_a_hung_step_together(project: Path, strategy: str, awake_ra
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_of_which_one_updates_do_not_leave_the_step(project: Path) -> None:
+def test_updating_rank_keeps_all_in_step(project: Path) -> None:
     options = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--model.place", "update")
     process = start(project, "updating", "--model.stop_grace", "4", *options)
     process.terminate()
@@ -355,7 +355,7 @@ def test_ranks_of_which_one_updates_do_not_leave_the_step(project: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_signal_to_one_hung_rank_ends_all_with_its_code(project: Path) -> None:
+def test_signal_to_one_hung_rank_ends_all(project: Path) -> None:
     options = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--model.awake_rank", "0")
     process = start(project, "alone", "--model.stop_grace", "2", *options)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -23,7 +23,7 @@ def start(*arguments: str, log_file: Path | None = None) -> ManagedProcess:
 
 
 @in_event_loop
-async def test_child_answers_and_ends_with_all_that_it_started(tmp_path: Path) -> None:
+async def test_child_ends_with_all_it_started(tmp_path: Path) -> None:
     process = start(log_file=tmp_path / "child.log")
     peer, greeting = await connect_process(process, {}, ready_timeout=300)
     _, pid, group, _ = await peer.call("describe", timeout=60)
@@ -37,7 +37,7 @@ async def test_child_answers_and_ends_with_all_that_it_started(tmp_path: Path) -
 
 
 @in_event_loop
-async def test_death_fails_its_call_at_once_with_exit_code_and_log(tmp_path: Path) -> None:
+async def test_death_fails_call_with_code_and_log(tmp_path: Path) -> None:
     process = start(log_file=tmp_path / "child.log")
     peer, _ = await connect_process(process, {}, ready_timeout=300)
     with pytest.raises(ConnectionLostError, match="test child: it closed the connection"):
@@ -63,7 +63,7 @@ async def test_child_that_does_not_get_ready_is_ended(
     assert process.exit_code is not None
 
 
-def test_killed_parent_takes_a_child_that_holds_the_interpreter_with_it(tmp_path: Path) -> None:
+def test_killed_parent_ends_child_in_regular_expression(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
@@ -86,7 +86,7 @@ def test_killed_parent_takes_a_child_that_holds_the_interpreter_with_it(tmp_path
 
 
 @in_event_loop
-async def test_other_interpreter_loads_the_package_from_its_folder_alone(tmp_path: Path) -> None:
+async def test_other_interpreter_loads_package_from_folder(tmp_path: Path) -> None:
     """A virtual environment of its own stands for another interpreter: of what is installed it has only msgpack."""
     import msgpack
 

@@ -89,7 +89,7 @@ async def test_many_messages_and_large_buffers_arrive_in_order() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.zeros((4, 4))[:, ::2], np.zeros(2, np.float16)])
-def test_what_is_not_plain_data_is_refused_by_the_sender(value: Any) -> None:
+def test_sender_refuses_what_is_not_plain(value: Any) -> None:
     with pytest.raises(TypeError, match=r"plain data|contiguous"):
         asyncio.run(exchange([value]))
 
@@ -117,7 +117,7 @@ async def test_malformed_frame_ends_the_connection(data: bytes, reason: str) -> 
     assert isinstance(error, MessageError) and reason in str(error)
 
 
-def test_sender_waits_for_a_reader_and_finds_its_end() -> None:
+def test_sender_waits_for_reader_or_end() -> None:
     async def run(read: Callable[[socket.socket], None]) -> Any:
         ours, theirs = socket.socketpair()
         end = await End().open(ours)

@@ -93,7 +93,7 @@ async def test_method_can_call_back_on_the_same_connection() -> None:
     ],
 )
 @in_event_loop
-async def test_error_of_a_method_is_raised_at_the_caller(
+async def test_method_error_is_raised_at_caller(
     method: str, arguments: list[Any], type_name: str, message: str
 ) -> None:
     async with connected(METHODS) as (caller, _):
@@ -107,7 +107,7 @@ async def test_error_of_a_method_is_raised_at_the_caller(
 
 
 @in_event_loop
-async def test_arguments_that_are_no_plain_data_fail_and_take_no_place() -> None:
+async def test_unsendable_arguments_fail_and_free_place() -> None:
     async with connected(METHODS) as (caller, _):
         for _ in range(3):
             with pytest.raises(TypeError, match="plain data"):
@@ -166,7 +166,7 @@ async def test_calls_beyond_the_limit_wait_for_a_place(monkeypatch: pytest.Monke
 
 
 @in_event_loop
-async def test_end_of_the_connection_fails_calls_and_cancels_methods() -> None:
+async def test_connection_end_fails_calls_cancels_methods() -> None:
     ended = asyncio.Event()
 
     async def hold() -> None:
@@ -230,7 +230,7 @@ async def test_failed_notification_is_logged_where_it_failed(caplog: pytest.LogC
 
 @pytest.mark.parametrize("message", [[], 7, [0, 1], [1], [99], [2, 5, "x"], [0, "number", "add", []], None])
 @in_event_loop
-async def test_message_of_another_kind_ends_or_leaves_the_connection(message: Any) -> None:
+async def test_unknown_message_does_not_hang_connection(message: Any) -> None:
     async with connected(METHODS) as (caller, _):
         await caller._send(message)
         with contextlib.suppress(ConnectionLostError):

@@ -83,7 +83,7 @@ async def test_client_without_the_key_is_refused(
 
 
 @in_event_loop
-async def test_server_without_the_key_is_refused_by_the_client() -> None:
+async def test_client_refuses_server_without_the_key() -> None:
     async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(MAGIC + WITH_KEY + bytes(32))
         await reader.readexactly(len(MAGIC) + 64)
@@ -97,7 +97,7 @@ async def test_server_without_the_key_is_refused_by_the_client() -> None:
 
 
 @in_event_loop
-async def test_client_beyond_the_limit_is_told_that_the_server_is_busy() -> None:
+async def test_client_beyond_the_limit_gets_busy() -> None:
     async with serving(b"secret", max_clients=1) as url:
         first = await connect(url, b"secret", {}, timeout=60)
         with pytest.raises(BusyError):
@@ -160,7 +160,7 @@ def test_other_addresses_are_refused(url: str) -> None:
         parse_url(url)
 
 
-def test_exit_in_a_task_ends_no_loop_and_ended_loop_fails_pending_work(
+def test_loop_outlives_exits_and_fails_pending_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "CANCEL_GRACE", 0.1)

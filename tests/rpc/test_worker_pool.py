@@ -128,7 +128,7 @@ async def test_check_starts_all_workers_without_the_runs_key(tmp_path: Path, mon
 
 
 @in_event_loop
-async def test_worker_that_does_not_start_leaves_calls_to_the_others(tmp_path: Path) -> None:
+async def test_worker_failing_to_start_leaves_calls(tmp_path: Path) -> None:
     pool, folder = make_pool(num_workers=2, setup=str(tmp_path)), str(tmp_path)
     await pool.call("a", folder, hang_timeout=60)
     calls = [pool.call("slow", folder, hang_timeout=60) for _ in range(2)]
