@@ -27,13 +27,18 @@ class ControllerModule(PromptBatchModule):
         self.automatic_optimization = False
         self.__dict__["configured"] = configured  # not a child: it would be moved, counted and saved
         self.strategy = strategy
-        self.weight_version = configured.weight_version if has(configured, HasWeightVersion) else 0
+        strategy.weight_version = configured.weight_version if has(configured, HasWeightVersion) else 0
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["configured"], name)
+
+    @property
+    def weight_version(self) -> int:
+        """The workers'."""
+        return self.strategy.weight_version
 
     def configure_callbacks(self) -> list[Callback]:
         """The module's own, which also refuses what cannot work before any worker starts."""

@@ -45,6 +45,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     """The strategy of a process without a device: each step is a command to a group of workers.
 
     Attributes:
+        weight_version: the workers'.
         saved: the checkpoints of this run, in order; a restart goes on from the last, not from others beside them.
     """
 
@@ -56,6 +57,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self.group: WorkerGroup | None = None
         self.trainer: Trainer
         self.saved: list[Path] = []
+        self.weight_version = 0
         self.worker_callbacks: list[Callback] = []
         self._is_started = False
         self._closed_hook: str | None = None  # that is being fired, if no command can be answered in it
@@ -105,14 +107,13 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
     def _fire(self, fired: FiredHook, arguments: Sequence[object]) -> None:
         """Fire a worker's RL hook here."""
-        module: Any = self.lightning_module
-        module.weight_version = fired.weight_version
+        self.weight_version = fired.weight_version
         self._count_steps(fired.global_step)
         # Before its update a step may wait for further prompts, and a command behind it would wait for the step.
         is_closed = self.trainer.training and fired.hook not in GLOBAL_GROUPS
         self._closed_hook = fired.hook if is_closed else None
         try:
-            fire(self.trainer, module, fired.hook, *arguments)
+            fire(self.trainer, self.lightning_module, fired.hook, *arguments)
         finally:
             self._closed_hook = None
 
@@ -218,8 +219,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         loaded: dict[str, Any] = self.execute_all(Load(str(Path(checkpoint_path).absolute()), weights_only))[0]
         theirs = {callback.state_key for callback in self.worker_callbacks}
         callbacks = {key: state for key, state in loaded.get("callbacks", {}).items() if key not in theirs}
-        module: Any = self.lightning_module
-        module.weight_version = loaded.get("weight_version", 0)
+        self.weight_version = loaded.get("weight_version", 0)
         return {**loaded, "callbacks": callbacks, "lr_schedulers": []}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
