@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from tiny import bare_trainer, make_grpo
 
 from rlightning.callbacks import SaveHF
@@ -253,3 +253,14 @@ def test_workers_write_the_model_and_its_adapter(
     module = ControllerModule(make_grpo(model_folder, adapter=Adapter(rank=2)), strategy)
     SaveHF(str(tmp_path / "hf")).on_train_end(bare_trainer(tmp_path, 1), module)
     assert calls == [("save_hf", tmp_path / "hf"), ("save_adapter", tmp_path / "hf_adapter")]
+
+
+class WithCallback(LightningModule):
+    def configure_callbacks(self) -> Callback:
+        return SaveHF()
+
+
+def test_single_callback_of_module_is_taken(tmp_path: Path) -> None:
+    module = ControllerModule(WithCallback(), RayController(num_workers=1))
+    module.trainer = bare_trainer(tmp_path, 1)
+    assert [type(callback) for callback in module.configure_callbacks()] == [SaveHF]
