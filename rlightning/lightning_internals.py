@@ -1,6 +1,8 @@
 """Private names of Lightning, where it has no public ones; tests/test_library_internals.py looks for each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,10 +18,13 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as Tr
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS as Metrics  # noqa: N811
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as MetricMetadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as Results
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "CheckpointConnector",
@@ -47,9 +52,11 @@ __all__ = [
     "replace_signal_handling",
     "restore_module_modes",
     "results_of",
+    "set_device_mesh",
     "set_received_sigterm",
     "teardown",
     "update_device_properties",
+    "without_cuda_rng",
 ]
 
 
@@ -158,3 +165,18 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
 def teardown(trainer: Trainer) -> None:
     """Undo what a stage has set up, as the Trainer does at its end."""
     trainer._teardown()
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Set what the module's ``device_mesh`` is, as Lightning's own strategy of several dimensions does."""
+    module._device_mesh = mesh
+
+
+@contextmanager
+def without_cuda_rng() -> Iterator[None]:
+    """Have Lightning leave CUDA's random state alone, which it asks all devices for as a fit begins."""
+    trainer_module.isolate_rng = partial(isolate_rng, include_cuda=False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer_module.isolate_rng = isolate_rng  # type: ignore[attr-defined]

@@ -6,6 +6,8 @@ from typing import Any
 import ray
 from ray._private.worker import global_worker
 
+SESSION_FOLDER = "_temp_dir"
+"""The argument of ``ray.init`` for the folder of a new cluster's sockets and logs."""
 _worker: Any = global_worker  # this process's end of Ray, without types
 
 

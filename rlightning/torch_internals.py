@@ -1,13 +1,15 @@
 """Private names of torch, where it has no public ones; tests/test_library_internals.py looks for each."""
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -19,12 +21,14 @@ else:  # which type checkers do not find there
 __all__ = [
     "Store",
     "StridedShard",
+    "copy_tensors",
     "default_store",
     "is_traceable_wrapper_subclass",
     "nccl_backends",
     "non_persistent_buffers",
     "set_allocator",
     "set_group_timeout",
+    "with_local_tensor",
 ]
 
 
@@ -57,6 +61,25 @@ def inner_tensors(tensor: object) -> dict[str, Any]:
         return {}
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
+
+
+def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return a DTensor like ``tensor`` with other values on this rank, perhaps on another device than the mesh's.
+
+    Its full shape may be another one. For a plain tensor ``local`` is returned.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    _, layout = tensor.__tensor_flatten__()
+    parts = inner_tensors(tensor) | {"_local_tensor": local}
+    whole = tensor if shape is None else torch.empty(tuple(shape), device="meta")
+    rebuilt: Tensor = DTensor.__tensor_unflatten__(parts, layout, whole.shape, whole.stride())
+    return rebuilt
+
+
+def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, many in one kernel."""
+    torch._foreach_copy_(targets, sources)
 
 
 def set_allocator(settings: str) -> None:

@@ -2,11 +2,12 @@
 
 import ast
 from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -47,6 +48,7 @@ OBJECTS = {
         "_train_time_interval",
     ),
     EarlyStopping: ("_check_on_train_epoch_end", "_should_skip_check"),
+    LightningModule: ("_device_mesh", "_trainer"),
     DDPStrategy: ("_ddp_kwargs", "_launcher"),
     ModelParallelStrategy: ("_device_mesh", "_setup_distributed"),
     SingleDeviceStrategy: ("_accelerator", "_checkpoint_io", "_launcher"),
@@ -61,6 +63,7 @@ MODULES = {
     "torch.cuda.memory": ("_set_allocator_settings",),
     "torch.distributed.distributed_c10d": ("_get_default_store", "_set_pg_timeout", "_world"),
     "torch.distributed.distributed_c10d.ProcessGroup": ("_get_backend",),
+    "torch.distributed.tensor.DTensor": ("_local_tensor",),
     "torch.nn.Module": ("_non_persistent_buffers_set",),
     "torch": ("_foreach_copy_", "_foreach_mul_", "_foreach_norm"),
 }
@@ -101,6 +104,7 @@ def test_private_names_of_ray_are_where_they_were() -> None:
     moved += [name for name in ("add_object_out_of_scope_callback",) if not hasattr(raylet.CoreWorker, name)]
     node = import_module("ray._private.node")
     moved += [name for name in ("get_session_dir_path",) if not hasattr(node.Node, name)]
+    moved += [name for name in ("_temp_dir",) if name not in unwrap(import_module("ray").init).__code__.co_varnames]
     assert moved == [], f"Ray has moved or renamed {moved}: adapt rlightning/ray_internals.py"
 
 

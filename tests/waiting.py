@@ -1,9 +1,14 @@
-"""Waiting for what other processes and threads do."""
+"""Waiting for what other processes, threads and tasks do."""
 
+import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 PATIENCE_SECONDS = 300.0
 """That nothing takes on a machine that is not broken."""
@@ -19,6 +24,16 @@ def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -
     while not condition():
         assert time.monotonic() < end, "it did not come in time"
         time.sleep(0.02)
+
+
+def in_event_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Have a test that is a coroutine function run in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_SECONDS))
+
+    return run
 
 
 def is_running(pid: int) -> bool:

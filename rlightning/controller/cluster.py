@@ -64,6 +64,8 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
         ConfigError: there is no such cluster, or it refuses this process.
     """
     ray = import_ray()
+    from rlightning.ray_internals import SESSION_FOLDER, session_folder
+
     if ray.is_initialized():
         release_sigterm(signal.SIG_DFL)
         return False
@@ -81,8 +83,8 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
     os.environ.setdefault("RAY_worker_niceness", "0")
     handler = signal.getsignal(signal.SIGTERM)
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "include_dashboard": False, **options}
-    if where == "local" and "_temp_dir" not in options and "RAY_TMPDIR" not in os.environ:
-        settings["_temp_dir"] = _make_session_folder()
+    if where == "local" and SESSION_FOLDER not in options and "RAY_TMPDIR" not in os.environ:
+        settings[SESSION_FOLDER] = _make_session_folder()
     try:
         ray.init(address=where, **settings)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
@@ -91,8 +93,6 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
             check_admitted(where, tried[1])
         raise _refused(where, error) from error
     release_sigterm(handler)
-    from rlightning.ray_internals import session_folder
-
     if where == "local" and (node := watch_own_node(session_folder())) is not None:
         _own_nodes[ray.get_runtime_context().get_session_name()] = node
     return where == "local"

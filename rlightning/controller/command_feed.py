@@ -8,7 +8,7 @@ executed there, in the thread of the run, on all ranks in the same order::
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -43,10 +43,6 @@ class CommandFeed:
         step_result: the result of a training step, or of an epoch's end, asked after all of its hooks.
         report_stop: records that training should stop, if it should; called before each answer that the controller's
             loops wait for.
-
-    Attributes:
-        num_batches: of the epoch.
-        is_over: whether the fit is.
     """
 
     def __init__(
@@ -166,11 +162,7 @@ class CommandFeed:
 
 
 class FeedLoader:
-    """A loader of batches that arrive by command; the loops know when an epoch or a set is over.
-
-    Args:
-        batches: called for each epoch.
-    """
+    """A loader of batches that arrive by command; the loops know when an epoch or a set is over."""
 
     def __init__(self, batches: Callable[[], Iterator[object]]) -> None:
         self._batches = batches
@@ -192,17 +184,15 @@ class FeedLoader:
 class WorkerData(LightningDataModule):
     """Stands for the user's data module in a worker: batches come by command, all else is as it was configured.
 
-    Args:
-        configured: the user's, which is never set up here.
-        feed: where batches come from.
+    The user's own, ``configured``, is never set up here.
     """
 
-    def __init__(self, configured: Any, feed: CommandFeed) -> None:
+    def __init__(self, configured: LightningDataModule | None, feed: CommandFeed) -> None:
         super().__init__()
         self.configured = configured
         self.feed = feed
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in ("configured", "feed"):  # not there yet, while this is made
             raise AttributeError(name)
         return getattr(self.configured, name)
@@ -214,6 +204,7 @@ class WorkerData(LightningDataModule):
 
     def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         """As the user's data module does it."""
+        assert self.configured is not None
         return self.configured.transfer_batch_to_device(batch, device, dataloader_idx)
 
     def train_dataloader(self) -> FeedLoader:

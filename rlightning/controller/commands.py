@@ -32,11 +32,7 @@ class ForeseenWorkerError(RunError, WorkerError):
 
 
 class WorkerDiedError(RunError, RuntimeError):
-    """A worker's process is gone.
-
-    Attributes:
-        ranks: of those that are gone.
-    """
+    """A worker's process is gone."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -140,15 +136,7 @@ Command = TrainingCommand | Evaluate | EvaluateBatch | EndEvaluation | BetweenBa
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a training step, or of an epoch's end.
-
-    Attributes:
-        metrics: that were logged, by name.
-        in_logger: those that were logged with ``logger=True``.
-        in_progress_bar: those that were logged with ``prog_bar=True``.
-        epoch_metrics: what the step has added to them.
-        global_step: of the trainer, after it.
-    """
+    """The result of a training step, or of an epoch's end."""
 
     metrics: dict[str, float]
     in_logger: frozenset[str]
@@ -191,7 +179,6 @@ class Failed:
     """The worker's run has ended by an exception.
 
     Attributes:
-        rank: of the worker.
         summary: type and message, in one line.
         traceback: as Python prints it.
         exit_code: of a foreseen error, which the summary describes fully; None of any other.

@@ -21,14 +21,8 @@ class EpochMetric:
     """What one step has added to a metric that is logged with ``on_epoch=True``.
 
     Attributes:
-        name: of the metric.
-        value: of the step.
-        batch_size: its weight in a mean.
-        reduction: over the steps.
         is_synced: whether it is of all ranks (``sync_dist``), or of rank 0.
-        on_step: see ``LightningModule.log``.
-        prog_bar: see there.
-        logger: see there.
+        on_step, prog_bar, logger: see ``LightningModule.log``.
     """
 
     name: str

@@ -47,9 +47,6 @@ class BatchPart:
     """One rank's :class:`~rlightning.types.RolloutBatch`, as it is sent to a controller.
 
     Attributes:
-        num_tokens: of this rank.
-        num_sequences: of this rank.
-        num_trajectories: of this rank.
         tensors: the batch without its lists, with handles in place of its tensors; None on a rank that stores nothing.
         lists: handle to its lists by field, pickled: [bytes] uint8.
         is_head: whether this is the first of the tensor-parallel ranks.
@@ -80,7 +77,6 @@ class RemoteBatch:
     What is fetched are the attributes of a :class:`~rlightning.types.RolloutBatch` of all ranks, in their order.
 
     Args:
-        parts: by rank.
         has_global_groups: whether groups are numbered over all ranks.
     """
 
@@ -118,7 +114,7 @@ class RemoteBatch:
                 self._batch.group_ids = torch.cat([batch.group_ids for batch in batches])
         return self._batch
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name in ("parts", "has_global_groups", "_batch"):
             raise AttributeError(name)
         return getattr(self.fetch(), name)
@@ -129,10 +125,6 @@ class HookRelay(Checkpoint):
 
     It stands behind the worker's own callbacks: a Checkpoint for Lightning, which calls these last, at the end of an
     epoch after the module too.
-
-    Args:
-        feed: of the worker.
-        wanted: the RL hooks to relay.
     """
 
     def __init__(self, feed: CommandFeed, wanted: Collection[str]) -> None:
@@ -140,7 +132,7 @@ class HookRelay(Checkpoint):
         self.wanted = wanted
         self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         # rlightning.hooks.fire asks for a hook by its name.
         if name in RL_HOOKS:
             return partial(self._relay, name)

@@ -30,7 +30,6 @@ class OwnNode:
     """The node of a Ray cluster that this process has started.
 
     Attributes:
-        raylet: its process id.
         identity: the raylet's, by :func:`~rlightning.processes.process_table.identify_process`.
         reaper: the process whose standard input has to stay open.
     """

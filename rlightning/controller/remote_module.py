@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule
 from rlightning.controller.commands import EndEvaluation, StartEpoch, StartTraining
 from rlightning.controller.strategy import ControllerStrategy
 from rlightning.parallel.prompt_batches import PromptBatchModule, log_epoch_step
-from rlightning.parallel.trainer_stages import validate_in_fit
-from rlightning.protocols import HasWeightVersion, has
+from rlightning.parallel.trainer_stages import ValidatesFirst, validate_in_fit
+from rlightning.protocols import HasPlan, HasWeightVersion, has
 
 
 class ControllerModule(PromptBatchModule):
@@ -17,16 +17,9 @@ class ControllerModule(PromptBatchModule):
 
     Attributes are those of the module as it was configured. Its hooks, which may need the actor, run in the workers;
     those here log what the workers have found.
-
-    Args:
-        configured: the user's module; it is never built here.
-        strategy: gives commands.
-
-    Attributes:
-        weight_version: the workers'.
     """
 
-    configured: Any
+    configured: LightningModule
     strategy: ControllerStrategy
 
     def __init__(self, configured: LightningModule, strategy: ControllerStrategy) -> None:
@@ -34,7 +27,7 @@ class ControllerModule(PromptBatchModule):
         self.automatic_optimization = False
         self.__dict__["configured"] = configured  # not a child: it would be moved, counted and saved
         self.strategy = strategy
-        self.weight_version = configured.weight_version if has(configured, HasWeightVersion) else 0
+        strategy.weight_version = configured.weight_version if has(configured, HasWeightVersion) else 0
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -42,11 +35,17 @@ class ControllerModule(PromptBatchModule):
         except AttributeError:
             return getattr(self.__dict__["configured"], name)
 
+    @property
+    def weight_version(self) -> int:
+        """The workers'."""
+        return self.strategy.weight_version
+
     def configure_callbacks(self) -> list[Callback]:
         """The module's own, which also refuses what cannot work before any worker starts."""
-        if self.trainer.state.fn == "fit" and hasattr(self.configured, "plan"):
+        if self.trainer.state.fn == "fit" and has(self.configured, HasPlan):
             self.configured.plan.check_world_size(self.strategy.count_workers())
-        return list(self.configured.configure_callbacks())
+        made = self.configured.configure_callbacks()
+        return [made] if isinstance(made, Callback) else list(made)
 
     def save_hf(self, path: str | Path) -> None:
         """Have the workers write the actor as a Hugging Face folder."""
@@ -67,16 +66,12 @@ class ControllerModule(PromptBatchModule):
     def validation_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
         """A command of the strategy."""
 
-    def test_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A command of the strategy."""
-
-    def predict_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A command of the strategy."""
+    test_step = predict_step = validation_step
 
     def on_train_start(self) -> None:
         """Measure where training starts from, if the module would."""
         self.strategy.execute_all(StartTraining(self.trainer.num_training_batches))
-        is_wanted = hasattr(self, "validate_first") and self.validate_first
+        is_wanted = isinstance(self.configured, ValidatesFirst) and self.configured.validate_first
         if is_wanted and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
@@ -94,9 +89,7 @@ class ControllerModule(PromptBatchModule):
         (metrics, *_) = self.strategy.execute_all(EndEvaluation())
         self.log_dict(metrics)
 
-    def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
-        self.on_validation_epoch_end()
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_predict_epoch_end(self) -> None:
         """The workers are through."""

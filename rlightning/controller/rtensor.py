@@ -42,7 +42,6 @@ class RTensor:
     It is small, and goes where arguments and results of Ray's calls go; :func:`fetch_tensors` reads it.
 
     Attributes:
-        shape: of the tensor.
         dtype: of the tensor; every dtype keeps its bits.
         block: the stored object that the tensor is in, with others if it is small.
         index: its place in there.
@@ -67,7 +66,7 @@ class RTensor:
         return f"RTensor({list(self.shape)}, {self.dtype}, stored by {self.owner})"
 
 
-def store_tensors(tree: Any, *, label: str = "") -> Any:
+def store_tensors(tree: object, *, label: str = "") -> Any:
     """Store the tensors in ``tree`` and put handles in their places.
 
     What is stored is a copy on the host, detached; a tensor that occurs twice is stored once, small ones together.
@@ -88,7 +87,7 @@ def store_tensors(tree: Any, *, label: str = "") -> Any:
     return _store(tree, label or _call_site()) if stores_results() else None
 
 
-def store_own_tensors(tree: Any, *, label: str = "") -> Any:
+def store_own_tensors(tree: object, *, label: str = "") -> Any:
     """As :func:`store_tensors`, for what only this rank has: it is stored on every rank of a group.
 
     Each rank samples completions of its own, tensor-parallel neighbours too; from ``on_update_start`` on, neighbours
@@ -109,7 +108,7 @@ def _store(tree: object, label: str) -> Any:
     return _map_leaves(tree, Tensor, lambda tensor: handles[id(tensor)])
 
 
-def fetch_tensors(tree: Any) -> Any:
+def fetch_tensors(tree: object) -> Any:
     """Fetch what the handles in ``tree`` stand for, all at once, and put the tensors in their places.
 
     Args:

@@ -3,14 +3,11 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning.pytorch.trainer.trainer as trainer_module
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from rlightning.atomic_save import find_saved
 from rlightning.controller.cluster import check_own_node
@@ -37,7 +34,7 @@ from rlightning.controller.rtensor import fetch_tensors
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.lightning_internals import Launcher, teardown
+from rlightning.lightning_internals import Launcher, teardown, without_cuda_rng
 from rlightning.parallel.checkpoint import LoadsByItself
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, is_whole
 from rlightning.parallel.execution_mode import ExecutionMode
@@ -48,8 +45,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     """The strategy of a process without a device: each step is a command to a group of workers.
 
     Attributes:
-        group: the workers, while there are any.
-        max_restarts: how often workers are started anew when one of them has died.
+        weight_version: the workers'.
         saved: the checkpoints of this run, in order; a restart goes on from the last, not from others beside them.
     """
 
@@ -61,6 +57,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self.group: WorkerGroup | None = None
         self.trainer: Trainer
         self.saved: list[Path] = []
+        self.weight_version = 0
         self.worker_callbacks: list[Callback] = []
         self._is_started = False
         self._closed_hook: str | None = None  # that is being fired, if no command can be answered in it
@@ -110,14 +107,13 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
     def _fire(self, fired: FiredHook, arguments: Sequence[object]) -> None:
         """Fire a worker's RL hook here."""
-        module: Any = self.lightning_module
-        module.weight_version = fired.weight_version
+        self.weight_version = fired.weight_version
         self._count_steps(fired.global_step)
         # Before its update a step may wait for further prompts, and a command behind it would wait for the step.
         is_closed = self.trainer.training and fired.hook not in GLOBAL_GROUPS
         self._closed_hook = fired.hook if is_closed else None
         try:
-            fire(self.trainer, module, fired.hook, *arguments)
+            fire(self.trainer, self.lightning_module, fired.hook, *arguments)
         finally:
             self._closed_hook = None
 
@@ -153,9 +149,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """Evaluate a batch: each worker takes every n-th element of it."""
         self._evaluate_batch(batch, dataloader_idx)
 
-    def test_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As :meth:`validation_step`."""
-        self._evaluate_batch(batch, dataloader_idx)
+    test_step = validation_step
 
     def predict_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> list[object]:
         """As :meth:`validation_step`; the predictions, in the batch's order."""
@@ -225,8 +219,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         loaded: dict[str, Any] = self.execute_all(Load(str(Path(checkpoint_path).absolute()), weights_only))[0]
         theirs = {callback.state_key for callback in self.worker_callbacks}
         callbacks = {key: state for key, state in loaded.get("callbacks", {}).items() if key not in theirs}
-        module: Any = self.lightning_module
-        module.weight_version = loaded.get("weight_version", 0)
+        self.weight_version = loaded.get("weight_version", 0)
         return {**loaded, "callbacks": callbacks, "lr_schedulers": []}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -256,11 +249,7 @@ CKPT_PATH = 4
 
 
 class ControllerLauncher(Launcher):
-    """Starts no process; the strategy does.
-
-    Args:
-        strategy: of the controller.
-    """
+    """Starts no process; the strategy does."""
 
     def __init__(self, strategy: ControllerStrategy) -> None:
         self.strategy = strategy
@@ -270,7 +259,7 @@ class ControllerLauncher(Launcher):
         """Also in a notebook."""
         return True
 
-    def launch(self, function: Callable[..., T], *args: Any, trainer: Trainer | None = None, **kwargs: object) -> T:
+    def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
         """Run ``function``, Lightning's implementation of a stage."""
         self.strategy.saved.clear()
         budget = RestartPolicy(self.strategy.max_restarts)
@@ -304,16 +293,6 @@ def naming_lost_cluster() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def without_cuda_rng() -> Iterator[None]:
-    """Have Lightning leave CUDA's random state alone, which it asks all devices for as a fit begins."""
-    trainer_module.isolate_rng = partial(isolate_rng, include_cuda=False)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        trainer_module.isolate_rng = isolate_rng  # type: ignore[attr-defined]
-
-
 def find_last(saved: Sequence[Path]) -> Path | None:
     """The last checkpoint that is whole and still there.
 
@@ -329,6 +308,6 @@ def prepare_again(trainer: Trainer) -> None:
     trainer.training = True
 
 
-def with_checkpoint(args: tuple[object, ...], path: Path | str) -> tuple[object, ...]:
+def with_checkpoint(args: tuple[object, ...], path: object) -> tuple[object, ...]:
     """The arguments of Lightning's fit with another checkpoint."""
     return (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])

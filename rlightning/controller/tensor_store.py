@@ -41,8 +41,6 @@ class Owner(NamedTuple):
 
     Attributes:
         rank: its global rank; 0 outside of a process group.
-        host: name of its machine.
-        pid: its process id there.
     """
 
     rank: int

@@ -1,12 +1,10 @@
 """A worker: a process of Ray's with a device, a Trainer and the actor, which executes a controller's commands."""
 
-import contextlib
 import logging
 import os
-import random
-import socket
 import traceback
 from collections.abc import Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -40,12 +38,11 @@ from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_mode
 from rlightning.parallel.failure import active_watch
 from rlightning.parallel.failures import describe
+from rlightning.parallel.launcher import find_port
 from rlightning.parallel.stacks import record_own
-from rlightning.parallel.trainer_stages import validate_in_fit
+from rlightning.parallel.trainer_stages import ValidatesFirst, validate_in_fit
 from rlightning.run_key import RUN_KEY_VARIABLE
 
-RENDEZVOUS_PORTS = range(20_000, 32_000)
-"""Below those that the system assigns, which another process might get before rank 0 listens there."""
 CONTROLLER = "Ray driver"
 """The name of a worker's controller."""
 OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
@@ -58,9 +55,6 @@ class Worker:
     :meth:`run` blocks for a whole fit. The other methods are called meanwhile, from other threads.
 
     Args:
-        rank: its own.
-        num_workers: of the run.
-        driver: the controller's process.
         host_threads: the controller's OMP_NUM_THREADS; None: a share of the cores, as if all were on this host.
     """
 
@@ -82,13 +76,8 @@ class Worker:
         """An address and a free port of this host."""
         import ray
 
-        find_address: Any = ray.util.get_node_ip_address
-        numbers = random.SystemRandom()  # not of the run's seed: another run on this host may have the same
-        while True:
-            port = numbers.choice(RENDEZVOUS_PORTS)
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind(("", port))
-                return find_address(), port
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address, find_port()
 
     def describe_differences(self) -> list[str]:
         """In what this process is not like the controller's."""
@@ -109,7 +98,6 @@ class Worker:
             number: grows; a stage that is sent again has run.
             config: None on a later stage of the same run: trainer and module are those of before.
             rendezvous: of rank 0, for all.
-            stage: "fit", "validate", "test", or "predict".
         """
         if number <= self._last_stage:
             return
@@ -119,7 +107,7 @@ class Worker:
                 self._prepare(config, rendezvous)
             is_measured = stage in ("validate", "test")
             quiet: dict[str, Any] = {"verbose": False} if is_measured else {}
-            found = getattr(self.trainer, stage)(self.module, datamodule=self.data, **quiet)
+            found = methodcaller(stage, self.module, datamodule=self.data, **quiet)(self.trainer)
             self.queue.answer(as_floats(found) if is_measured else None)
         except BaseException as error:
             self.queue.fail(self._describe(error))
@@ -177,12 +165,11 @@ class Worker:
         relay = HookRelay(feed, config.wanted_hooks)
         environment = RayEnvironment(self.rank, self.num_workers, *rendezvous)
         self.trainer = make_trainer(config, environment, feed, relay)
-        strategy: Any = self.trainer.strategy
-        strategy.execution_mode, strategy.controller = ExecutionMode.WORKER, CONTROLLER
+        strategy = self.trainer.strategy
+        vars(strategy).update(execution_mode=ExecutionMode.WORKER, controller=CONTROLLER)
         resolve_execution_mode(strategy=strategy)
-        module: Any = self.module
-        if hasattr(module, "validate_first"):
-            module.validate_first = False  # it is for the controller to say when
+        if isinstance(self.module, ValidatesFirst):
+            self.module.validate_first = False  # it is for the controller to say when
 
     def _step_result(self) -> StepResult:
         found = logged_metrics(self.trainer)
@@ -218,8 +205,8 @@ class Worker:
                 self._save(command)
                 return None
             case Call():
-                found = getattr(self.module, command.method)(*command.arguments, **command.named)
-                return store_tensors(found, label=command.method)
+                call = methodcaller(command.method, *command.arguments, **command.named)
+                return store_tensors(call(self.module), label=command.method)
 
     def _load(self, command: Load) -> dict[str, Any]:
         trainer, connector = self.trainer, checkpoint_connector(self.trainer)

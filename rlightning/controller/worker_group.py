@@ -15,7 +15,7 @@ from rlightning.controller.driver import DriverContext
 from rlightning.errors import ConfigError, EngineError, find_run_error
 from rlightning.foreign_text import cut_line
 from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
-from rlightning.processes.liveness import Deadline
+from rlightning.processes.liveness import Deadline, Heartbeat
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -31,10 +31,7 @@ class WorkerGroup:
     """The workers of a run, one a rank.
 
     Args:
-        num_workers: how many.
         each: what each takes of the cluster.
-        placement: how they are spread over nodes.
-        driver: what they take over from this process.
         hang_timeout: seconds after which a worker whose process answers nothing is ended.
     """
 
@@ -55,7 +52,6 @@ class WorkerGroup:
 
         self.num_workers = num_workers
         self.hang_timeout = hang_timeout
-        self._silent_seconds = dict.fromkeys(range(num_workers), 0.0)
         self._numbers = itertools.count()
         self._supplies = itertools.count()
         self._runs: dict[Ref, int] = {}
@@ -222,30 +218,32 @@ class WorkerGroup:
 
     def _wait(self, refs: Sequence[Ref]) -> Ref:
         """Return the first reference that is ready, however long that takes, unless a worker does not run."""
+        heartbeats = [Heartbeat(intervals.WAIT_REPORT_DELAY) for _ in self.actors]
         while True:
             ready, _ = self._ray.wait(list(refs), num_returns=1, timeout=intervals.WAIT_REPORT_DELAY)
             if ready:
                 first: Ref = ready[0]
                 return first
-            self._check_silence()
+            self._check_silence(heartbeats)
 
-    def _check_silence(self) -> None:
+    def _check_silence(self, heartbeats: Sequence[Heartbeat]) -> None:
         """Say which workers answer nothing, and end the run for one that has not for ``hang_timeout``.
 
         Raises:
             WorkerDiedError: it has been killed.
         """
         for rank, has_answered in self._wait_for_all("process_id", intervals.SILENT_AFTER).items():
-            silent = 0.0 if has_answered else self._silent_seconds[rank] + intervals.WAIT_REPORT_DELAY
-            self._silent_seconds[rank] = silent
-            if silent >= self.hang_timeout:
+            silent = heartbeats[rank].tick()
+            if has_answered:
+                heartbeats[rank].beat()
+            elif silent >= self.hang_timeout:
                 self.kill()
                 raise WorkerDiedError(
                     f"worker {rank} of {self.num_workers} hangs: its process has answered nothing for {silent:.0f} s. "
                     "The workers have been ended.",
                     [rank],
                 )
-            if silent:
+            else:
                 log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
 
     def _fail(self, failure: Failed) -> NoReturn:

@@ -19,14 +19,7 @@ from rlightning.lightning_internals import DataFetcher, FitLoop, TrainingEpochLo
 
 
 class WorkerEpochLoop(TrainingEpochLoop):
-    """The steps of an epoch, as they are ordered.
-
-    Args:
-        trainer: the worker's.
-        feed: where commands come from.
-        min_steps: the run's, as the controller's Trainer has it.
-        max_steps: the run's, as the controller's Trainer has it.
-    """
+    """The steps of an epoch, as the commands of ``feed`` say."""
 
     done = False
 
@@ -57,12 +50,7 @@ class WorkerEpochLoop(TrainingEpochLoop):
 
 
 class WorkerFitLoop(FitLoop):
-    """The epochs of a fit, as they are ordered.
-
-    Args:
-        trainer: the worker's, whose own loop this replaces.
-        feed: where commands come from.
-    """
+    """The epochs of a fit, as the commands of ``feed`` say; it replaces the Trainer's own loop."""
 
     def __init__(self, trainer: Trainer, feed: CommandFeed) -> None:
         replaced = trainer.fit_loop
@@ -106,16 +94,10 @@ class WorkerConfig:
         module: not built yet.
         data: not set up.
         strategy: of the workers among themselves: an object, a name of Lightning's registry, or a class by its path.
-        callbacks: those that run in workers.
         wanted_hooks: RL hooks that callbacks in the controller wait for.
-        accelerator: of each worker.
-        precision: of the Trainer.
         settings: of the Trainer, further ones (:func:`settings_of`).
-        root_dir: the run's folder.
         checkpoint_io: for strategies that write single files.
-        seed: of ``seed_everything``, or None.
         fast_dev_run: of the Trainer, whose limits are in ``settings`` already; schedules and callbacks ask for it.
-        max_store_bytes: of what a worker stores.
         run_key: what the run's engines ask for, or None.
     """
 
@@ -137,14 +119,7 @@ class WorkerConfig:
 
 @dataclass
 class RayEnvironment(ClusterEnvironment):
-    """Tells Lightning which rank this process is, among workers that Ray has started with a device each.
-
-    Attributes:
-        rank: of this worker.
-        num_workers: of the run.
-        main_address: host of rank 0.
-        main_port: that rank 0 listens on.
-    """
+    """Tells Lightning which rank this process is, among workers that Ray has started with a device each."""
 
     rank: int = 0
     num_workers: int = 1
@@ -181,12 +156,7 @@ class RayEnvironment(ClusterEnvironment):
 
 
 class WorkerTrainer(Trainer):
-    """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation.
-
-    Args:
-        feed: where commands come from.
-        settings: of any Trainer.
-    """
+    """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation."""
 
     fast_dev_run: bool | int
 

@@ -22,7 +22,8 @@ from rlightning.models.finite import find_not_finite
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.device import exact_float32
 from rlightning.parallel.gathering import gather_into, local_box
-from rlightning.parallel.sharding import CodedLinear, base_name, local_tensor, named_weights, with_local_tensor
+from rlightning.parallel.sharding import CodedLinear, base_name, local_tensor, named_weights
+from rlightning.torch_internals import with_local_tensor
 
 NAME = "default"
 """Of the adapter within PEFT's layers."""

@@ -10,8 +10,9 @@ from torch.optim import AdamW, Optimizer
 
 from rlightning.optim.moments import SIGNED, OptimizerStates, pack_moment, scale_name, unpack_moment
 from rlightning.parallel import device as platform
-from rlightning.parallel.sharding import local_tensor, with_local_tensor
+from rlightning.parallel.sharding import local_tensor
 from rlightning.seeds import mix_seed, run_seed
+from rlightning.torch_internals import with_local_tensor
 
 State = dict[str, Any]
 """Of a parameter: its count of steps and its moments, by AdamW's names, and scales of those that are of 8 bits."""

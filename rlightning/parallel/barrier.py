@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
@@ -233,7 +233,7 @@ class _Barrier:
             rank: "was there, but does not answer any more" if arrival.number == self.number else arrival.describe()
             for rank, arrival in arrivals.items()
         } | self.store.by_rank(FAILURE, missing)
-        return "; ".join(f"rank {rank} {texts.get(rank, 'has reached no barrier yet')}" for rank in missing)
+        return describe_ranks(missing, texts)
 
 
 def report_arrivals(is_over: Callable[[], bool]) -> str:
@@ -260,7 +260,12 @@ def report_arrivals(is_over: Callable[[], bool]) -> str:
     except StoreError:
         return "the ranks' store does not answer, which rank 0 hosts (torchrun, where that launched the ranks)"
     texts = {rank: _Arrival(*json.loads(text)).describe() for rank, text in arrivals.items()}
-    return "; ".join(f"rank {rank} {texts.get(rank, 'has reached no barrier yet')}" for rank in missing)
+    return describe_ranks(missing, texts)
+
+
+def describe_ranks(ranks: Iterable[int], texts: Mapping[int, str]) -> str:
+    """Return what is known of ranks that have not reached a barrier."""
+    return "; ".join(f"rank {rank} {texts.get(rank, 'has reached no barrier yet')}" for rank in ranks)
 
 
 def write_failure(rank: int, text: str) -> None:

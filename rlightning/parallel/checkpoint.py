@@ -80,14 +80,10 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         return named_optimizer_state(inner, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Write a folder aside, then give it its name; all ranks call it.
-
-        Args:
-            checkpoint: Lightning's.
-            filepath: rank 0's counts.
-            storage_options: refused.
+        """Write a folder aside, then give it its name, rank 0's ``filepath``; all ranks call it.
 
         Raises:
+            ConfigError: for ``storage_options`` and for an address.
             SaveError: the disk does not take it; an earlier folder of the name stays.
         """
         if storage_options is not None or "://" in str(filepath):

@@ -24,7 +24,8 @@ from rlightning.checksums import Checksums, DamagedError, checksums_of, seal_fil
 from rlightning.errors import ConfigError
 from rlightning.parallel.collectives import gather_objects, global_rank
 from rlightning.parallel.cpu_group import cpu_group
-from rlightning.parallel.sharding import local_tensor, with_local_tensor
+from rlightning.parallel.sharding import local_tensor
+from rlightning.torch_internals import with_local_tensor
 
 META, INDEX = "meta.pt", ".metadata"
 """The names that Lightning gives these files too."""

@@ -17,7 +17,12 @@ from rlightning.parallel.cpu_group import cpu_group
 from rlightning.parallel.execution_mode import HasWorldSize
 
 T = TypeVar("T")
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
 
 
 def world_size() -> int:
@@ -37,7 +42,7 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str =
         return tensor
     barrier(name)
     reduced = tensor.detach().to("cpu", copy=True).contiguous()
-    dist.all_reduce(reduced, _OPS[op], group=group)
+    dist.all_reduce(reduced, OPS[op], group=group)
     return reduced.to(tensor.device)
 
 

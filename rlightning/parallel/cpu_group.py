@@ -21,8 +21,6 @@ class Connection:
     """What belongs to one default process group.
 
     Attributes:
-        store: of all ranks.
-        group: the gloo group, once it is there.
         num_barriers: that this rank has reached.
         waits_at: the name of the barrier that it waits at.
     """

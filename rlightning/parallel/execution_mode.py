@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from rlightning.errors import ConfigError
+from rlightning.protocols import HasRootDevice, has
 
 RequestedMode = Literal["auto", "spmd", "controller", "worker"]
 
@@ -48,13 +49,6 @@ class HasController(Protocol):
     """The strategy of a worker, with the name or address of its controller."""
 
     controller: str | None
-
-
-@runtime_checkable
-class HasDevice(Protocol):
-    """A strategy whose device can be told from its configuration."""
-
-    root_device: object
 
 
 @runtime_checkable
@@ -101,7 +95,7 @@ def check_execution_mode(
 ) -> ExecutionMode:
     """Return what :func:`resolve_execution_mode` would, without settling it."""
     # A controller has no device to ask: the strategy's is read from its configuration.
-    device = strategy.root_device if isinstance(strategy, HasDevice) else None
+    device = strategy.root_device if has(strategy, HasRootDevice) else None
     mode = decide(
         requested,
         declared=_parse(strategy.execution_mode) if isinstance(strategy, DeclaresMode) else None,

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlightning import intervals
 from rlightning.errors import ConfigError, check_rules, did_you_mean
-from rlightning.lightning_internals import update_device_properties
+from rlightning.lightning_internals import set_device_mesh, update_device_properties
 from rlightning.parallel.checkpoint import ShardedCheckpoints
 from rlightning.parallel.replicated import average_gradients, broadcast_replicated, move_replicated
 from rlightning.parallel.sharding import CPUOffload, Sharding, shard_parts
@@ -23,11 +23,7 @@ from rlightning.torch_internals import set_group_timeout
 class MeshStrategy(ModelParallelStrategy):
     """Lays the ranks out in a mesh of three dimensions: copies of the weights, shards of each, and parts of each layer.
 
-    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank.
-
-    Args:
-        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
-        shard_size: data-parallel ranks that share one copy of the weights; None is all of them.
+    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank. Arguments are :class:`FSDP`'s.
     """
 
     def __init__(self, *, tensor_parallel_size: int = 1, shard_size: int | None = None) -> None:
@@ -87,7 +83,7 @@ class MeshStrategy(ModelParallelStrategy):
             # A mesh gives its groups a default of torch's own, not what the default group has.
             for dim in range(self._device_mesh.ndim):
                 set_group_timeout(self._device_mesh.get_group(dim), self._timeout)
-        self.lightning_module._device_mesh = self._device_mesh
+        set_device_mesh(self.lightning_module, self._device_mesh)
 
 
 class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):

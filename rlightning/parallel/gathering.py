@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from rlightning.torch_internals import StridedShard
+from rlightning.torch_internals import StridedShard, copy_tensors
 
 GATHER_BYTES = 256 << 20
 """Bytes of full values that one collective brings, unless a single tensor is larger."""
@@ -195,7 +195,7 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
         dist.gather(sent, into, dst=destination, group=_group(pairs[0][1], ranks))
     for holder, row in enumerate(received):
         parts = [(output, boxes[index][holder], offsets[index][holder]) for index, (output, _) in enumerate(pairs)]
-        torch._foreach_copy_(
+        copy_tensors(
             [box.of(output) for output, box, _ in parts],
             [_slot(row, offset, box, output.dtype) for output, box, offset in parts],
         )

@@ -40,7 +40,6 @@ class Status:
         where: the position of its main thread, as in "in save (my.py, line 3)" or "at barrier 'save'".
         waits_in: what it waits for other ranks in, as far as that can be told.
         stuck_seconds: since its position changed.
-        stack: of its main thread.
         process: see :func:`identify_process`.
     """
 
@@ -56,7 +55,6 @@ class RankState(Heartbeat):
 
     Args:
         status: of its last heartbeat; None before the first.
-        silent_seconds: since then.
     """
 
     def __init__(self, status: Status | None = None, silent_seconds: float = 0.0) -> None:
@@ -96,11 +94,8 @@ class HangWatch(threading.Thread):
     """One rank's heartbeat, and its watch over others.
 
     Args:
-        rank: this one.
         others: the ranks to watch: on rank 0 all others, elsewhere rank 0.
-        shared: the ranks' connection.
         send: calls a method of rank 0's failure server.
-        recorder: of this process's stacks.
         on_hang: called once with a rank that hangs and the reason, to follow upon "rank 1 ", when the run must end.
 
     Attributes:
@@ -232,8 +227,6 @@ def find_missing(
     another one has not run for as long, or if no rank moves and they are at different places (:func:`is_known`).
 
     Args:
-        states: by rank.
-        seconds: without a move.
         at_barriers: whether waiting at a barrier counts.
     """
     running = {rank: one.status for rank, one in states.items() if one.runs and one.status is not None}

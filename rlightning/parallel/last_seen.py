@@ -47,11 +47,7 @@ class Position:
 
 
 def find_position(thread: int) -> Position:
-    """Return what a thread of this process is at.
-
-    Args:
-        thread: its ``threading.get_ident()``.
-    """
+    """Return what a thread of this process is at, by its ``threading.get_ident()``."""
     frames = list(_walk(sys._current_frames().get(thread)))  # the innermost first
     shown = [frame for frame in frames if not _is_library(frame)] or frames[:1]
     if not shown:

@@ -15,12 +15,7 @@ class PromptBatchModule(CheckedArguments, LightningModule):
     """A module that gets lists of prompts: what it and its callbacks log for an epoch is weighted by their number."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log a metric; ``batch_size``, its weight in the mean of an epoch, is by default the number of prompts.
-
-        Args:
-            args: of ``LightningModule.log``.
-            kwargs: of the same.
-        """
+        """Log a metric; ``batch_size``, its weight in the mean of an epoch, is by default the number of prompts."""
         # Lightning looks for the first tensor of a batch, and a list of prompts has none.
         results = results_of(self)
         batch = None if results is None else results.batch

@@ -35,9 +35,6 @@ class RankStore:
 
     Args:
         store: the process group's; this one uses a connection of its own to it.
-        prefix: of all keys.
-        rank: this process's.
-        world_size: number of ranks.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:

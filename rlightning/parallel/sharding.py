@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlightning.torch_internals import inner_tensors, non_persistent_buffers
+from rlightning.torch_internals import non_persistent_buffers
 
 CPUOffload = Literal["none", "optimizer", "parameters"]
 
@@ -61,7 +61,6 @@ def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
 
     Args:
         owner: its values are equal on all ranks.
-        sharding: of the models.
     """
     parts = list(_parts(owner))
     holders = Counter(parameter for module in owner.modules() for parameter in module.parameters(recurse=False))
@@ -106,8 +105,6 @@ class CodedLinear(nn.Module):
 
     Attributes:
         codes: a parameter; what they stand for is the layer's matter.
-        scales: a parameter.
-        bias: of the layer; None for none.
     """
 
     codes: nn.Parameter
@@ -155,17 +152,3 @@ def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for vector, master in zip(vectors, masters, strict=True):
             vector.copy_(master)
-
-
-def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a DTensor like ``tensor`` with other values on this rank, perhaps on another device than the mesh's.
-
-    Its full shape may be another one. For a plain tensor ``local`` is returned.
-    """
-    if not isinstance(tensor, DTensor):
-        return local
-    _, layout = tensor.__tensor_flatten__()
-    parts = inner_tensors(tensor) | {"_local_tensor": local}
-    whole = tensor if shape is None else torch.empty(tuple(shape), device="meta")
-    rebuilt: Tensor = DTensor.__tensor_unflatten__(parts, layout, whole.shape, whole.stride())
-    return rebuilt

@@ -22,7 +22,6 @@ class StackRecorder(threading.Thread):
     """Appends this process's stacks to the run's file, on SIGUSR1 or when asked.
 
     Args:
-        path: of the file.
         name: what the file calls this process, such as "rank 1".
 
     Attributes:

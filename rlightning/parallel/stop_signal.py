@@ -31,7 +31,7 @@ from rlightning.lightning_internals import SubprocessLauncher, last_saved, repla
 from rlightning.parallel.collectives import all_reduce
 from rlightning.parallel.cpu_group import connection, renew_connection
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, is_controller
-from rlightning.parallel.failure import active_watch, exit_now
+from rlightning.parallel.failure import active_watch, end_children, exit_now
 from rlightning.parallel.rank_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class StopSignal:
     writing of another line; and it asks with another broadcast before each batch. This handler only sets a flag.
 
     Attributes:
-        grace_period: seconds.
         command: what a shell is given to go on with the run, if a shell has started it.
         signum: of the first signal, or 0.
         asked_at: when that came, by ``time.monotonic()``.
@@ -196,8 +195,7 @@ class StopSignal:
             watch.tell_end(self.exit_code)
         launcher = self._trainer.strategy.launcher
         if isinstance(launcher, SubprocessLauncher):
-            for child in launcher.procs:
-                child.kill()
+            end_children(launcher.procs, 0)
         os._exit(self.exit_code)
 
 

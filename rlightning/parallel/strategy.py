@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,7 @@ from rlightning import intervals
 from rlightning.errors import check_rules
 from rlightning.lightning_internals import SubprocessLauncher
 from rlightning.parallel.barrier import barrier
+from rlightning.parallel.collectives import OPS
 from rlightning.parallel.cpu_group import cpu_group, set_barrier_timeout
 from rlightning.parallel.failure import FailureWatch, active_watch, report_failure
 from rlightning.parallel.launcher import RankLauncher, describe_rendezvous
@@ -39,7 +41,6 @@ class ConnectedRanks(ParallelStrategy):
         barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
             at a barrier, and in a collective of the devices.
         failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
-        kwargs: the strategy's own.
     """
 
     _timeout: timedelta | None  # of the default process group; Lightning's strategies have it
@@ -107,20 +108,20 @@ class ConnectedRanks(ParallelStrategy):
         dist.broadcast_object_list(holder, src, group=group)
         return holder[0]
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: object = "mean") -> T | Tensor:
         """Reduce a tensor over all ranks, in place; anything else is returned as it is.
 
         Args:
             tensor: of any device. The mean of integers is a new tensor, of floats.
             group: another group than that of all ranks: the tensor is reduced there, on its own device.
-            reduce_op: "mean", "sum", or another of torch's operations, by name or itself.
+            reduce_op: "mean", "avg", one of :data:`~rlightning.parallel.collectives.OPS`, or torch's object for it.
         """
         shared = cpu_group()
         if not isinstance(tensor, Tensor) or shared is None:
             return tensor
         is_mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
-        op = getattr(dist.ReduceOp, reduce_op.upper(), None) if isinstance(reduce_op, str) else reduce_op
-        op = dist.ReduceOp.SUM if is_mean else op
+        named = "sum" if is_mean else reduce_op
+        op = OPS[named.lower()] if isinstance(named, str) else named
         if group is None or group is dist.group.WORLD:
             group = shared
             barrier("reduce")
@@ -158,7 +159,7 @@ class DDP(ConnectedRanks, DDPStrategy):
     Arguments are those of :class:`ConnectedRanks` and of ``DDPStrategy``, such as ``find_unused_parameters``.
     """
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         """Meet the other ranks before the module's step: nothing could interrupt DDP's own collectives ahead of it."""
         barrier("training step")
         return super().training_step(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Stages of Lightning's Trainer: preparing data, validating within a fit, leaving an evaluation by an exception."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -9,6 +9,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.lightning_internals import replace_prepare_data, restore_module_modes
 from rlightning.parallel.barrier import barrier
+
+
+@runtime_checkable
+class ValidatesFirst(Protocol):
+    """A module that says whether it is validated before the first step."""
+
+    validate_first: bool
 
 
 def prepare_data_at_barrier(trainer: Trainer) -> None:

@@ -7,11 +7,7 @@ from rlightning import intervals
 
 
 class Deadline:
-    """A point in time after which waiting ends.
-
-    Args:
-        seconds: from now.
-    """
+    """A point in time, so many seconds from now, after which waiting ends."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -67,14 +63,7 @@ class Heartbeat:
 
 
 class RestartPolicy:
-    """A restart budget.
-
-    Args:
-        max_restarts: until the next :meth:`reset`.
-
-    Attributes:
-        num_restarts: since the last reset.
-    """
+    """A restart budget: so many restarts until the next :meth:`reset`."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts

@@ -131,8 +131,6 @@ def python_command(module: str, *arguments: str, interpreter: str | None = None)
     It loads this very package, and finds nothing else of what is installed beside it. It needs Python 3.10 and msgpack.
 
     Args:
-        module: such as ``rlightning.environments.worker``.
-        arguments: of the module.
         interpreter: its path; None: this process's.
     """
     return [interpreter or sys.executable, str(BOOTSTRAP), module, *arguments]

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlightning import intervals
+from rlightning.processes.liveness import Deadline
 from rlightning.processes.process_table import list_processes
 from rlightning.scratch import SHARED_MEMORY, remove_scratch
 
@@ -45,19 +46,14 @@ def end_with_parent(lifeline: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """Kill every process of ``group`` but this one; return when they are gone.
-
-    Args:
-        group: its id, that of the process that began it.
-    """
-    started = time.monotonic()
-    killed: set[int] = {group}
+    """Kill every process of ``group`` but this one; return when they are gone."""
+    tracker_grace, end = Deadline(intervals.TRACKER_GRACE), Deadline(2 * intervals.TRACKER_GRACE)
+    killed = {group}
     while members := _others(group):
         killed.update(members)
-        waited = time.monotonic() - started
-        _send(signal.SIGKILL, (pid for pid in members if waited > intervals.TRACKER_GRACE or not _is_tracker(pid)))
+        _send(signal.SIGKILL, (pid for pid in members if tracker_grace.is_over or not _is_tracker(pid)))
         _send(signal.SIGCONT, members)  # a tracker that was stopped with its group would never clean up
-        if waited > 2 * intervals.TRACKER_GRACE:
+        if end.is_over:
             log.warning("Processes %s do not end, though killed.", members)
             return
         time.sleep(intervals.SHORT_POLL_INTERVAL)
@@ -66,9 +62,8 @@ def end_group(group: int) -> None:
 
 def end_own_group(scratch: Path) -> None:
     """Kill the group of this process, this process included, and remove its folder ``scratch``."""
-    deadline = time.monotonic() + intervals.TRACKER_GRACE
-    killed = {os.getpid()}
-    while time.monotonic() < deadline:
+    deadline, killed = Deadline(intervals.TRACKER_GRACE), {os.getpid()}
+    while not deadline.is_over:
         # Trackers stay: they see this process go, and clean up behind it.
         members = [pid for pid in _others(os.getpgid(0)) if not _is_tracker(pid)]
         if not members:

@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ProcessStartError(RPCError):
-    """A child process did not get ready.
-
-    Attributes:
-        log_tail: the end of its log.
-    """
+    """A child process did not get ready."""
 
     def __init__(self, message: str, log_tail: str) -> None:
         super().__init__(f"{message}\n{log_tail}".strip())
@@ -120,7 +116,6 @@ async def end_process(process: ManagedProcess, peer: Peer, grace: float = 0.0) -
 
     Args:
         process: to end. One that has closed its connection is given a moment to exit by itself.
-        peer: to it.
         grace: seconds between SIGTERM and SIGKILL; without any there is no SIGTERM.
 
     Returns:
@@ -183,7 +178,6 @@ class LoopThread:
         """Run a coroutine on the loop, and wait for it; what it raises is raised here.
 
         Args:
-            work: to await.
             timeout: seconds, after which it is cancelled.
 
         Raises:

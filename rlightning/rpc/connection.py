@@ -11,7 +11,6 @@ little-endian.
 """
 
 import asyncio
-import contextlib
 import socket
 import struct
 from collections.abc import Callable
@@ -90,7 +89,7 @@ def encode(message: object) -> tuple[bytes, list[memoryview]]:
     return b"".join((_HEADER.pack(len(body), len(sizes)), struct.pack(f"<{len(sizes)}Q", *sizes), body)), buffers
 
 
-def decode(body: Any, buffers: list[bytearray]) -> Any:
+def decode(body: "bytes | memoryview", buffers: list[bytearray]) -> Any:
     """Return the message of a frame's body and buffers.
 
     Raises:
@@ -114,7 +113,6 @@ class Connection(asyncio.BufferedProtocol):
     """One end of a stream.
 
     Args:
-        on_message: called with each message.
         on_closed: called once, when the connection has ended, with the reason.
 
     Attributes:
@@ -142,8 +140,8 @@ class Connection(asyncio.BufferedProtocol):
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in KEEPALIVE.items():
-                if hasattr(socket, name):
-                    end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                if (option := vars(socket).get(name)) is not None:
+                    end.setsockopt(socket.IPPROTO_TCP, option, value)
         connection = cls(on_message, on_closed)
         connection._socket = end
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=end)
@@ -289,9 +287,3 @@ def _check_sizes(num_bytes: int, sizes: "list[int] | tuple[int, ...]", error: ty
             f"a message of {num_bytes} bytes and {len(sizes)} buffers of {sum(sizes)} bytes is beyond the limits of "
             f"{MAX_BODY_BYTES}, {MAX_BUFFERS} and {MAX_BUFFER_BYTES}"
         )
-
-
-def close_socket(end: socket.socket) -> None:
-    """Close a socket, whatever state it is in."""
-    with contextlib.suppress(OSError):
-        end.close()

@@ -35,8 +35,6 @@ class RemoteError(RPCError):
     """The method at the other end raised.
 
     Attributes:
-        type_name: the name of the exception's class.
-        message: its text.
         traceback: with the frames at the other end.
     """
 
@@ -105,7 +103,6 @@ class Peer:
         """Call a method of the other end. Cancelling the caller cancels the method.
 
         Args:
-            method: its name.
             arguments: plain data; see :mod:`rlightning.rpc.connection`.
             timeout: seconds, also for getting a place among the calls in flight.
 

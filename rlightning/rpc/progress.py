@@ -33,11 +33,7 @@ class Progress(NamedTuple):
 
 
 class ProgressFile:
-    """Memory in which a process shows its progress.
-
-    Args:
-        fd: of a file, from :meth:`create`.
-    """
+    """Memory in which a process shows its progress."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -67,12 +63,7 @@ class ProgressFile:
 
 
 def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
-    """Have ``show`` called with :data:`CALL` and True where a task of a call goes on, with 0 and False where it stops.
-
-    Args:
-        loop: whose tasks are tracked, those that are created from now on.
-        show: such as :meth:`ProgressFile.show`.
-    """
+    """Have ``show`` called with :data:`CALL` and True where a call's task goes on, with 0 and False where it stops."""
 
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         call = CALL.get()
@@ -95,7 +86,7 @@ class _Steps(Coroutine[Any, Any, Any]):
     def send(self, value: object) -> object:
         return self._run_step(self._work.send, value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: Any) -> object:
         return self._run_step(self._work.throw, *error)
 
     def close(self) -> None:
@@ -104,7 +95,7 @@ class _Steps(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, None, Any]:
         return self._work.__await__()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         """What libraries ask of a coroutine, such as ``cr_frame``."""
         return getattr(self._work, name)
 

@@ -1,6 +1,7 @@
 """Serving clients over TCP, or the parent process over the socket pair that it has passed."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from rlightning import intervals
 from rlightning.rpc.authentication import AuthenticationError, BusyError, authenticate_client
-from rlightning.rpc.connection import close_socket
 from rlightning.rpc.peer import Method, Peer, PeerSettings, limit
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class Server:
         except Exception:
             log.exception("Serving %s failed.", client)
         finally:
-            close_socket(end)
+            with contextlib.suppress(OSError):
+                end.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -133,9 +134,7 @@ def listen(host: str, port: int) -> socket.socket:
 async def serve_parent(fd: int, methods: Mapping[str, Method], **settings: "Unpack[PeerSettings]") -> Peer:
     """Return the parent process, which has passed this one's end of a socket pair as file descriptor ``fd``.
 
-    Args:
-        fd: an end of a socket pair.
-        methods: that the parent may call; ``settings`` are further ones of :class:`Peer`.
+    It may call the ``methods``; ``settings`` are further ones of :class:`Peer`.
     """
     settings.setdefault("name", "the parent process")
     settings.setdefault("heartbeat_timeout", float("inf"))

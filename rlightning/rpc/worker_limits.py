@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-STANDARD_ERROR = 2
+from rlightning.processes.managed_process import STANDARD_ERROR
+
 OUTPUT_SECONDS = 60.0
 """In which a worker may write ``max_output_mb``."""
 CHUNK_BYTES = 1 << 16
@@ -31,9 +32,6 @@ UNLIMITED = WorkerLimits()
 
 class WorkerOutput:
     """Passes on to this process's standard error what a worker writes, up to a limit; the rest is read and dropped.
-
-    Args:
-        max_bytes: in ``OUTPUT_SECONDS``.
 
     Attributes:
         fd: that the worker writes to; close it by :meth:`close_fd` once the worker has it.
@@ -65,13 +63,7 @@ class WorkerOutput:
 
 
 def find_excess(limits: WorkerLimits, pid: int, output: WorkerOutput | None) -> str | None:
-    """Return which limit a worker is above, as a sentence's end; None if it is within all.
-
-    Args:
-        limits: of it.
-        pid: of its process.
-        output: of it; None if that has no limit.
-    """
+    """Return which limit a worker is above, as a sentence's end; None if it is within all."""
     if limits.max_memory_mb is not None:
         memory_mb = resident_bytes(pid) / MB
         if memory_mb > limits.max_memory_mb:

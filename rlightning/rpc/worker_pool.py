@@ -121,7 +121,7 @@ class WorkerPool:
 
     async def call(
         self,
-        *arguments: Any,
+        *arguments: object,
         hang_timeout: float,
         methods: Mapping[str, Method] | None = None,
         on_start: Callable[[], None] = lambda: None,
@@ -266,7 +266,7 @@ class _Call:
         self.place: asyncio.Future[_Worker]
         self._requests: set[asyncio.Task[Any]] = set()
 
-    async def serve(self, method: str, *arguments: Any) -> Any:
+    async def serve(self, method: str, *arguments: object) -> Any:
         """Call one of the methods for the worker."""
         request = asyncio.ensure_future(self.methods[method](*arguments))
         self._requests.add(request)
@@ -311,7 +311,6 @@ class _Worker:
 
     Attributes:
         peer: once it is ready.
-        calls: that it has, by their keys.
         abandoned: calls that were cancelled, one of which it may execute still.
         ended: done when the process is.
     """
@@ -377,7 +376,7 @@ class _Worker:
         self.peer = self._connected
         return self.peer
 
-    async def _serve(self, key: int, method: str, *arguments: Any) -> Any:
+    async def _serve(self, key: int, method: str, *arguments: object) -> Any:
         """Call a method of the call that the worker names."""
         if key not in self.calls:
             raise LookupError("the call has ended")

@@ -2,14 +2,15 @@
 
 import json
 import os
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from pretended_cuda import pretend_cuda, touched
 from rank_processes import each_run
 from sft_run import CountSteps
 from tiny import bare_trainer
@@ -22,6 +23,31 @@ from rlightning.data import PromptDataModule
 from rlightning.hooks import RLCallback
 from rlightning.parallel import FSDP
 from rlightning.parallel.collectives import global_rank
+
+touched: list[str] = []
+"""The stacks of whatever makes a CUDA context."""
+
+
+def note_touch(*args: Any, **kwargs: Any) -> None:
+    """In place of what makes a context."""
+    touched.append("".join(traceback.format_stack(limit=6)))
+
+
+def note_stream(*args: Any) -> Any:
+    """In place of a stream, which torch's build for CUDA would ask the driver for."""
+    note_touch()
+    return SimpleNamespace(is_capturing=lambda: False)
+
+
+def pretend_cuda() -> None:
+    """Have torch find the device."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda._lazy_init = note_touch
+    torch.cuda.get_rng_state_all = lambda: [note_touch()]  # type: ignore[func-returns-value, list-item]
+    torch.cuda.set_rng_state_all = note_touch
+    torch.accelerator.current_stream = note_stream
+
 
 OF_THROUGHPUT = ("time/", "throughput/", "memory/")
 RAY_OPTIONS = {"num_cpus": 4, "object_store_memory": 200 << 20}

@@ -1,6 +1,6 @@
 """Fit, test and validate in turn under a controller, the workers keeping the weights; all is sent to them twice.
 
-In the same cluster, before: fast development runs.
+In the same cluster, before: fast development runs. Ray's workers import this file, and could not import the test's own.
 """
 
 from pathlib import Path

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from tiny import bare_trainer, make_grpo
 
 from rlightning.callbacks import SaveHF
@@ -42,6 +42,14 @@ from rlightning.errors import ConfigError
 from rlightning.models import Adapter
 
 
+def queue_of(*commands: Command) -> CommandQueue:
+    """A queue that has got these, numbered from 0."""
+    queue = CommandQueue()
+    for number, command in enumerate(commands):
+        queue.submit(number, command)
+    return queue
+
+
 def feed_of(queue: CommandQueue, done: list[Any]) -> CommandFeed:
     """A feed that notes what is executed."""
     return CommandFeed(
@@ -53,25 +61,24 @@ def feed_of(queue: CommandQueue, done: list[Any]) -> CommandFeed:
     )
 
 
-def test_an_order_that_is_sent_twice_is_obeyed_once() -> None:
-    queue, done = CommandQueue(), list[Any]()
-    for _ in range(2):
-        queue.submit(0, Call("save_hf", ("here",)))
-    queue.submit(1, Train([7]))
+def test_command_sent_twice_is_executed_once() -> None:
+    call = Call("save_hf", ("here",))
+    queue, done = queue_of(call, Train([7])), list[Any]()
+    queue.submit(0, call)
     feed = feed_of(queue, done)
     assert feed.await_batch() == Train([7]) and feed.take_batch() == [7]
-    assert done == [Call("save_hf", ("here",))]
-    queue.submit(0, Call("save_hf", ("here",)))  # executed already: its answer is read again
+    assert done == [call]
+    queue.submit(0, call)  # executed already: its answer is read again
     assert queue.collect(0, 0) == queue.collect(0, 0) == [Completed(None)]
     queue.submit(1, Train([7]))  # while it is under way
     queue.submit(2, EndEpoch())
     feed.answer_step()
     assert feed.await_batch() is None
-    assert done == [Call("save_hf", ("here",))]
+    assert done == [call]
     assert queue.collect(1, 0) == [Completed(1)]
 
 
-def test_an_order_whose_answer_was_fetched_is_refused() -> None:
+def test_command_is_refused_after_its_answer() -> None:
     queue = CommandQueue()
     queue.submit(3, End())
     queue.take()
@@ -82,8 +89,7 @@ def test_an_order_whose_answer_was_fetched_is_refused() -> None:
 
 
 def test_entries_are_read_as_they_come() -> None:
-    queue = CommandQueue()
-    queue.submit(0, Train([]))
+    queue = queue_of(Train([]))
     queue.take()
     found: list[Any] = []
     reader = threading.Thread(target=lambda: found.extend(queue.collect(0, 0)))
@@ -102,24 +108,23 @@ def test_what_a_step_asks_for_comes_once() -> None:
     assert [queue.await_prompts(), queue.await_prompts()] == [["a"], ["b"]]
 
 
-def test_a_failure_answers_all_orders() -> None:
-    queue, failure = CommandQueue(), Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True)
-    queue.submit(0, Train([]))
+def test_failure_answers_all_commands() -> None:
+    queue, failure = queue_of(Train([])), Failed(1, "ValueError: boom", "Traceback", exit_code=None, is_first=True)
     queue.fail(failure)
     queue.submit(1, End())
     assert queue.collect(0, 0) == queue.collect(1, 0) == [failure]
 
 
-def test_a_failure_is_raised_as_what_it_is() -> None:
-    with pytest.raises(WorkerError, match="worker 1 failed: ValueError: boom"):
-        raise_failure(Failed(1, "ValueError: boom", "Traceback ...", exit_code=None, is_first=True))
-    with pytest.raises(ForeseenWorkerError, match=r"^worker 1: the engine died\nTraceback \.\.\.$"):
-        raise_failure(Failed(1, "the engine died", "Traceback ...", exit_code=1, is_first=True))
-    with pytest.raises(ConfigError, match=r"^use another$"):
-        raise_failure(Failed(0, "use another", "Traceback ...", exit_code=2, is_first=True))
+@pytest.mark.parametrize(
+    ("exit_code", "kind", "message"),
+    [(None, WorkerError, "worker 1 failed: it died"), (1, ForeseenWorkerError, r"^worker 1: it died\nTrace$")],
+)
+def test_a_failure_is_raised_as_what_it_is(exit_code: int | None, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        raise_failure(Failed(1, "it died", "Trace", exit_code=exit_code, is_first=True))
 
 
-def test_a_mistake_in_a_worker_is_one_in_the_controller() -> None:
+def test_config_error_of_worker_reaches_controller() -> None:
     failed = Worker(1, 2, DriverContext.here([]), "1")._describe(ConfigError("value=3 is wrong. Use 4."))
     assert failed.rank == 1 and failed.is_first
     with pytest.raises(ConfigError, match=r"^value=3 is wrong\. Use 4\.$"):
@@ -135,17 +140,13 @@ class Doubling(LightningModule):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return 2 * batch.sum()
 
-    def test_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return 2 * batch.sum()
+    test_step = validation_step
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_controller_receives_no_tensors_from_evaluation_steps(stage: str, tmp_path: Path) -> None:
     """To read one of a GPU it would have to use that GPU itself."""
-    queue = CommandQueue()
-    commands: list[Command] = [Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation()]
-    for number, command in enumerate(commands):
-        queue.submit(number, command)
+    queue = queue_of(Evaluate(1), EvaluateBatch(torch.arange(3), 0), EndEvaluation())
     feed = feed_of(queue, [])
     trainer = bare_trainer(tmp_path, 1, HookRelay(feed, ()), enable_checkpointing=True)
     getattr(trainer, stage)(Doubling(), datamodule=WorkerData(LightningDataModule(), feed))
@@ -165,7 +166,7 @@ def worker_trainer(folder: Path, feed: CommandFeed, **settings: Any) -> WorkerTr
     return WorkerTrainer(feed, default_root_dir=folder, callbacks=[relay], **shared, **settings)
 
 
-def test_steps_are_estimated_only_where_epochs_do_not_count(tmp_path: Path) -> None:
+def test_steps_are_estimated_without_epochs_only(tmp_path: Path) -> None:
     feed = feed_of(CommandQueue(), [])
     assert worker_trainer(tmp_path, feed, max_steps=7, max_epochs=-1).estimated_stepping_batches == 7
     with pytest.raises(ConfigError, match=r"asked for with max_epochs=2, .* Set trainer\.max_steps"):
@@ -184,11 +185,7 @@ class SkipsEpoch(LightningModule):
 
 
 def test_worker_skipping_an_epoch_raises_config_error(tmp_path: Path) -> None:
-    queue = CommandQueue()
-    feed = feed_of(queue, [])
-    commands: list[Command] = [StartTraining(2), StartEpoch(2), Train([7])]
-    for number, command in enumerate(commands):
-        queue.submit(number, command)
+    feed = feed_of(queue_of(StartTraining(2), StartEpoch(2), Train([7])), [])
     trainer = worker_trainer(tmp_path, feed, max_steps=7)
     with pytest.raises(ConfigError, match="on_train_batch_start returned -1"):
         trainer.fit(SkipsEpoch(), datamodule=WorkerData(LightningDataModule(), feed))
@@ -212,7 +209,8 @@ class Starts(SkipsEpoch):
 
 def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) -> None:
     """A checkpoint may bring a state of random numbers, which training goes on with."""
-    queue, module = CommandQueue(), Starts()
+    epochs: list[Command] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
+    queue, module = queue_of(Load("", None), StartTraining(2), *epochs, End()), Starts()
     feed = CommandFeed(
         queue,
         execute=lambda command: torch.manual_seed(7) and None,
@@ -220,10 +218,6 @@ def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) ->
         step_result=lambda: None,
         report_stop=lambda: queue.record(StopRequest()) if module.trainer.should_stop else None,
     )
-    epochs: list[Command] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
-    commands: list[Command] = [Load("", None), StartTraining(2), *epochs, End()]
-    for number, command in enumerate(commands):
-        queue.submit(number, command)
     worker_trainer(tmp_path, feed, max_steps=7).fit(module, datamodule=WorkerData(LightningDataModule(), feed))
     torch.manual_seed(7)
     assert module.random == [torch.rand(1).item()]
@@ -232,7 +226,7 @@ def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) ->
     assert answers == [[Completed(None)]] * 4 + [[StopRequest(), Completed(None)]] * 2
 
 
-def test_a_hook_of_one_rank_does_not_wait_for_the_others() -> None:
+def test_rank_hook_does_not_wait_for_others() -> None:
     fired: list[tuple[str, list[Any]]] = []
     relay = Relay(2, lambda hook, arguments: fired.append((hook.hook, list(arguments))))
     for rank, hook, argument in [
@@ -259,3 +253,14 @@ def test_workers_write_the_model_and_its_adapter(
     module = ControllerModule(make_grpo(model_folder, adapter=Adapter(rank=2)), strategy)
     SaveHF(str(tmp_path / "hf")).on_train_end(bare_trainer(tmp_path, 1), module)
     assert calls == [("save_hf", tmp_path / "hf"), ("save_adapter", tmp_path / "hf_adapter")]
+
+
+class WithCallback(LightningModule):
+    def configure_callbacks(self) -> Callback:
+        return SaveHF()
+
+
+def test_single_callback_of_module_is_taken(tmp_path: Path) -> None:
+    module = ControllerModule(WithCallback(), RayController(num_workers=1))
+    module.trainer = bare_trainer(tmp_path, 1)
+    assert [type(callback) for callback in module.configure_callbacks()] == [SaveHF]

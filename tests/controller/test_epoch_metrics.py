@@ -39,7 +39,7 @@ def test_other_reductions(reduction: Any, expected: float) -> None:
     assert log([one], [replace(one, value=4.0)]) == {"loss": (expected, 1, reduction)}
 
 
-def test_a_rank_may_have_logged_nothing_in_a_step() -> None:
+def test_epoch_metric_of_some_ranks_alone_counts() -> None:
     assert log([], [MEAN]) == log([MEAN], []) == {"loss": (1.0, 2, "mean")}
 
 

@@ -25,7 +25,7 @@ FIT = ("fit", "--config", "run.yaml", "--trainer.strategy", "ray")
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_cluster_that_refuses_the_token_is_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_refusing_the_token_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = find_port()
     head = subprocess.Popen(
         [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", "--num-cpus=1",
@@ -251,7 +251,7 @@ def test_what_a_killed_raylet_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("Raylet IPC connection failed", b".", True, False),  # the controller has said why
     ],
 )
-def test_reaper_kills_agents_and_tells_of_a_raylet_that_died_first(
+def test_reaper_kills_agents_and_reports_dead_raylet(
     log: str, goodbye: bytes, dies_first: bool, says_so: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "python-core-driver-01_17.log").write_text(log)

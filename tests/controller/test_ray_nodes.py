@@ -111,7 +111,7 @@ def test_tensor_bytes_move_between_nodes_without_controller() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_workers_of_a_cluster_from_elsewhere_get_folder_and_named_variables(
+def test_workers_elsewhere_get_folder_and_named_variables(
     nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_project(tmp_path)

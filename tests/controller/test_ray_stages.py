@@ -57,7 +57,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_found_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
+def test_mistake_is_found_with_trainer(name: str, tmp_path: Path) -> None:
     arguments, message = MISTAKES[name]
     with pytest.raises(ConfigError, match=message):
         tiny.bare_trainer(tmp_path, 1, strategy=RayController(**arguments))

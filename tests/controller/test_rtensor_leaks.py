@@ -1,9 +1,10 @@
 """Steps of a controller with 2 x 2 workers leave nothing behind: twenty where only heads' results are seen to."""
 
+import contextlib
 import ctypes
 import gc
+import os
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from controller_run import RAY_OPTIONS
 from equivalence_run import RandomGenerator
 from rank_processes import finish, start_controller
 from tiny import GenerateInWorkers, bare_trainer, make_algorithm, make_data, save_model
+from waiting import wait_for
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import RemotizeOnHeadOnly
@@ -20,6 +22,7 @@ from rlightning.controller.tensor_store import live_bytes, live_entries
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.hooks import RLCallback
 from rlightning.parallel import FSDP
+from rlightning.rpc.worker_limits import resident_bytes
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -69,10 +72,9 @@ class Levels(RLCallback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         kept = 2 * trainer.global_step if self.is_piling and self.name(trainer) in ("worker1", "worker3") else 0
-        deadline = monotonic() + 60
-        while live_entries() > kept and monotonic() < deadline:  # others let go meanwhile
-            sleep(0.005)
-        resident = resident_bytes() if trainer.global_step % MEASURED_EVERY == 0 else 0
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: live_entries() <= kept, 60)  # others let go meanwhile
+        resident = measure_memory() if trainer.global_step % MEASURED_EVERY == 0 else 0
         with (self.folder / f"{self.name(trainer)}.levels").open("a") as file:
             file.write(f"{trainer.global_step} {self.in_step[0]} {self.in_step[1]} ")
             file.write(f"{live_entries()} {live_bytes()} {resident}\n")
@@ -101,12 +103,11 @@ class Reads(RLCallback):
         assert payload.nbytes == PAYLOAD_BYTES and payload[-1] == trainer.global_step
 
 
-def resident_bytes() -> int:
+def measure_memory() -> int:
     """Of this process, what it has mapped of Ray's store included, but not what its allocator keeps for later."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+    return resident_bytes(os.getpid())
 
 
 def train(folder: Path, run: str, num_steps: int) -> None:
@@ -178,7 +179,7 @@ def test_resident_memory_is_flat(folder: Path) -> None:
         assert resident[20] - resident[10] < 3 * PAYLOAD_BYTES, (process, resident)
 
 
-def test_without_the_callback_what_is_acknowledged_by_nobody_grows(folder: Path) -> None:
+def test_unacknowledged_results_grow_without_callback(folder: Path) -> None:
     """Each step leaves its batch, as large as that of the head, and the payload."""
     run = "without, lax"
     for process in ("controller", *HEADS):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlightning.parallel.launcher import find_port
 
 TESTS = str(Path(__file__).parent.parent)
@@ -120,7 +122,7 @@ def start_controller(work: Callable[..., Any], folder: Path, *args: Any) -> Call
 def _call(work: Callable[..., Any], folder: Path, args: Sequence[Any], variables: dict[str, str]) -> Call:
     returned = folder / f"returned{next(_numbers)}.json"
     call = base64.b64encode(pickle.dumps((work, (folder, *args)))).decode()
-    process = _start([str(Path(__file__).with_name("called.py")), call, str(returned)], variables)
+    process = _start([__file__, call, str(returned)], variables)
     return Call(process, returned, is_rank="RANK" in variables)
 
 
@@ -148,3 +150,15 @@ def each_run(runs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, A
     for name, arguments in runs.items():
         os.environ.update(ranks)
         yield name, dict(arguments)
+
+
+def main() -> None:
+    """Run a call as :func:`_call` has written it; what it returns goes to the file that is named behind it."""
+    call, returned = sys.argv[1:]
+    torch.set_num_threads(1)
+    function, arguments = pickle.loads(base64.b64decode(call))
+    Path(returned).write_text(json.dumps(function(*arguments), default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -30,7 +30,7 @@ def use_everything(device: torch.device | None) -> Any:
 
 
 @pytest.mark.parametrize("device", [None, CPU, CUDA])
-def test_nothing_is_touched_where_no_device_is_in_use(device: torch.device | None) -> None:
+def test_unused_device_is_not_touched(device: torch.device | None) -> None:
     if platform.has_context() and device is not CPU:
         pytest.skip("another test of this process has used CUDA")
     assert use_everything(device) is None

@@ -53,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["one-accumulated", *TWO_RANKS, *FOUR_RANKS])
-def test_three_steps_lead_to_the_weights_of_one_process(name: str, runs: dict[str, Any]) -> None:
+def test_three_steps_equal_those_of_one_process(name: str, runs: dict[str, Any]) -> None:
     one, other = runs["one"], runs[name]
     start = one["reference"]
     assert max((one["actor"][key] - start[key]).abs().max() for key in start) > 2 * LR, "the test trains nothing"

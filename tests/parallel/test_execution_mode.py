@@ -89,16 +89,12 @@ def test_launch_is_read_from_the_environment(environment: dict[str, str], launch
     assert read_launch(environment) == launch
 
 
-def test_a_process_that_nobody_has_resolved_is_spmd() -> None:
-    assert execution_mode() is SPMD and not is_controller()
-
-
-def test_strategy_declares_and_its_device_and_size_must_fit() -> None:
+def test_declared_mode_must_fit_device_and_size() -> None:
     declares = {"execution_mode": "controller", "root_device": "cpu"}
     for other, message in (({"root_device": "cuda:0"}, "'cuda'"), ({"world_size": 2}, "trainer.num_nodes are for 2")):
         with pytest.raises(ConfigError, match=message):
             resolve_execution_mode(strategy=SimpleNamespace(**declares | other))
-    assert execution_mode() is SPMD  # a contradiction settles nothing
+    assert execution_mode() is SPMD and not is_controller()  # a contradiction settles nothing
     assert resolve_execution_mode(strategy=SimpleNamespace(**declares, world_size=1)) is CONTROLLER
     assert is_controller()
 

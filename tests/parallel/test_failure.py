@@ -5,8 +5,6 @@ import errno
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from fork_server import START_BY_EXEC
 from rank_processes import end_ranks, start_ranks
+from waiting import wait_for
 
 from rlightning import intervals
 from rlightning.error_report import exit_code
@@ -121,7 +120,7 @@ def run_ranks(folder: Path, failing: int, how: str, others: str, num_ranks: int 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("failing", "others"), [(1, "sleep"), (0, "collective"), (2, "stuck")])
-def test_an_exception_ends_all_ranks_and_is_shown_once(tmp_path: Path, failing: int, others: str) -> None:
+def test_exception_ends_all_ranks_shown_once(tmp_path: Path, failing: int, others: str) -> None:
     codes, errors = run_ranks(tmp_path, failing, "raise", others)
     assert codes == [1, 1, 1], errors
     for rank, error in enumerate(errors):
@@ -234,13 +233,6 @@ class Hub:
         self.loop.close()
 
 
-def await_that(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_failure_server_reports_death_over_concurrent_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' connections to the dead break, too, and may be seen first."""
     monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 600)  # a death decides at once
@@ -250,45 +242,45 @@ def test_failure_server_reports_death_over_concurrent_exception(monkeypatch: pyt
         hub.send(peer, "report", rank, {})
     failure = {"rank": 1, "text": "failed: RuntimeError: Connection closed by peer", "exit_code": 1}
     hub.loop.run(second.notify("fail", 1, failure), 60)
-    await_that(lambda: hub.server.cleaning_up == {1})
+    wait_for(lambda: hub.server.cleaning_up == {1})
     hub.loop.run(third.close(), 60)
-    await_that(lambda: 0 in hub.ends)
+    wait_for(lambda: 0 in hub.ends)
     assert hub.ends[0]["rank"] == 2 and hub.ends[0]["text"] == "died"
     assert [failure.rank for failure in hub.decided] == [2]
     hub.close()
 
 
-def test_failure_server_reports_own_failure_of_rank_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_server_reports_failure_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 600)
     hub = Hub(2)
     first, second = hub.connect(0), hub.connect(1)
     hub.send(first, "report", 0, {})
     hub.send(second, "report", 1, {})
     hub.loop.run(second.notify("fail", 1, {"rank": 1, "text": "failed: ValueError: boom"}), 60)
-    await_that(lambda: hub.server.cleaning_up == {1})
+    wait_for(lambda: hub.server.cleaning_up == {1})
     hub.loop.run(second.close(), 60)
-    await_that(lambda: 0 in hub.ends)
+    wait_for(lambda: 0 in hub.ends)
     assert hub.decided == [Failure(1, "failed: ValueError: boom")]
     hub.close()
 
 
 @pytest.mark.long
-def test_failure_server_keeps_first_of_two_failures_when_the_second_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_server_keeps_first_of_two_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to all ranks ends two at once: the one that ends earlier has said why, and did not die unexplained."""
     monkeypatch.setattr(intervals, "FAILURE_DECISION_DELAY", 0.5)
     hub = Hub(2)
     first, second = hub.connect(0), hub.connect(1)
     signalled = [Failure(rank, "was ended by a signal", 143, is_foreseen=True) for rank in (0, 1)]
     hub.loop.run(first.notify("fail", 0, asdict(signalled[0])), 60)
-    await_that(lambda: hub.server.cleaning_up == {0})
+    wait_for(lambda: hub.server.cleaning_up == {0})
     hub.send(second, "fail", 1, asdict(signalled[1]))
     hub.loop.run(second.close(), 60)
-    await_that(lambda: 0 in hub.ends)
+    wait_for(lambda: 0 in hub.ends)
     assert hub.decided == [signalled[0]]
     hub.close()
 
 
-def test_failure_server_refuses_strangers_and_is_over_when_all_have_left() -> None:
+def test_failure_server_refuses_strangers_and_ends() -> None:
     hub = Hub(1)
     with pytest.raises(ConnectionError, match="it has another key"):
         hub.connect(0, b"guessed")
@@ -299,7 +291,7 @@ def test_failure_server_refuses_strangers_and_is_over_when_all_have_left() -> No
 
 
 @pytest.mark.long
-def test_failure_server_outlives_strangers_that_use_up_descriptors_or_say_nothing(
+def test_failure_server_outlives_many_silent_strangers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "JOIN_TIMEOUT", 1.0)
@@ -338,11 +330,7 @@ def is_closed(stranger: socket.socket) -> bool:
 
 def test_exceptions_map_to_failures_exit_codes_and_descriptions() -> None:
     assert [is_failure(SystemExit(code)) for code in (None, 0, 3)] == [False, False, True]
-    assert [exit_code(error) for error in (SystemExit(3), KeyboardInterrupt(), ConfigError("x"), ValueError("x"))] == [
-        3,
-        130,
-        2,
-        1,
-    ]
+    errors = (SystemExit(3), KeyboardInterrupt(), ConfigError("x"), ValueError("x"))
+    assert [exit_code(error) for error in errors] == [3, 130, 2, 1]
     assert describe(ValueError("one\ntwo")) == "failed: ValueError: one"
     assert describe(ValueError()) == "failed: ValueError"

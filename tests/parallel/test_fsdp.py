@@ -87,7 +87,7 @@ print(json.dumps({"seconds": [backend.options._timeout.total_seconds() for backe
 
 
 @pytest.mark.processes
-def test_collectives_of_all_groups_end_with_the_barriers_timeout(tmp_path: Path) -> None:
+def test_all_groups_have_the_barrier_timeout(tmp_path: Path) -> None:
     script = tmp_path / "timeouts.py"
     script.write_text(TIMEOUTS)
     assert run_script(script, 2) == [{"seconds": [123.0] * 4}] * 2
@@ -132,5 +132,5 @@ def count_gatherings(folder: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_stays_gathered_for_the_backward_stays_for_the_next_forward(tmp_path: Path) -> None:
+def test_weights_gathered_for_backward_stay_for_forward(tmp_path: Path) -> None:
     run_ranks(count_gatherings, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks that hang are named by the others, and the run ends; real processes that are stopped, asleep, or in a loop."""
+"""Ranks that hang are named by the others, and the run ends; and the stacks of its processes, on SIGUSR1 too."""
 
 import itertools
 import os
@@ -7,16 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from programs import run_python
 from rank_processes import end_ranks, start_ranks
 from waiting import wait_for
 
+from rlightning import intervals
+from rlightning.parallel import stacks
 from rlightning.parallel.hang_watch import RankState, Status, describe_wait, find_missing, is_known
-from rlightning.parallel.last_seen import find_position
+from rlightning.parallel.last_seen import Position, find_position
 from rlightning.processes.process_table import find_children, identify_process, kill_process
 
 PROGRAM = """\
@@ -173,7 +175,7 @@ def assert_named(folder: Path, hanging: int, how: str, others: str, codes: list[
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_own_work_is_not_ended_and_own_error_is_shown(tmp_path: Path) -> None:
+def test_own_work_goes_on_own_error_shows(tmp_path: Path) -> None:
     """Ranks that work each on their own, for 10 s, where a hang ends a run after 6 s; a rank 0 that does not run."""
     work, fail = tmp_path / "work", tmp_path / "fail"
     work.mkdir()
@@ -198,13 +200,9 @@ def test_sigusr1_to_one_rank_records_stacks_of_all(tmp_path: Path) -> None:
     ranks = start_program(tmp_path, 0, "wait", "collective")
     (tmp_path / "begin").touch()
     try:
-        while not (tmp_path / "at-work-1").exists():
-            assert ranks[1].poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: (tmp_path / "at-work-1").exists())
         ranks[1].send_signal(signal.SIGUSR1)
-        end = time.monotonic() + 120
-        while len(sections(tmp_path)) < 3 and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_for(lambda: len(sections(tmp_path)) == 3)
     finally:
         (tmp_path / "go").touch()
         errors = [rank.communicate(timeout=300)[1] for rank in ranks]
@@ -280,7 +278,7 @@ def test_wait_is_described_by_places_of_all() -> None:
     )
 
 
-def test_position_is_that_of_own_code_and_changes_with_it() -> None:
+def test_position_follows_own_code() -> None:
     may_end, is_there = threading.Event(), threading.Event()
 
     def wait_here() -> None:
@@ -294,23 +292,21 @@ def test_position_is_that_of_own_code_and_changes_with_it() -> None:
     is_there.wait()
     line = wait_here.__code__.co_firstlineno
 
-    def find(number: int) -> str:
+    def find(number: int) -> Position:
         """Its position, once it is in so many lines from its first."""
         assert thread.ident is not None
-        end = time.monotonic() + 60
-        while f"line {line + number})" not in find_position(thread.ident).where and time.monotonic() < end:
-            time.sleep(0.01)
-        return find_position(thread.ident).where
+        ident = thread.ident
+        wait_for(lambda: f"line {line + number})" in find_position(ident).where)
+        return find_position(ident)
 
-    name = "test_position_is_that_of_own_code_and_changes_with_it.<locals>.wait_here"
-    assert find(2) == f"in {name} (parallel/test_hang_watch.py, line {line + 2})"
     assert thread.ident is not None
-    before = find_position(thread.ident)
+    name = "test_position_follows_own_code.<locals>.wait_here"
+    before = find(2)
+    assert before.where == f"in {name} (parallel/test_hang_watch.py, line {line + 2})"
     assert find_position(thread.ident).key == before.key and not before.is_in_collective
     assert before.stack.splitlines()[-1] == f"  parallel/test_hang_watch.py, line {line + 2} in {name}"
     may_end.set()
-    find(4)
-    assert find_position(thread.ident).key != before.key
+    assert find(4).key != before.key
 
 
 @pytest.mark.processes
@@ -330,3 +326,66 @@ def test_kill_process_spares_other_process_with_same_number() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_sigusr1_records_stacks_in_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "POLL_INTERVAL", 0.01)
+    asked: list[str] = []
+    recorder = stacks.start_recorder(tmp_path / "run", "rank 0")
+    monkeypatch.setattr(recorder, "forward", asked.append)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    path = tmp_path / "run" / "stacks.txt"
+    wait_for(lambda: bool(asked))
+    text = path.read_text()
+    assert text.startswith(f"=== rank 0, process {os.getpid()} on ")
+    assert "SIGUSR1 to rank 0" in text.splitlines()[0]
+    assert "in test_sigusr1_records_stacks_in_run_folder" in text
+    assert asked == ["SIGUSR1 to rank 0"]
+
+    recorder.record("it hangs")
+    assert path.read_text().count("=== ") == 2 and path.read_text().count(": it hangs\n") == 1
+    assert stacks.start_recorder(tmp_path / "next", "rank 1") is recorder
+    recorder.record("again")
+    assert (tmp_path / "next" / "stacks.txt").read_text().startswith("=== rank 1, ")
+
+
+SIGNALLED = """\
+import os, signal, sys, time
+from pathlib import Path
+from lightning.pytorch.demos.boring_classes import BoringModel
+import rlightning
+from rlightning.parallel.stacks import start_recorder
+
+folder = Path(sys.argv[1])
+
+def await_sections(number):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    path = folder / "stacks.txt"
+    while not path.exists() or path.read_text().count("=== rank 0, ") < number:
+        time.sleep(0.05)
+
+trainer = rlightning.Trainer(rollout=None, barebones=True, accelerator="cpu", max_steps=1, default_root_dir=folder)
+await_sections(1)
+trainer.fit(BoringModel())
+os.kill(os.getpid(), signal.SIGUSR1)
+start_recorder(folder, "rank 0")  # as the next run does
+await_sections(2)
+"""
+
+
+@pytest.mark.processes
+def test_sigusr1_before_and_after_run_is_harmless(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SIGNALLED)
+    run_python(tmp_path / "program.py", tmp_path / "run")
+    assert (tmp_path / "run/stacks.txt").read_text().count("=== rank 0, ") == 2
+
+
+def test_stacks_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    stacks.StackRecorder(tmp_path / "file" / "stacks.txt", "rank 0").record("there is no such folder")
+
+
+def test_run_folder_is_one_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert stacks.run_folder("~/run") == Path("/home/me/run")
+    assert stacks.run_folder("s3://bucket/run") == Path()

@@ -107,7 +107,7 @@ def test_what_found_no_room_stays_for_another_try(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_goes_on_as_if_nothing_had_happened(fused: bool) -> None:
+def test_optimizer_steps_are_the_same_with_offload(fused: bool) -> None:
     results = []
     for offloads in (False, True):
         torch.manual_seed(0)

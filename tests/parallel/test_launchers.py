@@ -26,20 +26,16 @@ PAIR = """\
       failure_grace: 30
 """
 
-IMPORTS = """\
+FAILING = """\
 import os, signal, sys, time
 from datetime import timedelta
 from multiprocessing.util import Finalize
 import torch
+from lightning.pytorch import Callback
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from rlightning import intervals
-from rlightning.parallel import failure
-from rlightning.errors import EngineError
+from rlightning.errors import ConfigError, EngineError
 from rlightning.parallel.stop_signal import stop_signal
-"""
-
-CALLBACKS = """
-
 
 class TellsAtExit(Callback):
     def on_fit_end(self, trainer, module):
@@ -108,10 +104,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_project(folder)
     with (folder / "run.yaml").open("a") as file:
         file.write(PAIR)
-    with (folder / "own_classes.py").open("a") as file:
-        file.write(CALLBACKS)
-    classes = (folder / "own_classes.py").read_text()
-    (folder / "own_classes.py").write_text(IMPORTS + classes)
+    (folder / "failing.py").write_text(FAILING)
     return folder
 
 
@@ -167,7 +160,7 @@ def losses(project: Path, run: str) -> list[str]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_the_same_run_under_three_launchers(project: Path, strategy: str) -> None:
     port = find_port()
-    options = ("--trainer.callbacks+=own_classes.TellsAtExit", f"--trainer.strategy={strategy}")
+    options = ("--trainer.callbacks+=failing.TellsAtExit", f"--trainer.strategy={strategy}")
     lightning, torchrun, srun = (f"{launcher}-{strategy}" for launcher in ("lightning", "torchrun", "slurm"))
     runs = [
         start(project, lightning, *options),
@@ -188,7 +181,7 @@ def failing(
 ) -> tuple[int, str]:
     """Exit code and output of a run in which ``rank`` fails in the second batch; -1 is all ranks."""
     arguments = {"rank": rank, "how": how, "others": others}
-    entry = json.dumps({"class_path": "own_classes.Fails", "init_args": arguments})
+    entry = json.dumps({"class_path": "failing.Fails", "init_args": arguments})
     process = start(project, run, f"--trainer.callbacks+={entry}", *options, by=by)
     output, _ = process.communicate(timeout=500)
     return process.returncode, output
@@ -217,7 +210,7 @@ def test_foreseen_error_is_one_line_of_one_rank(project: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["lightning", "slurm"])
-def test_port_of_the_rendezvous_that_is_taken_is_one_line(project: Path, by: str) -> None:
+def test_taken_rendezvous_port_is_one_line(project: Path, by: str) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         variables = {"MASTER_PORT": str(port)} if by == "lightning" else slurm(0, port)
@@ -240,7 +233,7 @@ def test_a_killed_rank_ends_the_run(project: Path, rank: int, by: str) -> None:
 
 
 def test_rank_exit_before_rendezvous_ends_run(project: Path) -> None:
-    process = start(project, "early", "--trainer.callbacks+=own_classes.EndsEarly")
+    process = start(project, "early", "--trainer.callbacks+=failing.EndsEarly")
     output, _ = process.communicate(timeout=500)
     assert process.returncode == 7
     assert output.count("rank 0 ends because rank 1 ended with exit code 7 before the ranks had met") == 1
@@ -254,7 +247,7 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_ctrl_c_ends_all_ranks_and_says_so_once(project: Path) -> None:
+def test_ctrl_c_ends_all_ranks_in_one_line(project: Path) -> None:
     code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "400")
     assert code == 130, output
     assert output.count("interrupted\n") == 1

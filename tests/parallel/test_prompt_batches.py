@@ -67,7 +67,7 @@ def points(rows: list[dict[str, str]], name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.long
-def test_epoch_metrics_are_weighted_and_stand_at_their_step(tmp_path: Path) -> None:
+def test_epoch_metrics_are_weighted_at_their_step(tmp_path: Path) -> None:
     rows = fit(tmp_path, Watched, Watch())
     assert points(rows, "watch/start") == points(rows, "watch/batch_epoch") == [(4, 1.5), (8, 1.5)]
     assert points(rows, "own/batch") == [(4, 3.0), (8, 3.0)]
@@ -82,7 +82,7 @@ def test_epoch_metrics_are_weighted_and_stand_at_their_step(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_what_the_module_logs_first_at_epoch_end_stands_at_its_step(tmp_path: Path) -> None:
+def test_module_metric_of_epoch_end_has_step(tmp_path: Path) -> None:
     rows = fit(tmp_path, WatchedAtEnd)
     assert points(rows, "own/end") == [(4, 7.0), (8, 7.0)]
 

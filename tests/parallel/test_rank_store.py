@@ -43,7 +43,7 @@ def test_exchange_returns_texts_of_all_ranks(stores: list[RankStore]) -> None:
     assert found == {rank: {0: "yes 0", 1: "yes 1", 2: "yes 2"} for rank in range(3)}
 
 
-def test_exchange_ends_at_deadline_or_when_it_is_over(stores: list[RankStore]) -> None:
+def test_exchange_ends_at_deadline_or_when_over(stores: list[RankStore]) -> None:
     assert stores[0].exchange("vote", "yes", 0.05) == {0: "yes"}
     missing: list[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""Which modules beside a sharded model are sharded, and that they compute what whole ones do."""
+"""Which modules beside a sharded model are sharded, and that they compute what whole ones do; rounded vectors."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlightning.parallel.replicated import average_gradients
-from rlightning.parallel.sharding import Sharding, shard_parts
+from rlightning.parallel.sharding import Sharding, rounded_vectors, shard_parts
 
 
 class Scaled(nn.Module):
@@ -95,3 +95,15 @@ def train_sharded(folder: Path, expected: list[Tensor]) -> None:
 @pytest.mark.processes
 def test_parts_are_sharded_and_compute_as_whole_ones(tmp_path: Path) -> None:
     run_ranks(train_sharded, 2, tmp_path, train(Owner()))
+
+
+def test_rounded_vectors_are_masters_again_whatever_happens() -> None:
+    layer = nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.bias.copy_(torch.tensor([1 + 2**-9, 1 + 2**-7]))  # bfloat16 has 1 and 1 + 2^-7, and nothing in between
+        layer.weight.fill_(1 + 2**-9)
+    with pytest.raises(KeyError), rounded_vectors(layer, torch.bfloat16):
+        assert layer.bias.tolist() == [1, 1 + 2**-7]
+        assert (layer.weight == 1 + 2**-9).all()  # a matrix is rounded where it is multiplied
+        raise KeyError
+    assert layer.bias.tolist() == [1 + 2**-9, 1 + 2**-7]

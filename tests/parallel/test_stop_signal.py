@@ -17,11 +17,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from programs import logged_steps
-from tiny import heed_ctrl_c, make_data, make_grpo, make_trainer
+from tiny import heed_ctrl_c, make_data, make_grpo, make_trainer, write_sums
 
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import last_checkpoint, read_state
-from rlightning.parallel.stop_signal import stop_signal
+from rlightning.parallel.stop_signal import StopSignal, stop_signal
 
 heed_ctrl_c()
 
@@ -56,7 +56,10 @@ class Hang(Callback):
             os.kill(os.getpid(), self.number)
             stop = stop_signal(trainer)
             stop.asked_at -= stop.grace_period * self.waited
-            time.sleep(self.seconds)
+            self.stay(stop)
+
+    def stay(self, stop: StopSignal) -> None:
+        time.sleep(self.seconds)
 
 
 def fit_until_stopped(folder: Path, model_folder: str, hang: Hang) -> None:
@@ -84,7 +87,7 @@ def saved_step(folder: Path) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_rollout_start", "on_reward_start"])
-def test_hung_step_is_left_and_the_step_before_saved(
+def test_hung_step_is_left_previous_saved(
     hook: str, number: signal.Signals, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "rlightning")
@@ -95,7 +98,7 @@ def test_hung_step_is_left_and_the_step_before_saved(
 
 
 @pytest.mark.long
-def test_resume_after_a_step_that_was_left_repeats_it(model_folder: str, tmp_path: Path) -> None:
+def test_resume_repeats_the_step_left(model_folder: str, tmp_path: Path) -> None:
     whole = make_grpo(model_folder)
     make_trainer(tmp_path, 5).fit(whole, make_data(tmp_path))
     fit_until_stopped(tmp_path, model_folder, Hang("on_rollout_start", signal.SIGTERM))
@@ -107,7 +110,7 @@ def test_resume_after_a_step_that_was_left_repeats_it(model_folder: str, tmp_pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_train_batch_start"])
-def test_step_that_ends_in_time_is_finished_and_saved(hook: str, model_folder: str, tmp_path: Path) -> None:
+def test_step_ending_in_time_is_saved(hook: str, model_folder: str, tmp_path: Path) -> None:
     # An update is not left, though half of the grace period is over.
     seconds, waited = (1.0, 0.51) if hook == "on_before_optimizer_step" else (0.0, 0.0)
     fit_until_stopped(tmp_path, model_folder, Hang(hook, signal.SIGTERM, seconds, waited))
@@ -128,18 +131,14 @@ class KeepWhileCut(Hang):
         time.sleep(0.5)
         self._send(thread, number)
 
-    def hang(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.global_step == 2:
-            os.kill(os.getpid(), self.number)
-            stop = stop_signal(trainer)
-            stop.asked_at -= stop.grace_period * self.waited
-            assert self.is_sending.wait(60)
-            stop.keep_step()
-            self.has_begun = True
+    def stay(self, stop: StopSignal) -> None:
+        assert self.is_sending.wait(60)
+        stop.keep_step()
+        self.has_begun = True
 
 
 @pytest.mark.long
-def test_update_does_not_begin_once_the_step_is_to_be_left(
+def test_update_does_not_begin_amid_interruption(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = KeepWhileCut(monkeypatch)
@@ -151,9 +150,8 @@ def test_update_does_not_begin_once_the_step_is_to_be_left(
 @pytest.mark.long
 def test_hung_validation_is_left(model_folder: str, tmp_path: Path) -> None:
     hang = Hang("on_validation_batch_start", signal.SIGTERM)
-    data = make_data(tmp_path)
+    data = make_data(tmp_path, validation=write_sums(tmp_path))
     keep = ModelCheckpoint(tmp_path / "ck", every_n_train_steps=100)
-    data = type(data)(data.train, validation=data.train, max_prompt_tokens=16, shuffle=False)
     trainer = make_trainer(
         tmp_path, 5, hang, keep, enable_checkpointing=True, val_check_interval=2, check_val_every_n_epoch=None
     )
@@ -178,8 +176,7 @@ class SlowSave(Hang, Checkpoint):
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
 def test_checkpoint_that_is_being_saved_is_not_left(hook: str, model_folder: str, tmp_path: Path) -> None:
     save = SlowSave(hook)
-    data = make_data(tmp_path)
-    data = type(data)(data.train, validation=data.train, max_prompt_tokens=16, shuffle=False)
+    data = make_data(tmp_path, validation=write_sums(tmp_path))
     trainer = make_trainer(
         tmp_path, 5, save, enable_checkpointing=True, limit_train_batches=2, limit_val_batches=1, max_epochs=3
     )
@@ -188,7 +185,7 @@ def test_checkpoint_that_is_being_saved_is_not_left(hook: str, model_folder: str
     assert save.is_whole
 
 
-def test_interrupt_at_a_prompt_is_an_exception_and_saves(
+def test_interrupt_at_prompt_raises_and_saves(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
@@ -204,11 +201,6 @@ def test_interrupt_at_a_prompt_is_an_exception_and_saves(
 def test_grace_period_has_to_be_positive(model_folder: str) -> None:
     with pytest.raises(ConfigError, match=r"^stop_grace=0 must be positive and finite\. Use a minute or two"):
         make_grpo(model_folder, stop_grace=0)
-
-
-def test_trainer_has_one_stop_signal(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, 1)
-    assert stop_signal(trainer) is stop_signal(trainer)
 
 
 # The command line
@@ -351,7 +343,7 @@ def test_ranks_leave_a_hung_step_together(project: Path, strategy: str, awake_ra
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_of_which_one_updates_do_not_leave_the_step(project: Path) -> None:
+def test_updating_rank_keeps_all_in_step(project: Path) -> None:
     options = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--model.place", "update")
     process = start(project, "updating", "--model.stop_grace", "4", *options)
     process.terminate()
@@ -363,7 +355,7 @@ def test_ranks_of_which_one_updates_do_not_leave_the_step(project: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_signal_to_one_hung_rank_ends_all_with_its_code(project: Path) -> None:
+def test_signal_to_one_hung_rank_ends_all(project: Path) -> None:
     options = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--model.awake_rank", "0")
     process = start(project, "alone", "--model.stop_grace", "2", *options)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

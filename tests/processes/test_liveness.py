@@ -23,9 +23,7 @@ def test_deadline_counts_down_to_zero(clock: list[float]) -> None:
     assert (deadline.remaining, deadline.is_over) == (0.0, True)
 
 
-def test_wait_until_ends_when_condition_is_met_or_deadline_has_passed(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_until_ends_at_condition_or_deadline(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(seconds: float) -> None:
         clock[0] += 1.0
 

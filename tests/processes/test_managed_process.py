@@ -1,16 +1,13 @@
 """Real child processes: their start, calls to them, and their end, with everything that they have started."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
-from waiting import is_running, still_running
+from waiting import in_event_loop, is_running, still_running
 
 from rlightning.processes.managed_process import ManagedProcess, python_command
 from rlightning.rpc import ConnectionLostError, ProcessStartError, connect_process, end_process
@@ -25,36 +22,28 @@ def start(*arguments: str, log_file: Path | None = None) -> ManagedProcess:
     return ManagedProcess(command, name="test child", log_file=log_file)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
+@in_event_loop
+async def test_child_ends_with_all_it_started(tmp_path: Path) -> None:
+    process = start(log_file=tmp_path / "child.log")
+    peer, greeting = await connect_process(process, {}, ready_timeout=300)
+    _, pid, group, _ = await peer.call("describe", timeout=60)
+    assert greeting == "here" and pid == group == process.pid and process.exit_code is None
+    grandchild = int(await peer.call("start_child", timeout=60))
+    assert is_running(grandchild)
+    assert await end_process(process, peer) == "SIGKILL" and process.exit_code == -signal.SIGKILL
+    assert still_running([grandchild]) == []
+    with pytest.raises(ConnectionLostError, match="test child"):
+        await peer.call("describe")
 
 
-def test_child_answers_and_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    async def work() -> None:
-        process = start(log_file=tmp_path / "child.log")
-        peer, greeting = await connect_process(process, {}, ready_timeout=300)
-        _, pid, group, _ = await peer.call("describe", timeout=60)
-        assert greeting == "here" and pid == group == process.pid and process.exit_code is None
-        grandchild = int(await peer.call("start_child", timeout=60))
-        assert is_running(grandchild)
-        assert await end_process(process, peer) == "SIGKILL" and process.exit_code == -signal.SIGKILL
-        assert still_running([grandchild]) == []
-        with pytest.raises(ConnectionLostError, match="test child"):
-            await peer.call("describe")
-
-    run(work())
-
-
-def test_death_fails_its_call_at_once_with_exit_code_and_log(tmp_path: Path) -> None:
-    async def work() -> None:
-        process = start(log_file=tmp_path / "child.log")
-        peer, _ = await connect_process(process, {}, ready_timeout=300)
-        with pytest.raises(ConnectionLostError, match="test child: it closed the connection"):
-            await peer.call("leave", 7, timeout=60)
-        assert await end_process(process, peer) == "exit code 7"
-        assert process.log_tail() == "its last words"
-
-    run(work())
+@in_event_loop
+async def test_death_fails_call_with_code_and_log(tmp_path: Path) -> None:
+    process = start(log_file=tmp_path / "child.log")
+    peer, _ = await connect_process(process, {}, ready_timeout=300)
+    with pytest.raises(ConnectionLostError, match="test child: it closed the connection"):
+        await peer.call("leave", 7, timeout=60)
+    assert await end_process(process, peer) == "exit code 7"
+    assert process.log_tail() == "its last words"
 
 
 @pytest.mark.parametrize(
@@ -64,17 +53,17 @@ def test_death_fails_its_call_at_once_with_exit_code_and_log(tmp_path: Path) -> 
         ("late", 0.01, r"test child was not ready after 0\.01 s"),
     ],
 )
-def test_child_that_does_not_get_ready_is_ended(tmp_path: Path, argument: str, timeout: float, reason: str) -> None:
-    async def work() -> None:
-        process = start(argument, log_file=tmp_path / "child.log")
-        with pytest.raises(ProcessStartError, match=reason):
-            await connect_process(process, {}, ready_timeout=timeout)
-        assert process.exit_code is not None
+@in_event_loop
+async def test_child_that_does_not_get_ready_is_ended(
+    tmp_path: Path, argument: str, timeout: float, reason: str
+) -> None:
+    process = start(argument, log_file=tmp_path / "child.log")
+    with pytest.raises(ProcessStartError, match=reason):
+        await connect_process(process, {}, ready_timeout=timeout)
+    assert process.exit_code is not None
 
-    run(work())
 
-
-def test_killed_parent_takes_a_child_that_holds_the_interpreter_with_it(tmp_path: Path) -> None:
+def test_killed_parent_ends_child_in_regular_expression(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
@@ -96,7 +85,8 @@ def test_killed_parent_takes_a_child_that_holds_the_interpreter_with_it(tmp_path
     assert still_running(pids) == []
 
 
-def test_other_interpreter_loads_the_package_from_its_folder_alone(tmp_path: Path) -> None:
+@in_event_loop
+async def test_other_interpreter_loads_package_from_folder(tmp_path: Path) -> None:
     """A virtual environment of its own stands for another interpreter: of what is installed it has only msgpack."""
     import msgpack
 
@@ -105,14 +95,10 @@ def test_other_interpreter_loads_the_package_from_its_folder_alone(tmp_path: Pat
     site_packages = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
     (site_packages / "msgpack").symlink_to(Path(msgpack.__file__).parent)
     (site_packages / "child.py").write_text(CHILD.read_text())
-
-    async def work() -> None:
-        command = python_command("child", interpreter=interpreter)
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        process = ManagedProcess(command, name="other interpreter", environment=environment)
-        peer, _ = await connect_process(process, {}, ready_timeout=300)
-        executable, _, _, modules = await peer.call("describe", timeout=60)
-        assert executable == interpreter and modules == []
-        await end_process(process, peer)
-
-    run(work())
+    command = python_command("child", interpreter=interpreter)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = ManagedProcess(command, name="other interpreter", environment=environment)
+    peer, _ = await connect_process(process, {}, ready_timeout=300)
+    executable, _, _, modules = await peer.call("describe", timeout=60)
+    assert executable == interpreter and modules == []
+    await end_process(process, peer)

@@ -60,7 +60,7 @@ def start(tmp_path: Path, source: str, *arguments: str) -> tuple["subprocess.Pop
     return process, Path("/dev/shm") / name, int(child)
 
 
-def test_a_group_ends_and_takes_its_shared_memory_along(tmp_path: Path) -> None:
+def test_group_ends_with_its_shared_memory(tmp_path: Path) -> None:
     process, memory, child = start(tmp_path, STUBBORN)
     assert memory.exists() and is_running(child)
     end_group(process.pid)
@@ -70,7 +70,7 @@ def test_a_group_ends_and_takes_its_shared_memory_along(tmp_path: Path) -> None:
     end_group(process.pid)  # there is none any more
 
 
-def test_a_group_whose_first_process_died_before_ends_too(tmp_path: Path) -> None:
+def test_group_without_its_first_process_ends(tmp_path: Path) -> None:
     process, memory, child = start(tmp_path, STUBBORN)
     process.kill()
     process.wait()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import in_event_loop
 
 from rlightning.rpc.connection import (
     MAX_BODY_BYTES,
@@ -59,37 +60,36 @@ async def exchange(message: Any) -> Any:
         (np.int64(7), 7),
     ],
 )
-def test_plain_data_arrives_as_it_was(sent: Any, arrives: Any) -> None:
-    assert asyncio.run(exchange(sent)) == arrives
+@in_event_loop
+async def test_plain_data_arrives_as_it_was(sent: Any, arrives: Any) -> None:
+    assert await exchange(sent) == arrives
 
 
-def test_arrays_keep_format_and_shape() -> None:
+@in_event_loop
+async def test_arrays_keep_format_and_shape() -> None:
     numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
     sent = [array.array("q", [1, 2, 3]), numbers, np.zeros(0, np.int32), Buffer(b"raw"), "between"]
-    whole, matrix, empty, raw, text = asyncio.run(exchange(sent))
+    whole, matrix, empty, raw, text = await exchange(sent)
     assert (whole.format, whole.tolist()) == ("q", [1, 2, 3])
     assert (matrix.format, matrix.shape, matrix.tolist()) == ("f", (2, 3), [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
     assert (empty.format, empty.tolist()) == ("i", []) and bytes(raw) == b"raw" and text == "between"
     assert not matrix.readonly and np.frombuffer(matrix, np.float32).base is not None, "read without a copy"
 
 
-def test_many_messages_and_large_buffers_arrive_in_order() -> None:
+@in_event_loop
+async def test_many_messages_and_large_buffers_arrive_in_order() -> None:
     sizes = [0, 1, 100, 1 << 18, 3, (5 << 20) + 1, 1 << 16, 0, 9]
-
-    async def run() -> list[tuple[int, int, int]]:
-        async with connected() as (sender, receiver):
-            messages = [[number, Buffer(bytes([number]) * size)] for number, size in enumerate(sizes)]
-            sending = asyncio.gather(*(sender.connection.send(message) for message in messages))
-            received = [await asyncio.wait_for(receiver.messages.get(), 60) for _ in sizes]
-            await sending
-            return [(number, len(data), sum(data[::4096])) for number, data in received]
-
+    async with connected() as (sender, receiver):
+        messages = [[number, Buffer(bytes([number]) * size)] for number, size in enumerate(sizes)]
+        sending = asyncio.gather(*(sender.connection.send(message) for message in messages))
+        received = [await receiver.messages.get() for _ in sizes]
+        await sending
     expected = [(number, size, number * len(range(0, size, 4096))) for number, size in enumerate(sizes)]
-    assert asyncio.run(run()) == expected
+    assert [(number, len(data), sum(data[::4096])) for number, data in received] == expected
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.zeros((4, 4))[:, ::2], np.zeros(2, np.float16)])
-def test_what_is_not_plain_data_is_refused_by_the_sender(value: Any) -> None:
+def test_sender_refuses_what_is_not_plain(value: Any) -> None:
     with pytest.raises(TypeError, match=r"plain data|contiguous"):
         asyncio.run(exchange([value]))
 
@@ -106,21 +106,18 @@ def test_what_is_not_plain_data_is_refused_by_the_sender(value: Any) -> None:
         (struct.pack("<II", 3, 0) + b"\xd4\x02\x00", "no message"),
     ],
 )
-def test_malformed_frame_ends_the_connection(data: bytes, reason: str) -> None:
-    async def run() -> ConnectionLostError:
-        ours, theirs = socket.socketpair()
-        end = await End().open(ours)
-        theirs.sendall(data)
-        error = await asyncio.wait_for(end.closed, 60)
-        assert not theirs.recv(1) and end.messages.empty()
-        theirs.close()
-        return error
-
-    error = asyncio.run(run())
+@in_event_loop
+async def test_malformed_frame_ends_the_connection(data: bytes, reason: str) -> None:
+    ours, theirs = socket.socketpair()
+    end = await End().open(ours)
+    theirs.sendall(data)
+    error = await end.closed
+    assert not theirs.recv(1) and end.messages.empty()
+    theirs.close()
     assert isinstance(error, MessageError) and reason in str(error)
 
 
-def test_sender_waits_for_a_reader_and_finds_its_end() -> None:
+def test_sender_waits_for_reader_or_end() -> None:
     async def run(read: Callable[[socket.socket], None]) -> Any:
         ours, theirs = socket.socketpair()
         end = await End().open(ours)
@@ -143,13 +140,12 @@ def test_sender_waits_for_a_reader_and_finds_its_end() -> None:
     assert isinstance(asyncio.run(run(lambda end: end.shutdown(socket.SHUT_RDWR))), ConnectionLostError)
 
 
-def test_cancelled_sender_leaves_whole_messages_behind() -> None:
-    async def run() -> list[int]:
-        async with connected() as (sender, receiver):
-            first = asyncio.ensure_future(sender.connection.send(Buffer(bytes(8 * WRITE_BUFFER_BYTES))))
-            await asyncio.sleep(0)
-            first.cancel()
-            await sender.connection.send(Buffer(b"second"))
-            return [len(await asyncio.wait_for(receiver.messages.get(), 60)) for _ in range(2)]
-
-    assert asyncio.run(run()) == [8 * WRITE_BUFFER_BYTES, 6]
+@in_event_loop
+async def test_cancelled_sender_leaves_whole_messages_behind() -> None:
+    async with connected() as (sender, receiver):
+        first = asyncio.ensure_future(sender.connection.send(Buffer(bytes(8 * WRITE_BUFFER_BYTES))))
+        await asyncio.sleep(0)
+        first.cancel()
+        await sender.connection.send(Buffer(b"second"))
+        sizes = [len(await receiver.messages.get()) for _ in range(2)]
+    assert sizes == [8 * WRITE_BUFFER_BYTES, 6]

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from waiting import in_event_loop
 
 from rlightning.rpc import ConnectionLostError, DeadlineExceededError, Peer, RemoteError, peer
 from rlightning.rpc.peer import Method
@@ -55,44 +55,31 @@ METHODS: dict[str, Method] = {
 }
 
 
-def test_calls_run_concurrently_and_answer_in_any_order() -> None:
-    async def run() -> list[Any]:
-        gate = asyncio.Event()
+@in_event_loop
+async def test_calls_run_concurrently_and_answer_in_any_order() -> None:
+    gate = asyncio.Event()
 
-        async def wait(number: int) -> int:
-            await gate.wait()
-            return number
+    async def wait(number: int) -> int:
+        await gate.wait()
+        return number
 
-        async def open_gate() -> None:
-            gate.set()
+    async def open_gate() -> None:
+        gate.set()
 
-        async with connected({"wait": wait, "open_gate": open_gate, "add": add}) as (caller, _):
-            waiting = [asyncio.ensure_future(caller.call("wait", number)) for number in range(3)]
-            assert await caller.call("add", 1, 2) == 3
-            await caller.notify("open_gate")
-            return await asyncio.gather(*waiting)
-
-    assert asyncio.run(run()) == [0, 1, 2]
+    async with connected({"wait": wait, "open_gate": open_gate, "add": add}) as (caller, _):
+        waiting = [asyncio.ensure_future(caller.call("wait", number)) for number in range(3)]
+        assert await caller.call("add", 1, 2) == 3
+        await caller.notify("open_gate")
+        assert await asyncio.gather(*waiting) == [0, 1, 2]
 
 
-def test_method_can_call_back_on_the_same_connection() -> None:
-    async def run() -> int:
-        ours, theirs = socket.socketpair()
+@in_event_loop
+async def test_method_can_call_back_on_the_same_connection() -> None:
+    async def run_task(number: int) -> int:
+        return 10 * int(await callee.call("add", number, 1))
 
-        async def run_task(number: int) -> int:
-            return 10 * int(await callee.call("sample", number))
-
-        async def sample(number: int) -> int:
-            return number + 1
-
-        callee = await Peer.open(theirs, {"run": run_task}, name="caller")
-        caller = await Peer.open(ours, {"sample": sample}, name="callee")
-        result = int(await caller.call("run", 4))
-        await caller.close()
-        await callee.close()
-        return result
-
-    assert asyncio.run(run()) == 50
+    async with connected({"run": run_task}, METHODS) as (caller, callee):
+        assert await caller.call("run", 4) == 50
 
 
 @pytest.mark.parametrize(
@@ -105,171 +92,147 @@ def test_method_can_call_back_on_the_same_connection() -> None:
         ("cancel_itself", [], "CancelledError", "cancelled"),
     ],
 )
-def test_error_of_a_method_is_raised_at_the_caller(
+@in_event_loop
+async def test_method_error_is_raised_at_caller(
     method: str, arguments: list[Any], type_name: str, message: str
 ) -> None:
-    async def run() -> RemoteError:
-        async with connected(METHODS) as (caller, _):
-            with pytest.raises(RemoteError) as caught:
-                await caller.call(method, *arguments)
-            assert await caller.call("add", 1, 2) == 3, "the connection goes on"
-            return caught.value
-
-    error = asyncio.run(run())
+    async with connected(METHODS) as (caller, _):
+        with pytest.raises(RemoteError) as caught:
+            await caller.call(method, *arguments)
+        assert await caller.call("add", 1, 2) == 3, "the connection goes on"
+    error = caught.value
     assert error.type_name == type_name and message in error.message and message in str(error)
     if method == "fail":
         assert "in fail" in error.traceback
 
 
-def test_arguments_that_are_no_plain_data_fail_and_take_no_place() -> None:
-    async def run() -> None:
-        async with connected(METHODS) as (caller, _):
-            for _ in range(3):
-                with pytest.raises(TypeError, match="plain data"):
-                    await caller.call("add", object(), 1)
-            assert caller._slots._value == peer.MAX_CALLS and await caller.call("add", 1, 2) == 3
-
-    asyncio.run(run())
+@in_event_loop
+async def test_unsendable_arguments_fail_and_free_place() -> None:
+    async with connected(METHODS) as (caller, _):
+        for _ in range(3):
+            with pytest.raises(TypeError, match="plain data"):
+                await caller.call("add", object(), 1)
+        assert caller._slots._value == peer.MAX_CALLS and await caller.call("add", 1, 2) == 3
 
 
 @pytest.mark.parametrize("by_deadline", [True, False])
-def test_end_of_a_wait_cancels_the_method(by_deadline: bool) -> None:
-    async def run() -> list[str]:
-        events: list[str] = []
-        begun, ended = asyncio.Event(), asyncio.Event()
+@in_event_loop
+async def test_end_of_a_wait_cancels_the_method(by_deadline: bool) -> None:
+    begun, cancelled = asyncio.Event(), asyncio.Event()
 
-        async def hold() -> None:
-            begun.set()
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                events.append("cancelled")
-                raise
-            finally:
-                ended.set()
+    async def hold() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
 
-        async with connected({"hold": hold}) as (caller, callee):
-            call = asyncio.ensure_future(caller.call("hold", timeout=0.05 if by_deadline else None))
-            await begun.wait()
-            if not by_deadline:
-                call.cancel()
-            with pytest.raises(DeadlineExceededError if by_deadline else asyncio.CancelledError):
-                await call
-            await asyncio.wait_for(ended.wait(), 60)
-            while caller._pending or callee._handlers:
-                await asyncio.sleep(0.001)
-            assert caller._slots._value == peer.MAX_CALLS
-        return events
-
-    assert asyncio.run(run()) == ["cancelled"]
-
-
-def test_calls_beyond_the_limit_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "MAX_CALLS", 2)
-
-    async def run() -> None:
-        num_running = most = 0
-
-        async def count() -> None:
-            nonlocal num_running, most
-            num_running += 1
-            most = max(most, num_running)
-            await asyncio.sleep(0.001)
-            num_running -= 1
-
-        async with connected({"count": count, "hold": hold}) as (caller, _):
-            await asyncio.gather(*(caller.call("count") for _ in range(20)))
-            assert most == 2
-            holding = [asyncio.ensure_future(caller.call("hold")) for _ in range(2)]
-            await asyncio.sleep(0)
-            with pytest.raises(DeadlineExceededError, match=r"'count' took more than 0\.05 s"):
-                await caller.call("count", timeout=0.05)
-            for call in holding:
-                call.cancel()
-            await caller.call("count", timeout=60)
-
-    asyncio.run(run())
-
-
-def test_end_of_the_connection_fails_calls_and_cancels_methods() -> None:
-    async def run() -> None:
-        ended = asyncio.Event()
-
-        async def hold() -> None:
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                ended.set()
-
-        ours, theirs = socket.socketpair()
-        callee = await Peer.open(theirs, {"hold": hold}, name="caller")
-        caller = await Peer.open(ours, {}, name="engine")
-        call = asyncio.ensure_future(caller.call("hold"))
-        while not callee._handlers:
-            await asyncio.sleep(0.001)
-        callee.abort("gone")
-        with pytest.raises(ConnectionLostError, match=r"engine: it closed the connection|engine: the connection broke"):
+    async with connected({"hold": hold}) as (caller, callee):
+        call = asyncio.ensure_future(caller.call("hold", timeout=0.05 if by_deadline else None))
+        await begun.wait()
+        if not by_deadline:
+            call.cancel()
+        with pytest.raises(DeadlineExceededError if by_deadline else asyncio.CancelledError):
             await call
-        await asyncio.wait_for(ended.wait(), 60)
-        with pytest.raises(ConnectionLostError, match="engine"):
-            await caller.call("hold")
-        with pytest.raises(ConnectionLostError):
-            await caller.notify("hold")
-        await caller.close()
-
-    asyncio.run(run())
+        await cancelled.wait()
+        while caller._pending or callee._handlers:
+            await asyncio.sleep(0.001)
+        assert caller._slots._value == peer.MAX_CALLS
 
 
-def test_missing_heartbeats_end_the_connection() -> None:
-    async def run() -> None:
-        ours, theirs = socket.socketpair()  # the other end never says anything
-        caller = await Peer.open(ours, {}, name="engine", heartbeat_interval=0.01, heartbeat_timeout=0.05)
-        with pytest.raises(ConnectionLostError, match=r"engine: gave no heartbeat for 0\.05 s"):
-            await caller.call("add", 1, 2)
-        theirs.close()
+@in_event_loop
+async def test_calls_beyond_the_limit_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "MAX_CALLS", 2)
+    num_running = most = 0
 
-    asyncio.run(run())
+    async def count() -> None:
+        nonlocal num_running, most
+        num_running += 1
+        most = max(most, num_running)
+        await asyncio.sleep(0.001)
+        num_running -= 1
+
+    async with connected({"count": count, "hold": hold}) as (caller, _):
+        await asyncio.gather(*(caller.call("count") for _ in range(20)))
+        assert most == 2
+        holding = [asyncio.ensure_future(caller.call("hold")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceededError, match=r"'count' took more than 0\.05 s"):
+            await caller.call("count", timeout=0.05)
+        for call in holding:
+            call.cancel()
+        await caller.call("count", timeout=60)
+
+
+@in_event_loop
+async def test_connection_end_fails_calls_cancels_methods() -> None:
+    ended = asyncio.Event()
+
+    async def hold() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    ours, theirs = socket.socketpair()
+    callee = await Peer.open(theirs, {"hold": hold}, name="caller")
+    caller = await Peer.open(ours, {}, name="engine")
+    call = asyncio.ensure_future(caller.call("hold"))
+    while not callee._handlers:
+        await asyncio.sleep(0.001)
+    callee.abort("gone")
+    with pytest.raises(ConnectionLostError, match=r"engine: it closed the connection|engine: the connection broke"):
+        await call
+    await asyncio.wait_for(ended.wait(), 60)
+    with pytest.raises(ConnectionLostError, match="engine"):
+        await caller.call("hold")
+    with pytest.raises(ConnectionLostError):
+        await caller.notify("hold")
+    await caller.close()
+
+
+@in_event_loop
+async def test_missing_heartbeats_end_the_connection() -> None:
+    ours, theirs = socket.socketpair()  # the other end never says anything
+    caller = await Peer.open(ours, {}, name="engine", heartbeat_interval=0.01, heartbeat_timeout=0.05)
+    with pytest.raises(ConnectionLostError, match=r"engine: gave no heartbeat for 0\.05 s"):
+        await caller.call("add", 1, 2)
+    theirs.close()
 
 
 @pytest.mark.long
-def test_heartbeats_stop_while_the_check_waits() -> None:
-    async def run() -> None:
-        is_well = asyncio.Event()
-        is_well.set()
+@in_event_loop
+async def test_heartbeats_stop_while_the_check_waits() -> None:
+    is_well = asyncio.Event()
+    is_well.set()
 
-        async def check() -> None:
-            await is_well.wait()
+    async def check() -> None:
+        await is_well.wait()
 
-        ours, theirs = socket.socketpair()
-        await Peer.open(theirs, {}, name="caller", heartbeat_interval=0.01, check_alive=check)
-        caller = await Peer.open(ours, {}, name="engine", heartbeat_interval=0.02, heartbeat_timeout=0.5)
-        await asyncio.sleep(1.0)
-        assert not caller.closed.done(), "heartbeats came"
-        is_well.clear()
-        error = await asyncio.wait_for(caller.closed, 60)
-        assert "gave no heartbeat" in str(error)
-
-    asyncio.run(run())
+    ours, theirs = socket.socketpair()
+    await Peer.open(theirs, {}, name="caller", heartbeat_interval=0.01, check_alive=check)
+    caller = await Peer.open(ours, {}, name="engine", heartbeat_interval=0.02, heartbeat_timeout=0.5)
+    await asyncio.sleep(1.0)
+    assert not caller.closed.done(), "heartbeats came"
+    is_well.clear()
+    error = await asyncio.wait_for(caller.closed, 60)
+    assert "gave no heartbeat" in str(error)
 
 
-def test_failed_notification_is_logged_where_it_failed(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        async with connected(METHODS) as (caller, _):
-            await caller.notify("fail", "lost")
-            assert await caller.call("add", 1, 2) == 3
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(run())
+@in_event_loop
+async def test_failed_notification_is_logged_where_it_failed(caplog: pytest.LogCaptureFixture) -> None:
+    async with connected(METHODS) as (caller, _):
+        await caller.notify("fail", "lost")
+        assert await caller.call("add", 1, 2) == 3
     assert "the notification 'fail' failed" in caplog.text and "ValueError: lost" in caplog.text
 
 
 @pytest.mark.parametrize("message", [[], 7, [0, 1], [1], [99], [2, 5, "x"], [0, "number", "add", []], None])
-def test_message_of_another_kind_ends_or_leaves_the_connection(message: Any) -> None:
-    async def run() -> None:
-        async with connected(METHODS) as (caller, _):
-            await caller._send(message)
-            with contextlib.suppress(ConnectionLostError):
-                assert await caller.call("add", 1, 2) == 3
-            caller.abort("done")
-
-    asyncio.run(run())
+@in_event_loop
+async def test_unknown_message_does_not_hang_connection(message: Any) -> None:
+    async with connected(METHODS) as (caller, _):
+        await caller._send(message)
+        with contextlib.suppress(ConnectionLostError):
+            assert await caller.call("add", 1, 2) == 3
+        caller.abort("done")

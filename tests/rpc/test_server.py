@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import socket
 import threading
 import time
@@ -10,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from waiting import in_event_loop
 
 from rlightning import intervals
 from rlightning.rpc import (
@@ -21,7 +21,6 @@ from rlightning.rpc import (
     Server,
     connect,
     listen,
-    server,
 )
 from rlightning.rpc.authentication import MAGIC, WITH_KEY, parse_url
 from rlightning.rpc.client import LoopThread, background_loop
@@ -36,16 +35,15 @@ METHODS: dict[str, Method] = {"add": add}
 
 
 @contextlib.asynccontextmanager
-async def serving(key: bytes | None, max_clients: int = 64) -> AsyncIterator[str]:
+async def serving(key: bytes | None, **limits: int) -> AsyncIterator[str]:
     async def serve(end: socket.socket, client: str) -> None:
         peer = await Peer.open(end, METHODS, name=client)
         await asyncio.shield(peer.closed)
 
     listener = listen("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    accepting = Server(listener, key, serve, max_clients=max_clients)
+    accepting = Server(listener, key, serve, **limits)
     try:
-        yield f"tcp://127.0.0.1:{port}"
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         await accepting.close()
 
@@ -59,12 +57,10 @@ async def call_once(url: str, key: bytes | None) -> Any:
 
 
 @pytest.mark.parametrize("key", [b"secret", None])
-def test_client_with_the_key_is_served(key: bytes | None) -> None:
-    async def run() -> Any:
-        async with serving(key) as url:
-            return await call_once(url, key)
-
-    assert asyncio.run(run()) == 3
+@in_event_loop
+async def test_client_with_the_key_is_served(key: bytes | None) -> None:
+    async with serving(key) as url:
+        assert await call_once(url, key) == 3
 
 
 @pytest.mark.parametrize(
@@ -75,50 +71,44 @@ def test_client_with_the_key_is_served(key: bytes | None) -> None:
         (None, b"secret", "has no key"),
     ],
 )
-def test_client_without_the_key_is_refused(
+@in_event_loop
+async def test_client_without_the_key_is_refused(
     served: bytes | None, tried: bytes | None, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        async with serving(served) as url:
-            with pytest.raises(AuthenticationError, match=reason):
-                await call_once(url, tried)
-            assert await call_once(url, served) == 3
-
-    asyncio.run(run())
+    async with serving(served) as url:
+        with pytest.raises(AuthenticationError, match=reason):
+            await call_once(url, tried)
+        assert await call_once(url, served) == 3
     assert "secret" not in caplog.text
 
 
-def test_server_without_the_key_is_refused_by_the_client() -> None:
-    async def run() -> None:
-        async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(MAGIC + WITH_KEY + bytes(32))
-            await reader.readexactly(len(MAGIC) + 64)
-            writer.write(b"w" + bytes(32))
+@in_event_loop
+async def test_client_refuses_server_without_the_key() -> None:
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(MAGIC + WITH_KEY + bytes(32))
+        await reader.readexactly(len(MAGIC) + 64)
+        writer.write(b"w" + bytes(32))
 
-        accepting = await asyncio.start_server(pretend, "127.0.0.1", 0)
-        url = f"tcp://127.0.0.1:{accepting.sockets[0].getsockname()[1]}"
-        with pytest.raises(AuthenticationError, match="another key"):
+    accepting = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    url = f"tcp://127.0.0.1:{accepting.sockets[0].getsockname()[1]}"
+    with pytest.raises(AuthenticationError, match="another key"):
+        await connect(url, b"secret", {}, timeout=60)
+    accepting.close()
+
+
+@in_event_loop
+async def test_client_beyond_the_limit_gets_busy() -> None:
+    async with serving(b"secret", max_clients=1) as url:
+        first = await connect(url, b"secret", {}, timeout=60)
+        with pytest.raises(BusyError):
             await connect(url, b"secret", {}, timeout=60)
-        accepting.close()
-
-    asyncio.run(run())
-
-
-def test_client_beyond_the_limit_is_told_that_the_server_is_busy() -> None:
-    async def run() -> None:
-        async with serving(b"secret", max_clients=1) as url:
-            first = await connect(url, b"secret", {}, timeout=60)
-            with pytest.raises(BusyError):
-                await connect(url, b"secret", {}, timeout=60)
-            with pytest.raises(AuthenticationError, match="another key"):
-                await connect(url, b"wrong", {}, timeout=60)
-            await first.close()
-            while True:
-                with contextlib.suppress(BusyError):
-                    assert await call_once(url, b"secret") == 3
-                    return
-
-    asyncio.run(run())
+        with pytest.raises(AuthenticationError, match="another key"):
+            await connect(url, b"wrong", {}, timeout=60)
+        await first.close()
+        while True:
+            with contextlib.suppress(BusyError):
+                assert await call_once(url, b"secret") == 3
+                return
 
 
 def test_calls_work_on_the_event_loop_of_uvloop() -> None:
@@ -133,36 +123,27 @@ def test_calls_work_on_the_event_loop_of_uvloop() -> None:
         assert runner.run(run()) == 3
 
 
-def test_silent_strangers_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
-
-    async def run() -> None:
-        async with serving(b"secret") as url:
-            strangers = []
-            for _ in range(12):
-                stranger = socket.create_connection(parse_url(url))
-                stranger.sendall(b"\x00" * 100)
-                strangers.append(stranger)
-            quiet = [socket.create_connection(parse_url(url)) for _ in range(12)]
-            assert await call_once(url, b"secret") == 3
-            for end in (*strangers, *quiet):
-                end.close()
-
-    asyncio.run(run())
+@in_event_loop
+async def test_silent_strangers_keep_no_client_out() -> None:
+    async with serving(b"secret", max_unauthenticated=4) as url:
+        strangers = [socket.create_connection(parse_url(url)) for _ in range(24)]
+        for stranger in strangers[::2]:
+            stranger.sendall(b"\x00" * 100)
+        assert await call_once(url, b"secret") == 3
+        for stranger in strangers:
+            stranger.close()
 
 
-def test_client_that_never_answers_is_closed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@in_event_loop
+async def test_client_that_never_answers_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(intervals, "CONNECT_TIMEOUT", 0.05)
 
-    async def run() -> bytes:
-        async with serving(b"secret") as url:
-            reader, writer = await asyncio.open_connection(*parse_url(url))
-            said = await asyncio.wait_for(reader.read(), 60)
-            writer.close()
-            return said
-
-    with caplog.at_level(logging.WARNING):
-        assert len(asyncio.run(run())) == len(MAGIC) + 1 + 32, "the greeting, and the end"
+    async with serving(b"secret") as url:
+        reader, writer = await asyncio.open_connection(*parse_url(url))
+        assert len(await reader.read()) == len(MAGIC) + 1 + 32, "the greeting, and the end"
+        writer.close()
     assert "it did not answer" in caplog.text
 
 
@@ -179,7 +160,7 @@ def test_other_addresses_are_refused(url: str) -> None:
         parse_url(url)
 
 
-def test_exit_in_a_task_ends_no_loop_and_ended_loop_fails_pending_work(
+def test_loop_outlives_exits_and_fails_pending_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "CANCEL_GRACE", 0.1)

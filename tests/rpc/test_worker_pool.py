@@ -4,11 +4,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import in_event_loop
 
 from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerError, WorkerHungError, WorkerPool
@@ -31,80 +31,70 @@ def make_pool(num_workers: int = 1, max_calls: int = 8, setup: str = "", start_t
     )
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 300))
-
-
 def count(folder: Path, deed: str) -> int:
     return len(list(folder.glob(f"{deed}.*")))
 
 
-def test_failures_cost_their_own_calls_only(tmp_path: Path) -> None:
+@in_event_loop
+async def test_failures_cost_their_own_calls_only(tmp_path: Path) -> None:
     """One pool: its process is replaced again and again."""
 
     async def do(pool: WorkerPool, *deeds: str) -> list[Any]:
         calls = [pool.call(deed, str(tmp_path), hang_timeout=HANG_TIMEOUT) for deed in deeds]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    async def work() -> None:
-        pool = make_pool()
-        [first] = await do(pool, "a")
-        results = await do(pool, "slow", "raise", "b")
-        assert results[0] == results[2] == first and isinstance(results[1], RemoteError)
-        expected: list[tuple[str, type[WorkerError], str, int]] = [
-            ("block", WorkerHungError, "in do", 1),
-            ("backtrack", WorkerHungError, "in backtrack", 1),
-            # Suspended: nobody can write its stacks.
-            ("stop", WorkerHungError, "", 1),
-            ("exit", WorkerDiedError, "", 1),
-            # Which call it was shows only as each is run alone.
-            ("backtrack in a thread", WorkerHungError, "in backtrack", 2),
-        ]
-        for deed, kind, frame, num_calls in expected:
-            slow, failed, other = await do(pool, "slow", deed, "c")
-            assert type(failed) is kind and frame in failed.stacks, (deed, failed)
-            assert count(tmp_path, deed) == num_calls, deed
-            assert isinstance(slow, int) and isinstance(other, int) and slow != first
-        assert str((await do(pool, "exit"))[0]) == "exit code 3"
-        await pool.close()
-
-    run(work())
+    pool = make_pool()
+    [first] = await do(pool, "a")
+    results = await do(pool, "slow", "raise", "b")
+    assert results[0] == results[2] == first and isinstance(results[1], RemoteError)
+    expected: list[tuple[str, type[WorkerError], str, int]] = [
+        ("block", WorkerHungError, "in do", 1),
+        ("backtrack", WorkerHungError, "in backtrack", 1),
+        # Suspended: nobody can write its stacks.
+        ("stop", WorkerHungError, "", 1),
+        ("exit", WorkerDiedError, "", 1),
+        # Which call it was shows only as each is run alone.
+        ("backtrack in a thread", WorkerHungError, "in backtrack", 2),
+    ]
+    for deed, kind, frame, num_calls in expected:
+        slow, failed, other = await do(pool, "slow", deed, "c")
+        assert type(failed) is kind and frame in failed.stacks, (deed, failed)
+        assert count(tmp_path, deed) == num_calls, deed
+        assert isinstance(slow, int) and isinstance(other, int) and slow != first
+    assert str((await do(pool, "exit"))[0]) == "exit code 3"
+    await pool.close()
 
 
-def test_idle_death_and_close_start_new_processes(tmp_path: Path) -> None:
-    async def work() -> None:
-        pool = make_pool(num_workers=2, max_calls=1)
-        folder = str(tmp_path)
-        first = await asyncio.gather(*(pool.call("slow", folder, hang_timeout=60) for _ in range(4)))
-        assert len(set(first)) <= 2
-        os.kill(first[0], signal.SIGKILL)
-        again = [await pool.call("a", folder, hang_timeout=60) for _ in range(3)]
-        assert first[0] not in again
-        holding = asyncio.ensure_future(pool.call("hold", folder, hang_timeout=60))
-        while not count(tmp_path, "hold"):
-            await asyncio.sleep(0.01)
-        await pool.close()
-        with pytest.raises(ConnectionLostError, match="the pool was closed"):
-            await holding
-        assert await pool.call("a", folder, hang_timeout=60) not in again
-        await pool.close()
-
-    run(work())
+@in_event_loop
+async def test_idle_death_and_close_start_new_processes(tmp_path: Path) -> None:
+    pool = make_pool(num_workers=2, max_calls=1)
+    folder = str(tmp_path)
+    first = await asyncio.gather(*(pool.call("slow", folder, hang_timeout=60) for _ in range(4)))
+    assert len(set(first)) <= 2
+    os.kill(first[0], signal.SIGKILL)
+    again = [await pool.call("a", folder, hang_timeout=60) for _ in range(3)]
+    assert first[0] not in again
+    holding = asyncio.ensure_future(pool.call("hold", folder, hang_timeout=60))
+    while not count(tmp_path, "hold"):
+        await asyncio.sleep(0.01)
+    await pool.close()
+    with pytest.raises(ConnectionLostError, match="the pool was closed"):
+        await holding
+    assert await pool.call("a", folder, hang_timeout=60) not in again
+    await pool.close()
 
 
-def test_cancelled_call_ends_in_its_process(tmp_path: Path) -> None:
-    async def work() -> None:
-        pool = make_pool()
-        call = asyncio.ensure_future(pool.call("hold", str(tmp_path), hang_timeout=60))
-        while not count(tmp_path, "hold"):
-            await asyncio.sleep(0.01)
-        call.cancel()
-        while not (tmp_path / "cleaned up").exists():
-            await asyncio.sleep(0.01)
-        assert isinstance(await pool.call("a", str(tmp_path), hang_timeout=60), int)
-        await pool.close()
-
-    run(work())
+@in_event_loop
+async def test_cancelled_call_ends_in_its_process(tmp_path: Path) -> None:
+    pool = make_pool()
+    call = asyncio.ensure_future(pool.call("hold", str(tmp_path), hang_timeout=60))
+    while not count(tmp_path, "hold"):
+        await asyncio.sleep(0.01)
+    call.cancel()
+    while not (tmp_path / "cleaned up").exists():
+        await asyncio.sleep(0.01)
+    assert isinstance(await pool.call("a", str(tmp_path), hang_timeout=60), int)
+    await pool.close()
 
 
 @pytest.mark.parametrize(
@@ -115,38 +105,33 @@ def test_cancelled_call_ends_in_its_process(tmp_path: Path) -> None:
         ("hold", 2.0, "test worker was not ready after 2 s"),
     ],
 )
-def test_worker_that_cannot_start_fails_all_calls(tmp_path: Path, setup: str, timeout: float, reason: str) -> None:
-    async def work() -> None:
-        pool = make_pool(setup=setup, start_timeout=timeout)
-        calls = [pool.call("a", str(tmp_path), hang_timeout=60) for _ in range(3)]
-        for error in await asyncio.gather(*calls, return_exceptions=True):
-            with pytest.raises(ProcessStartError, match=reason):
-                raise error
-        await pool.close()
+@in_event_loop
+async def test_worker_that_cannot_start_fails_all_calls(
+    tmp_path: Path, setup: str, timeout: float, reason: str
+) -> None:
+    pool = make_pool(setup=setup, start_timeout=timeout)
+    calls = [pool.call("a", str(tmp_path), hang_timeout=60) for _ in range(3)]
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        with pytest.raises(ProcessStartError, match=reason):
+            raise error
+    await pool.close()
 
-    run(work())
 
-
-def test_check_starts_all_workers_without_the_runs_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_check_starts_all_workers_without_the_runs_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_KEY_VARIABLE, "secret")
-
-    async def work() -> None:
-        pool = make_pool(num_workers=2)
-        await pool.check()
-        assert len(pool._workers) == 2
-        assert await pool.call("has key", str(tmp_path), hang_timeout=60) == 0
-        await pool.close()
-
-    run(work())
+    pool = make_pool(num_workers=2)
+    await pool.check()
+    assert len(pool._workers) == 2
+    assert await pool.call("has key", str(tmp_path), hang_timeout=60) == 0
+    await pool.close()
 
 
-def test_worker_that_does_not_start_leaves_calls_to_the_others(tmp_path: Path) -> None:
-    async def work() -> None:
-        pool, folder = make_pool(num_workers=2, setup=str(tmp_path)), str(tmp_path)
-        await pool.call("a", folder, hang_timeout=60)
-        calls = [pool.call("slow", folder, hang_timeout=60) for _ in range(2)]
-        assert all(isinstance(one, int) for one in await asyncio.gather(*calls))
-        assert count(tmp_path, "slow") == 2
-        await pool.close()
-
-    run(work())
+@in_event_loop
+async def test_worker_failing_to_start_leaves_calls(tmp_path: Path) -> None:
+    pool, folder = make_pool(num_workers=2, setup=str(tmp_path)), str(tmp_path)
+    await pool.call("a", folder, hang_timeout=60)
+    calls = [pool.call("slow", folder, hang_timeout=60) for _ in range(2)]
+    assert all(isinstance(one, int) for one in await asyncio.gather(*calls))
+    assert count(tmp_path, "slow") == 2
+    await pool.close()

@@ -15,6 +15,7 @@ from rlightning import intervals
 from rlightning.atomic_save import remove, written_aside
 from rlightning.errors import EngineError
 from rlightning.parallel.device import host_bytes
+from rlightning.processes.liveness import Deadline
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
 
@@ -102,9 +103,9 @@ class FileReceiver(WeightReceiver):
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightReceiver.receive`."""
-        deadline = time.monotonic() + self._timeout
+        deadline = Deadline(self._timeout)
         while (file := self._open_current(chunk)) is None:
-            if time.monotonic() > deadline:
+            if deadline.is_over:
                 raise EngineError(
                     f"Chunk {chunk} of the weights did not come: {self._files[chunk]} is not there, or of an earlier "
                     f"sync, after {self._timeout:g} s. Trainer and engines must share the folder by the same name."

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rlightning import intervals
 from rlightning.errors import ConfigError
+from rlightning.processes.liveness import Deadline
 from rlightning.rpc import AuthenticationError, Peer, RPCError, Server, background_loop, connect, listen
 
 if TYPE_CHECKING:
@@ -184,15 +185,13 @@ def wait_until(
     Raises:
         TimeoutError: when the time is over.
     """
-    start = time.monotonic()
-    next_check = start
+    deadline, next_check = Deadline(timeout), Deadline(0.0)
     while True:
-        now = time.monotonic()
-        if now >= next_check:
+        if next_check.is_over:
             check()
-            next_check = now + intervals.POLL_INTERVAL
+            next_check = Deadline(intervals.POLL_INTERVAL)
         if is_done():
             return
-        if now - start > timeout:
+        if deadline.is_over:
             raise TimeoutError(f"it took longer than {timeout:g} s")
         time.sleep(poll_interval)
