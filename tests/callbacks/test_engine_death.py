@@ -30,11 +30,6 @@ pytestmark = pytest.mark.processes
 ONE_BY_ONE: dict[str, Any] = {"max_new_tokens": 64, "verify_trajectories": False, "engine": {"max_num_seqs": 2}}
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def kill_engine(engine: Engine) -> None:
     assert engine.process is not None
     os.kill(engine.process.pid, signal.SIGKILL)
@@ -120,7 +115,7 @@ class StrikeBetween(RLCallback):
 
 @pytest.mark.slow
 def test_a_run_survives_one_death_a_step(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Calls of the engine: 0 and 1 are step 1, 2 and 3 are step 2, 4 and 5 are step 3; then 6, validation 7, 8.
     assassin = Assassin(monkeypatch, {0: kill_engine, 2: kill_core, 4: stop_core})
@@ -128,7 +123,7 @@ def test_a_run_survives_one_death_a_step(
     rollout = make_rollout(**ONE_BY_ONE)
     between = StrikeBetween(at_update=2, at_validation=4)
     trainer = make_trainer(tmp_path, 5, rollout, between, witness, val_check_interval=4, check_val_every_n_epoch=None)
-    module = make_module(model_folder, validate_first=False)
+    module = make_module(engine_model, validate_first=False)
     sums = ValidationSet(str(tmp_path / "sums.jsonl"), limit=4)
     trainer.fit(module, make_data(tmp_path, validation={"sums": sums}))
     assert trainer.global_step == 5
@@ -162,13 +157,13 @@ def test_a_run_survives_one_death_a_step(
 
 @pytest.mark.slow
 def test_of_two_engines_on_a_device_one_may_die(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share the prompts and load the same weights; what the other does is not lost."""
     assassin = Assassin(monkeypatch, {2: kill_core})
     witness = Witness()
     trainer = make_trainer(tmp_path, 3, make_rollout(num_engines=2, **ONE_BY_ONE), witness)
-    trainer.fit(make_module(model_folder), make_data(tmp_path))
+    trainer.fit(make_module(engine_model), make_data(tmp_path))
     # In step 2 the first engine dies, and the other one completes its prompts; in step 3 it is there again.
     asked = [(request.weight_version, request.num_prompts, len(request.finished)) for request in assassin.requests]
     assert asked == [(0, 2, 2), (0, 2, 2), (1, 2, 1), (1, 3, 3), (2, 2, 2), (2, 2, 2)]
@@ -182,12 +177,12 @@ def test_of_two_engines_on_a_device_one_may_die(
 
 
 def test_the_second_death_in_a_step_ends_the_run(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assassin = Assassin(monkeypatch, {0: kill_core, 1: kill_engine})
     trainer = make_trainer(tmp_path, 2, make_rollout(**ONE_BY_ONE))
     with pytest.raises(EngineError, match=r"^The engine died twice in one step\. The engine died") as caught:
-        trainer.fit(make_module(model_folder), make_data(tmp_path))
+        trainer.fit(make_module(engine_model), make_data(tmp_path))
     assert [request.num_prompts for request in assassin.requests] == [4, 3]
     log_lines = (tmp_path / "engine.log").read_text().splitlines()
     assert str(caught.value).splitlines()[-5:] == log_lines[-5:]
@@ -196,7 +191,7 @@ def test_the_second_death_in_a_step_ends_the_run(
 
 
 def test_an_engine_that_cannot_start_is_not_started_twice(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assassin = Assassin(monkeypatch, {})
     trainer = make_trainer(tmp_path, 1, make_rollout(engine={"kv_cache_memory_bytes": 1 << 50}))
@@ -204,13 +199,13 @@ def test_an_engine_that_cannot_start_is_not_started_twice(
         EngineStartError,
         match=r"^The engine could not start: ValueError: Available memory .*\(Its log is .*/engine\.log\)$",
     ) as caught:
-        trainer.fit(make_module(model_folder), make_data(tmp_path))
+        trainer.fit(make_module(engine_model), make_data(tmp_path))
     assert find_run_error(caught.value) is caught.value, "the command line shows the line alone"
     assert len(assassin.sessions) == 1 and in_session(assassin.sessions[0]) == []
 
 
 def test_arguments_that_vllm_refuses_are_a_line(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
     wait = ManagedProcess.wait
@@ -224,7 +219,7 @@ def test_arguments_that_vllm_refuses_are_a_line(
     with pytest.raises(
         EngineStartError, match=r"^vLLM refuses the engine's arguments, .*cache_dtype='nonsense': Input"
     ) as caught:
-        trainer.fit(make_module(model_folder), make_data(tmp_path))
+        trainer.fit(make_module(engine_model), make_data(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
     assert waits[0] == 0.0, "its process would not end by itself"
 
@@ -273,9 +268,9 @@ def test_engine_restarts_without_its_models_folder_but_not_on_another_tokenizer(
     assert any(text.endswith(("1", "=")) for text in trained)
 
 
-def test_nobody_waits_for_an_engine_that_reads_nothing(model_folder: str, tmp_path: Path) -> None:
+def test_nobody_waits_for_an_engine_that_reads_nothing(engine_model: str, tmp_path: Path) -> None:
     rollout = make_rollout()
-    module = make_module(model_folder)
+    module = make_module(engine_model)
     module.configure_model()
     trainer: Any = make_trainer(tmp_path, 1, rollout)
     module.trainer = trainer

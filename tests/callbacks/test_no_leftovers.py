@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from engine_run import in_session, make_data, make_rollout, make_trainer, processes, save_model
+from engine_run import in_session, make_data, make_rollout, make_trainer, processes
 from lightning.pytorch import Callback
 from tiny import heed_ctrl_c
 
@@ -36,11 +36,6 @@ IMPORTABLE = os.pathsep.join([str(HERE), str(HERE.parent)])
 END_SECONDS = 120.0
 heed_ctrl_c()
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -116,9 +111,9 @@ class NoteSessions(RLCallback):
         self.memory |= shared_memory(self.sessions)
 
 
-def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scratch: Path) -> None:
+def test_an_exception_in_the_users_module(engine_model: str, tmp_path: Path, scratch: Path) -> None:
     module = Stumbling(
-        model_folder,
+        engine_model,
         rewards=[RewardFunction("rlightning.rewards.regex_format", arguments={"pattern": "1.*"}, timeout=500)],
         prompts_per_step=4,
         samples_per_prompt=2,
@@ -133,7 +128,7 @@ def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scr
     assert rollout.engine is None
 
 
-def write_config(folder: Path, model_folder: str) -> Path:
+def write_config(folder: Path, engine_model: str) -> Path:
     """A run without an end; its engine has a worker process and shared memory, where there is room for that."""
     make_data(folder)
     disk = os.statvfs(SHARED_MEMORY)
@@ -142,7 +137,7 @@ def write_config(folder: Path, model_folder: str) -> Path:
         "model": {
             "class_path": "rlightning.algorithms.GRPO",
             "init_args": {
-                "model": model_folder,
+                "model": engine_model,
                 "rewards": [{"function": "tiny.share_of_ones", "timeout": 500}],
                 "prompts_per_step": 4,
                 "samples_per_prompt": 2,
@@ -192,9 +187,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def started_run(model_folder: str, folder: Path, scratch: Path, *options: str) -> Iterator[Run]:
+def started_run(engine_model: str, folder: Path, scratch: Path, *options: str) -> Iterator[Run]:
     """One that has not ended before is killed."""
-    config, output = write_config(folder, model_folder), folder / "output"
+    config, output = write_config(folder, engine_model), folder / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "rlightning", "fit", "--config", str(config), *options],
@@ -222,18 +217,18 @@ def started_run(model_folder: str, folder: Path, scratch: Path, *options: str) -
     ("number", "exit_codes"), [(signal.SIGINT, {1, 130}), (signal.SIGKILL, {-9})], ids=["SIGINT", "SIGKILL"]
 )
 def test_a_signal(
-    number: signal.Signals, exit_codes: set[int], model_folder: str, tmp_path: Path, scratch: Path
+    number: signal.Signals, exit_codes: set[int], engine_model: str, tmp_path: Path, scratch: Path
 ) -> None:
-    with started_run(model_folder, tmp_path, scratch) as run:
+    with started_run(engine_model, tmp_path, scratch) as run:
         os.killpg(run.process.pid, number)  # as a terminal does
         assert run.process.wait(END_SECONDS) in exit_codes, run.output.read_text()
         assert leftovers(run.sessions, run.memory, scratch) == []
         assert (tmp_path / "run/checkpoints/last.ckpt").is_file() == (number != signal.SIGKILL)
 
 
-def test_sigterm_while_engine_hangs_saves_within_grace(model_folder: str, tmp_path: Path, scratch: Path) -> None:
+def test_sigterm_while_engine_hangs_saves_within_grace(engine_model: str, tmp_path: Path, scratch: Path) -> None:
     options = ("--model.stop_grace", "600", "--trainer.callbacks+=test_no_leftovers.HurryStop")
-    with started_run(model_folder, tmp_path, scratch, *options) as run:
+    with started_run(engine_model, tmp_path, scratch, *options) as run:
         for session in run.sessions - {run.process.pid}:
             for pid in processes(session):
                 os.kill(pid, signal.SIGSTOP)
@@ -248,12 +243,12 @@ def test_sigterm_while_engine_hangs_saves_within_grace(model_folder: str, tmp_pa
 
 
 def test_engine_exits_when_trainer_dies_despite_inherited_socket(
-    model_folder: str, tmp_path: Path, scratch: Path
+    engine_model: str, tmp_path: Path, scratch: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(FORKING)
     process = subprocess.Popen(
-        [sys.executable, str(script), model_folder, str(tmp_path)],
+        [sys.executable, str(script), engine_model, str(tmp_path)],
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": IMPORTABLE},
         start_new_session=True,

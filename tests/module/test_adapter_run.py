@@ -79,33 +79,31 @@ def test_a_resumed_run_ends_as_one_in_one_go(model_folder: str, tmp_path: Path) 
     assert again.adapter is not None and again.adapter.rank == 4
 
 
+@pytest.fixture(scope="module")
+def checkpoint(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    trainer = fit(folder, make_grpo(model_folder, adapter=ADAPTER, validate_first=False), 1)
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return folder / "a.ckpt"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("seed", "change", "message"),
     [
-        ({"adapter": None}, r"trains an adapter of rank 4\. Set model\.adapter"),
-        ({"adapter": Adapter(rank=2)}, "has another rank: 4, not 2"),
-        ({"adapter": Adapter(rank=4, alpha=16)}, "has another scaling: 2, not 4"),
-        ({"adapter": Adapter(rank=4, target_modules=["q_proj"])}, "has another modules: others"),
+        (0, {"adapter": None}, r"trains an adapter of rank 4\. Set model\.adapter"),
+        (0, {"adapter": Adapter(rank=2)}, "has another rank: 4, not 2"),
+        (0, {"adapter": Adapter(rank=4, alpha=16)}, "has another scaling: 2, not 4"),
+        (0, {"adapter": Adapter(rank=4, target_modules=["q_proj"])}, "has another modules: others"),
+        (1, {}, "was trained on a base with other weights"),
     ],
 )
-def test_a_checkpoint_of_another_adapter_is_refused(
-    change: dict[str, Any], message: str, model_folder: str, tmp_path: Path
+def test_checkpoint_of_another_adapter_or_base_is_refused(
+    seed: int, change: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER, validate_first=False), 1).save_checkpoint(
-        tmp_path / "a.ckpt"
-    )
+    module = make_grpo(save_model(tmp_path / "base", seed=seed), **{"adapter": ADAPTER} | change)
     with pytest.raises(ConfigError, match=message):
-        fit(tmp_path, make_grpo(model_folder, **change), 2, ckpt_path=tmp_path / "a.ckpt")
-
-
-def test_a_checkpoint_of_another_base_is_refused(model_folder: str, tmp_path: Path) -> None:
-    fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER, validate_first=False), 1).save_checkpoint(
-        tmp_path / "a.ckpt"
-    )
-    other = save_model(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match="was trained on a base with other weights"):
-        fit(tmp_path, make_grpo(other, adapter=ADAPTER), 2, ckpt_path=tmp_path / "a.ckpt")
+        fit(tmp_path, module, 2, ckpt_path=checkpoint)
 
 
 @pytest.mark.parametrize(

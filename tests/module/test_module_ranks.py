@@ -2,20 +2,21 @@
 
 import json
 from collections.abc import Sequence
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from random_trajectories import two_branches
 from rank_processes import each_run, finish, start_calls
-from tiny import ActorGenerator, Start, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer
+from small_steps import matrices_and_vectors
+from tiny import ActorGenerator, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.parallel import DDP
 from rlightning.rollout import Sampling
-from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 pytestmark = pytest.mark.processes
 
@@ -45,13 +46,12 @@ class TwoOptimizers(GRPO):
     """Has one optimizer for matrices, another one for norms."""
 
     def configure_optimizers(self) -> Any:
-        parameters = list(self.loaded_actor.parameters())
-        matrices, norms = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+        matrices, norms = matrices_and_vectors(self)
         return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
 
 
 class Branching(ActorGenerator):
-    """Makes trajectories of two branches: a completion, then another one after a history that was written anew."""
+    """Makes trajectories of two branches, but for the first of each group; the second one's history is shorter."""
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, *_: Any
@@ -60,23 +60,13 @@ class Branching(ActorGenerator):
         shorter = [
             (p._replace(index=p.index + 100, token_ids=p.token_ids[max(n - 1, 0) :]), n, s) for p, n, s in starts
         ]
-        pairs = list(zip(starts, shorter, self.complete(starts), self.complete(shorter), strict=True))
-        return [list(starmap(branching, pairs[n : n + num_samples])) for n in range(0, len(pairs), num_samples)]
-
-
-def branching(start: Start, shorter: Start, first: Sample, second: Sample) -> Trajectory:
-    """The first of a group has one branch only."""
-    prompt, number, _ = start
-    if number == 0:
-        return Trajectory.single_turn(prompt, first)
-    branches = (Branch(), Branch("history_edited"))
-    for place, (branch, tokens, sample) in enumerate(
-        zip(branches, (prompt.token_ids, shorter[0].token_ids), (first, second), strict=True)
-    ):
-        branch.append(tokens)
-        branch.append_sample(sample, place)
-    turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in (first, second))
-    return Trajectory(prompt, branches, turns)
+        made = [
+            two_branches(prompt, first, again.token_ids, second) if number else Trajectory.single_turn(prompt, first)
+            for (prompt, number, _), first, (again, *_), second in zip(
+                starts, self.complete(starts), shorter, self.complete(shorter), strict=True
+            )
+        ]
+        return [made[n : n + num_samples] for n in range(0, len(made), num_samples)]
 
 
 class WriteResult(Callback):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from equivalence_run import RandomGenerator
-from lightning.pytorch import Callback
 from rank_processes import each_run, finish, start_calls
+from small_steps import StepMetrics
 from tiny import UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
 from torch import Tensor
 
@@ -75,18 +75,15 @@ class OwnLoss(HalfAlike):
         return -(batch.advantages + 0.1) * logprobs, {}
 
 
-class Record(Callback):
-    """Notes the metrics of each step, and the sequences that are computed."""
+class Record(StepMetrics):
+    """Notes the sequences that are computed, too."""
 
     def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
+        super().__init__()
         self.computed: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         self.computed.append(0)
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.metrics.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
 def train(folder: Path, model: str, algorithm: str, kind: str | None = None, **arguments: Any) -> dict[str, Any]:

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small_steps import REWARDS, SMALL, ComputesAll, assert_close, train
-from tiny import (
-    ActorGenerator,
-    UseGenerator,
-    copy_weights,
-    share_of_ones,
-)
+from tiny import ActorGenerator, UseGenerator, copy_weights, share_of_ones
 from torch import Tensor
 
 from rlightning.algorithms import GRPO
