@@ -207,6 +207,9 @@ class RolloutCallback(RLCallback, Generator):
         """Return what verifies trajectories, on rank 0; None if they are not to be."""
         return TrajectoryVerifier(sampler, self.max_sequence_length, dtype) if self.verify_trajectories else None
 
+    def rest(self) -> None:
+        """Leave the device to the actor, where the sampler shares it; called when a rollout or a validation is over."""
+
     @abstractmethod
     def close(self) -> None:
         """End the sampler and whatever it started. May be called twice."""
@@ -277,10 +280,11 @@ class RolloutCallback(RLCallback, Generator):
         self._streams.begin("evaluation")
 
     def on_validation_end(self, trainer: Loop, module: object) -> None:
-        """Draw from the streams of training again."""
+        """Draw from the streams of training again, and leave the device to the actor."""
         self._streams.begin("training")
         if not self.is_single_turn:
             self.take_prefix_cache()  # which is none of a step
+        self.rest()
 
     def on_test_start(self, trainer: Loop, module: object) -> None:
         """As of a validation."""
@@ -301,12 +305,12 @@ class RolloutCallback(RLCallback, Generator):
     # Metrics of environments
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Log what environments have made of the step so far; a collective, if there are any."""
-        if self.is_single_turn:
-            return
-        self._turns.add(batch.trajectories)
-        self._turns.prefix_cache.add(self.take_prefix_cache())
-        log_metrics(module, turn_metrics(gather_objects(self._turns, name="turns")))
+        """Log what environments have made of the step so far, a collective, if there are any; leave the device."""
+        if not self.is_single_turn:
+            self._turns.add(batch.trajectories)
+            self._turns.prefix_cache.add(self.take_prefix_cache())
+            log_metrics(module, turn_metrics(gather_objects(self._turns, name="turns")))
+        self.rest()
 
     # Sampling
 

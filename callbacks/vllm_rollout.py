@@ -35,7 +35,7 @@ from rlightning.rollout.rank_engines import RankEngines, check_group_size, coloc
 from rlightning.rollout.requests import check_requests, with_run_seed
 from rlightning.rollout.weight_sync import WeightSync
 from rlightning.run_dir import run_dir
-from rlightning.types import Prompt, RolloutBatch, Trajectory
+from rlightning.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from rlightning.rollout.ray_engines import RayEngines
@@ -289,22 +289,12 @@ class VLLMRollout(RolloutCallback):
         """Note that what the step has taken is not in flight any more: a checkpoint may be written next."""
         self.in_flight.end_step()
 
-    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Leave the device to the actor."""
-        super().on_rollout_end(trainer, module, batch)
-        self._rest()
-
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
         """Send the weights to engines that go on generating; begin a step."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
             self.collector.weights.sync_weights()
         super().on_update_end(trainer, module, batch)
-
-    def on_validation_end(self, trainer: Loop, module: object) -> None:
-        """Leave the device to the actor."""
-        super().on_validation_end(trainer, module)
-        self._rest()
 
     def on_validation_batch_start(
         self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
@@ -434,7 +424,8 @@ class VLLMRollout(RolloutCallback):
             self._is_started = True
             self._engines.start()
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
+        """Have the engines give their memory back, where they share the actor's device."""
         if self._engines is None or self._network is None or not self._engines.can_sleep:
             return
         self._network.wait_until_idle()

@@ -83,11 +83,13 @@ def _check_keys(entry: dict[str, Any], known: Sequence[str], required: str, of: 
         raise ConfigError(f"{METHOD} returns a dictionary{of} without the key '{required}'. {FORMS}")
 
 
-def _without_nones(found: Any) -> Any:
+def _without_nones(found: object) -> object:
     """The form without schedules that are None, which Lightning would take for schedules."""
     if isinstance(found, dict):
         return {key: value for key, value in found.items() if key != "lr_scheduler" or value is not None}
-    return type(found)(map(_without_nones, found)) if type(found) in (list, tuple) else found
+    if type(found) is list:
+        return [_without_nones(one) for one in found]
+    return tuple(map(_without_nones, found)) if type(found) is tuple else found
 
 
 def prepare_optimizers(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -130,8 +131,9 @@ def check_unused_options(options: Mapping[str, Any]) -> None:
     """
     check_precision(options["precision"])
     for name, (default, reason) in _REFUSED_OPTIONS.items():
-        if options[name] != default:
-            value = str(options[name]).lower() if isinstance(options[name], bool) else options[name]
+        given = options[name]
+        if given != default:
+            value = str(given).lower() if isinstance(given, bool) else given.value if isinstance(given, Enum) else given
             raise ConfigError(f"trainer.{name}={value} {reason.format(value=value)}.")
 
 

@@ -95,7 +95,7 @@ def test_rloo_reward_subtracts_kl_of_whole_completion(model_folder: str) -> None
     assert penalized.tolist() == pytest.approx(expected)
 
 
-def test_reinforce_plus_plus_charges_each_token_for_what_follows(model_folder: str) -> None:
+def test_reinforce_plus_plus_charges_tokens_for_later_kl(model_folder: str) -> None:
     batch = make_batch()
     batch.ref_logprobs = batch.rollout_logprobs - 0.1
     module = REINFORCEPlusPlus(model_folder, kl_coef=2.0)
@@ -113,7 +113,7 @@ ALGORITHMS = [GRPO, DrGRPO, DAPO, RLOO, REINFORCEPlusPlus, REINFORCEPlusPlusBase
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_on_policy_every_loss_has_the_gradient_of_reinforce(algorithm: type[RLModule], model_folder: str) -> None:
+def test_on_policy_gradient_is_that_of_reinforce(algorithm: type[RLModule], model_folder: str) -> None:
     batch = make_batch()
     module = algorithm(model_folder)
     batch.advantages = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))

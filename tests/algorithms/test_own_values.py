@@ -81,7 +81,7 @@ def test_model_beside_the_actor_is_trained(classes: Any, model_folder: str, tmp_
 
 
 @pytest.mark.long
-def test_head_beside_the_actor_is_trained_by_its_own_settings(classes: Any, model_folder: str, tmp_path: Path) -> None:
+def test_head_beside_actor_has_own_settings(classes: Any, model_folder: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, seen = fit(classes.TunedGRPO, model_folder, tmp_path, steps=1)
     torch.manual_seed(0)

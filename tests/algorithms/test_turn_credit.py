@@ -70,7 +70,7 @@ def test_misuse(algorithm: type[RLModule], arguments: dict[str, Any], message: s
         algorithm(model_folder, **arguments)
 
 
-def test_a_trajectory_alone_in_its_group_is_not_kept(model_folder: str) -> None:
+def test_trajectory_alone_in_its_group_is_dropped(model_folder: str) -> None:
     batch = RolloutBatch.pack([[make_trajectory(0, [1])], [make_trajectory(1, [1]), make_trajectory(1, [2])]])
     batch.rewards = torch.tensor([1.0, 0.0, 0.0])
     assert GRPO(model_folder).keep_sequences(batch).tolist() == [False, True, True]

@@ -112,6 +112,12 @@ def versions(batch: RolloutBatch) -> list[int]:
     return sorted(set(batch.weight_versions[batch.is_sampled].tolist()))
 
 
+def check_staleness(batches: Sequence[RolloutBatch], most: int) -> None:
+    """Each step's tokens are of its own weights, or of those of up to so many updates before."""
+    for version, batch in enumerate(batches):
+        assert version - most <= min(versions(batch)) and max(versions(batch)) <= version
+
+
 def consumed(batches: Sequence[RolloutBatch], group_size: int = 2) -> list[int]:
     """The prompts that were trained on, once a group."""
     return [prompt.index for batch in batches for prompt in batch.prompts[::group_size]]

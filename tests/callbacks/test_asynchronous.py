@@ -99,7 +99,7 @@ class SilentAtFirst(DAPO):
         return torch.ones_like(rewards) if self.weight_version < 2 else rewards
 
 
-def test_steps_without_signal_are_skipped_while_engines_run_ahead(engine_model: str, tmp_path: Path) -> None:
+def test_asynchronous_steps_without_signal_are_skipped(engine_model: str, tmp_path: Path) -> None:
     judge, witness = Judge(), Witness()
     rollout = make_rollout(placement="standalone", max_staleness=1, max_new_tokens=24)
     trainer = make_trainer(tmp_path, 4, rollout, judge, witness)

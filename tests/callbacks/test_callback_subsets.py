@@ -75,7 +75,7 @@ def test_every_subset_trains_to_the_same_weights(
 
 
 @pytest.mark.parametrize("without", CURES)
-def test_a_controller_with_all_but_one_touches_no_device(
+def test_controller_with_callbacks_touches_no_device(
     without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.is_initialized():

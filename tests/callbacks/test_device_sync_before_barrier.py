@@ -56,16 +56,11 @@ def test_device_sync_precedes_strategy_barrier_only_during_run(tmp_path: Path, r
     assert recorder.take() == ["meet"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_strategy_barrier_is_restored_after_success_or_failure(tmp_path: Path, fails: bool) -> None:
+def test_strategy_barrier_is_restored_after_failure(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, DeviceSyncBeforeBarrier(), max_steps=2)
-    module = ObservedModule(fails_at=2 if fails else None)
     for _ in range(2):  # it can be set up again
-        if fails:
-            with pytest.raises(RuntimeError, match="out of luck"):
-                trainer.fit(module, loader())
-        else:
-            trainer.fit(module, loader())
+        with pytest.raises(RuntimeError, match="out of luck"):
+            trainer.fit(ObservedModule(fails_at=2), loader())
         assert "barrier" not in vars(trainer.strategy)
 
 
@@ -159,11 +154,6 @@ def test_two_of_them_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there are two DeviceSyncBeforeBarrier"):
         trainer.fit(ObservedModule(), loader())
     assert "barrier" not in vars(trainer.strategy)
-
-
-def test_a_device_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="device='gpu one' is none"):
-        DeviceSyncBeforeBarrier("gpu one")
 
 
 @pytest.mark.gpu

@@ -156,7 +156,7 @@ def test_a_run_survives_one_death_a_step(
 
 
 @pytest.mark.slow
-def test_of_two_engines_on_a_device_one_may_die(
+def test_one_of_two_colocated_engines_may_die(
     engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share the prompts and load the same weights; what the other does is not lost."""
@@ -176,9 +176,7 @@ def test_of_two_engines_on_a_device_one_may_die(
     assert [in_session(session) for session in assassin.sessions] == [[]] * 3
 
 
-def test_the_second_death_in_a_step_ends_the_run(
-    engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_death_in_a_step_ends_run(engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assassin = Assassin(monkeypatch, {0: kill_core, 1: kill_engine})
     trainer = make_trainer(tmp_path, 2, make_rollout(**ONE_BY_ONE))
     with pytest.raises(EngineError, match=r"^The engine died twice in one step\. The engine died") as caught:
@@ -190,7 +188,7 @@ def test_the_second_death_in_a_step_ends_the_run(
     assert [in_session(session) for session in assassin.sessions] == [[], []]
 
 
-def test_an_engine_that_cannot_start_is_not_started_twice(
+def test_engine_that_cannot_start_is_started_once(
     engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assassin = Assassin(monkeypatch, {})
@@ -241,7 +239,7 @@ class MoveEditAndKill(RLCallback):
 
 
 @pytest.mark.slow
-def test_engine_restarts_without_its_models_folder_but_not_on_another_tokenizer(
+def test_engine_restarts_without_folder_not_with_other_tokenizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rewarded: list[str] = []

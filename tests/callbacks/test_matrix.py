@@ -1,5 +1,6 @@
 """Each callback used again, twice, cut short, behind an exception, on two ranks without Lightning, in micro-batches."""
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -51,6 +52,13 @@ SECONDS = {"time/step": 9, "time/generate": 3, "time/sync": 2, "time/reward": 1,
 
 def test_every_callback_is_in_the_matrix() -> None:
     assert sorted(MAKE) == sorted(callbacks.__all__)
+
+
+@pytest.mark.parametrize("name", WITHOUT_SAMPLER)
+def test_can_be_copied(name: str) -> None:
+    """As a controller does, which sends it to its workers."""
+    callback = MAKE[name]()
+    assert copy.deepcopy(callback).state_dict() == callback.state_dict()
 
 
 @pytest.fixture(autouse=True)

@@ -76,7 +76,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(trainer=trainer, second=second, rollout=rollout, witness=witness, engines=engines)
 
 
-def test_fits_after_exceptions_go_on_with_an_engine_of_their_own(story: SimpleNamespace) -> None:
+def test_fit_after_exception_has_its_own_engine(story: SimpleNamespace) -> None:
     assert story.trainer.global_step == 3 and story.second.global_step == 1
     assert len(story.witness.sessions) == 4
     assert story.engines == [None] * 3 and story.rollout.engine is None

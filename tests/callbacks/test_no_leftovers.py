@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from engine_run import in_session, make_data, make_rollout, make_trainer, processes
 from lightning.pytorch import Callback
 from tiny import heed_ctrl_c
@@ -128,40 +127,27 @@ def test_an_exception_in_the_users_module(engine_model: str, tmp_path: Path, scr
     assert rollout.engine is None
 
 
-def write_config(folder: Path, engine_model: str) -> Path:
+CONFIG = """\
+model:
+  class_path: GRPO
+  init_args:
+    model: {model}
+    rewards: [{{function: tiny.share_of_ones, timeout: 500}}]
+    prompts_per_step: 4
+    samples_per_prompt: 2
+data: {{train: sums.jsonl, max_prompt_tokens: 16}}
+rollout: {{max_new_tokens: 100, engine: {{kv_cache_memory_bytes: 268435456{workers}}}}}
+trainer: {{max_steps: 100000, accelerator: cpu, devices: 1, logger: false, default_root_dir: run}}
+"""
+
+
+def write_config(folder: Path, model: str) -> None:
     """A run without an end; its engine has a worker process and shared memory, where there is room for that."""
     make_data(folder)
     disk = os.statvfs(SHARED_MEMORY)
     has_room = disk.f_bavail * disk.f_frsize > 1 << 30
-    config = {
-        "model": {
-            "class_path": "rlightning.algorithms.GRPO",
-            "init_args": {
-                "model": engine_model,
-                "rewards": [{"function": "tiny.share_of_ones", "timeout": 500}],
-                "prompts_per_step": 4,
-                "samples_per_prompt": 2,
-            },
-        },
-        "data": {
-            "class_path": "rlightning.data.PromptDataModule",
-            "init_args": {"train": str(folder / "sums.jsonl"), "max_prompt_tokens": 16},
-        },
-        "rollout": {
-            "max_new_tokens": 100,
-            "engine": {"kv_cache_memory_bytes": 1 << 28} | ({"distributed_executor_backend": "mp"} if has_room else {}),
-        },
-        "trainer": {
-            "max_steps": 100_000,
-            "accelerator": "cpu",
-            "devices": 1,
-            "logger": False,
-            "default_root_dir": str(folder / "run"),
-        },
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    workers = ", distributed_executor_backend: mp" if has_room else ""
+    (folder / "run.yaml").write_text(CONFIG.format(model=model, workers=workers))
 
 
 class HurryStop(Callback):
@@ -189,10 +175,11 @@ class Run:
 @contextlib.contextmanager
 def started_run(engine_model: str, folder: Path, scratch: Path, *options: str) -> Iterator[Run]:
     """One that has not ended before is killed."""
-    config, output = write_config(folder, engine_model), folder / "output"
+    write_config(folder, engine_model)
+    output = folder / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlightning", "fit", "--config", str(config), *options],
+            [sys.executable, "-m", "rlightning", "fit", "--config", "run.yaml", *options],
             stdout=stream,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -76,7 +76,7 @@ def test_validation_is_sampled_at_its_sets_temperature(seen: Witness) -> None:
     assert 1 <= first["val/prompts/length"] <= (1 + 3 + 8 + 8) / 4  # limits hold there too
 
 
-def test_limit_beyond_the_runs_is_refused_before_the_engine(engine_model: str, tmp_path: Path) -> None:
+def test_limit_beyond_the_runs_is_refused_early(engine_model: str, tmp_path: Path) -> None:
     rollout = make_rollout(max_new_tokens=6)
     trainer = make_trainer(tmp_path, 1, rollout)
     with pytest.raises(ConfigError, match=r"own max_new_tokens=8 is above rollout\.max_new_tokens=6, which bounds all"):

@@ -54,20 +54,6 @@ def test_engine_argument_is_refused(rollout: dict[str, Any], message: str, engin
     check_refused(message, make_module(engine_model), tmp_path, **rollout)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_staleness": 1}, r"rollout\.max_staleness=1 needs placement: standalone\. Colocated engines sleep"),
-        ({"max_staleness": -1, "placement": "standalone"}, r"rollout\.max_staleness=-1 must be at least 0"),
-        ({"oversample": -0.5}, r"rollout\.oversample=-0\.5 must be at least 0"),
-        ({"num_engines": 0, "placement": "standalone"}, r"rollout\.num_engines=0 must be at least 1"),
-    ],
-)
-def test_argument_is_refused_when_it_is_given(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        VLLMRollout(**arguments)
-
-
 def test_longrope_beyond_its_original_length_is_refused(engine_model: str, tmp_path: Path) -> None:
     shutil.copytree(engine_model, tmp_path / "model")
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}

@@ -98,11 +98,11 @@ def test_weights_are_sent_once_an_update(run: Run) -> None:
     ]
 
 
-def test_prompts_may_be_as_long_as_the_engine_takes(run: Run) -> None:
+def test_prompt_limit_is_the_engines(run: Run) -> None:
     assert run.data.max_prompt_tokens == 248  # 256 positions, less 8 of a completion
 
 
-def test_each_step_samples_from_the_weights_of_the_step(run: Run) -> None:
+def test_each_step_samples_from_its_own_weights(run: Run) -> None:
     assert len(run.witness.batches) == len(run.witness.steps) == 5
     for step, (batch, metrics) in enumerate(zip(run.witness.batches, run.witness.steps, strict=True)):
         assert batch.num_sequences == 8
@@ -208,7 +208,7 @@ def sample_anew(loop: PlainLoop) -> list[list[str]]:
 
 
 @pytest.mark.processes
-def test_seeded_prompts_of_more_than_a_batch_are_sampled(loop: PlainLoop) -> None:
+def test_seeded_prompts_beyond_a_batch_are_sampled(loop: PlainLoop) -> None:
     """A batch takes 256 tokens: two of these prompts and most of the third, which vLLM must not cut on a CPU."""
     characters = [str(i % 10) for i in range(100)]
     prompts = [
@@ -243,7 +243,7 @@ def test_requests_the_engine_would_cut_are_refused(loop: PlainLoop) -> None:
 
 
 @pytest.mark.processes
-def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
+def test_seed_repeats_step_but_not_run(loop: PlainLoop) -> None:
     first = sample_anew(loop)
     # A prompt that comes again within a step, as in a refill, is not answered with the same completions.
     assert sample(loop) != first
@@ -255,7 +255,7 @@ def test_a_seed_repeats_a_step_but_not_the_run(loop: PlainLoop) -> None:
     assert sample_anew(loop) == first
 
 
-def test_a_reward_runs_before_the_last_completion_is_there(loop: PlainLoop, tmp_path: Path) -> None:
+def test_reward_runs_before_last_completion_arrives(loop: PlainLoop, tmp_path: Path) -> None:
     start, called = time.monotonic(), tmp_path / "called"
     arrived: list[float] = []
     arguments = {"start": start, "note": str(called)}
@@ -329,7 +329,7 @@ def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPat
     assert sample(loop)
 
 
-def test_a_canary_that_is_not_a_number_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_of_nan_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     change_weights(loop.policy)
     with monkeypatch.context() as patch:
         score = loop.policy.score

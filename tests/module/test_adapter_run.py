@@ -60,7 +60,7 @@ def test_the_reference_is_the_actor_without_its_adapter(model_folder: str, tmp_p
 
 
 @pytest.mark.long
-def test_a_resumed_run_ends_as_one_in_one_go(model_folder: str, tmp_path: Path) -> None:
+def test_resumed_run_ends_as_an_uninterrupted_one(model_folder: str, tmp_path: Path) -> None:
     ends = []
     for cut in (None, 2):
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_the_start_says_what_is_trained(model_folder: str, tmp_path: Path) -> No
     assert "trained by LoRA of rank 4, alpha 8, on 14 linear layers (4,864 parameters)" in text
 
 
-def test_under_autocast_the_bases_matrices_alone_are_of_half_precision(model_folder: str, tmp_path: Path) -> None:
+def test_autocast_halves_matrices_of_the_base_alone(model_folder: str, tmp_path: Path) -> None:
     module = make_grpo(model_folder, adapter=ADAPTER, validate_first=False)
     trainer = fit(tmp_path, module, 1, precision="bf16-mixed")
     for name, parameter in module.named_parameters():
@@ -140,7 +140,7 @@ def test_under_autocast_the_bases_matrices_alone_are_of_half_precision(model_fol
     assert moments and all(value.dtype == torch.float32 for value in moments)
 
 
-def test_what_is_not_trained_is_read_on_the_host(model_folder: str) -> None:
+def test_frozen_weights_are_read_on_the_host(model_folder: str) -> None:
     """Lightning has the GPU as the default device while models are configured."""
     module = make_grpo(model_folder, adapter=ADAPTER)
     with torch.device("meta"):

@@ -77,7 +77,7 @@ def test_one_group() -> None:
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["reward/no_signal"]) == (0.5, 0.0, 1.0)
 
 
-def test_a_signal_is_in_the_rewards_that_groups_are_compared_by() -> None:
+def test_signal_is_of_the_compared_rewards() -> None:
     batch = make_batch([[[0], [0]], [[3], [3]]])
     batch.rewards = torch.tensor([0.5, 0.25, 1.0, 0.0])
     compared = torch.tensor([0.5, 0.5, 1.0, 0.0])  # without the penalty of the second

@@ -72,7 +72,7 @@ class Counter(UseGenerator):
 
 
 @pytest.mark.parametrize(("updates", "epochs", "evaluations"), [(1, 1, 0), (2, 1, 1), (1, 2, 1)])
-def test_old_logprobs_cost_a_pass_only_with_several_updates(
+def test_old_logprobs_cost_a_pass_with_several_updates(
     updates: int, epochs: int, evaluations: int, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens: list[int] = []
@@ -139,7 +139,7 @@ def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_kl_in_the_loss_starts_at_zero_and_grows(model_folder: str, tmp_path: Path) -> None:
+def test_kl_in_loss_starts_at_zero_and_grows(model_folder: str, tmp_path: Path) -> None:
     seen: list[float] = []
 
     class Watched(ComputesAll):

@@ -164,7 +164,7 @@ def test_own_parameters_are_trained_and_counted_in_norm(model_folder: str, tmp_p
 
 
 @pytest.mark.long
-def test_late_parameter_is_named_once_and_left_out_of_norm(
+def test_late_parameter_is_named_once_and_not_counted(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, norms = make("LateHead", model_folder), StepMetrics()
@@ -245,7 +245,7 @@ class ClippedNorms(StepMetrics):
 
 
 @pytest.mark.long
-def test_third_trained_role_has_its_own_optimizer_norm_and_loss(model_folder: str, tmp_path: Path) -> None:
+def test_third_role_has_own_optimizer_norm_and_loss(model_folder: str, tmp_path: Path) -> None:
     module, norms = make("CriticGRPO", model_folder, kl_coef=0.1), ClippedNorms()
     trainer = run(tmp_path, module, norms)
     assert trainer.global_step == module.weight_version == STEPS

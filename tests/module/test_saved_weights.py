@@ -66,7 +66,7 @@ def test_loading_that_is_not_strict_leaves_parameters_out(checkpoints: dict[str,
 
 
 @pytest.mark.long
-def test_ranks_that_do_not_come_are_said_in_a_line() -> None:
+def test_missing_ranks_are_told_in_a_line() -> None:
     with pytest.raises(dist.DistStoreError) as caught:
         dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1))  # type: ignore[attr-defined]
     assert "have not all come: Timed out after" in str(describe_rendezvous(caught.value))

@@ -51,7 +51,7 @@ def test_own_tokens_of_a_tree_are_computed_once() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(RANDOM)
-def test_places_stand_for_the_same_token_after_the_same_history(draw: random.Random) -> None:
+def test_places_stand_for_one_token_and_history(draw: random.Random) -> None:
     batch = RolloutBatch.of_sequences(random_tree(draw))
     shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
     histories: dict[int, list[int]] = {}
@@ -113,9 +113,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None, phases=[Phase.generate])
 @given(draw=RANDOM)
-def test_loss_and_gradient_are_those_of_each_sequence_alone(
-    kind: str, draw: random.Random, policies: dict[str, Any]
-) -> None:
+def test_loss_and_gradient_are_of_sequences_alone(kind: str, draw: random.Random, policies: dict[str, Any]) -> None:
     policy, batch = policies[kind], RolloutBatch.of_sequences(random_tree(draw))
     assert can_share_prefixes(policy.config)
     weights = torch.rand(2, batch.num_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -201,7 +199,7 @@ def test_two_ranks_take_the_same_steps(model_folder: str, tmp_path: Path) -> Non
 
 @settings(max_examples=50, deadline=None)
 @given(RANDOM)
-def test_branches_are_cut_into_microbatches_that_have_each_once(draw: random.Random) -> None:
+def test_microbatches_have_each_branch_once(draw: random.Random) -> None:
     batch = RolloutBatch.pack(random_groups(draw))
     prefixes = find_prefixes(batch.token_ids, batch.cu_seqlens)
     families, tokens = join_families(prefixes, batch.lengths.tolist(), 30, 0.1)

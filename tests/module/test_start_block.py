@@ -85,7 +85,7 @@ def test_resumed_run_names_its_checkpoint(model: str, tmp_path: Path) -> None:
     assert catch.rows["writes"] == f"{tmp_path}: no checkpoints"
 
 
-def test_warnings_that_do_not_apply_are_left_out_in_python(model: str, tmp_path: Path) -> None:
+def test_warnings_that_do_not_apply_are_omitted(model: str, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(tmp_path, model, ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1), steps=2)
@@ -122,7 +122,7 @@ class Service(Logger):
         assert self.experiment
 
 
-def test_service_gets_a_run_when_the_setup_is_over(model: str, tmp_path: Path) -> None:
+def test_service_gets_a_run_after_the_setup(model: str, tmp_path: Path) -> None:
     service, module = Service(), make_grpo(model)
     trainer = make_trainer(tmp_path, 1, DeviceStatsMonitor(), logger=service)
     with pytest.raises(ConfigError, match="has no column 'promt'"):

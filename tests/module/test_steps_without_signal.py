@@ -99,7 +99,7 @@ def make_silent(model_folder: str, *silent: int, **kwargs: Any) -> SometimesSile
 
 
 @pytest.mark.long
-def test_a_step_without_signal_skips_its_update_and_counts(
+def test_step_without_signal_skips_update_and_counts(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = Steps()
@@ -141,7 +141,7 @@ def test_skipped_update_steps_several_optimizers_without_schedules(model_folder:
 
 
 @pytest.mark.long
-def test_steps_without_signal_in_a_row_end_the_run(model_folder: str, tmp_path: Path) -> None:
+def test_successive_steps_without_signal_end_the_run(model_folder: str, tmp_path: Path) -> None:
     steps, limited = Steps(), {"max_steps_without_signal": 3}
     with pytest.raises(ConfigError, match=r"Step 6: none of .*; model\.max_steps_without_signal=3 such steps in a row"):
         train(make_silent(model_folder, 0, 1, 3, 4, 5, **limited), tmp_path, 8, steps)
@@ -154,7 +154,7 @@ def test_steps_without_signal_in_a_row_end_the_run(model_folder: str, tmp_path: 
         trainer.fit(resumed, make_data(tmp_path), ckpt_path=tmp_path / "last.ckpt")
 
 
-def test_a_limit_of_no_steps_without_signal_is_refused(model_folder: str) -> None:
+def test_limit_of_zero_steps_is_refused(model_folder: str) -> None:
     with pytest.raises(
         ConfigError, match=r"max_steps_without_signal=0 must be at least 1, which ends the run at the f"
     ):

@@ -250,7 +250,7 @@ def test_callback_is_refused(kind: type[Callback]) -> None:
     ("command", "argument"),
     [("fit", "rows"), ("validate", "validation=rows"), ("test", "validation=rows"), ("predict", "predict=rows")],
 )
-def test_loader_in_place_of_a_data_module_is_refused(command: str, argument: str, model: str, tmp_path: Path) -> None:
+def test_loader_without_data_module_is_refused(command: str, argument: str, model: str, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2"}] * 4
     loaders: list[Any] = [DataLoader(rows, batch_size=2), rows]  # type: ignore[arg-type]
     said = ("is no data module, from which SFT takes them. Give the loader's rows as ", "[{'prompt': '1+1=', ")
