@@ -275,32 +275,19 @@ class RolloutCallback(RLCallback, Generator):
         """Begin a step, in a loop without batches too."""
         self.begin_step()
 
-    def on_validation_start(self, trainer: Loop, module: object) -> None:
+    def on_validation_start(self, trainer: Loop, pl_module: object) -> None:
         """Draw from other random streams than training; a prompt may come again in another set of this validation."""
         self._streams.begin("evaluation")
 
-    def on_validation_end(self, trainer: Loop, module: object) -> None:
+    def on_validation_end(self, trainer: Loop, pl_module: object) -> None:
         """Draw from the streams of training again, and leave the device to the actor."""
         self._streams.begin("training")
         if not self.is_single_turn:
             self.take_prefix_cache()  # which is none of a step
         self.rest()
 
-    def on_test_start(self, trainer: Loop, module: object) -> None:
-        """As of a validation."""
-        self.on_validation_start(trainer, module)
-
-    def on_predict_start(self, trainer: Loop, module: object) -> None:
-        """As of a validation."""
-        self.on_validation_start(trainer, module)
-
-    def on_test_end(self, trainer: Loop, module: object) -> None:
-        """As of a validation."""
-        self.on_validation_end(trainer, module)
-
-    def on_predict_end(self, trainer: Loop, module: object) -> None:
-        """As of a validation."""
-        self.on_validation_end(trainer, module)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     # Metrics of environments
 

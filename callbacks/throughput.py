@@ -25,8 +25,6 @@ from rlightning.protocols import (
 )
 from rlightning.types import RolloutBatch
 
-_GIB = 2**30
-
 
 class Throughput(PhaseTimer):
     """Measures each step: seconds by phase, tokens per second, memory, and of the update its MFU.
@@ -134,12 +132,12 @@ def log_metrics(module: object, metrics: dict[str, float]) -> None:
 
 def memory_gib() -> dict[str, float]:
     """Memory of this process in GiB; of the GPU only if it uses one already."""
-    memory = {"memory/rss_gib": _resident_bytes() / _GIB}
+    memory = {"memory/rss_gib": _resident_bytes() / platform.GIB}
     device_memory = platform.memory_use()
     if device_memory is not None:
-        memory["memory/allocated_gib"] = device_memory.allocated / _GIB
-        memory["memory/reserved_gib"] = device_memory.reserved / _GIB
-        memory["memory/peak_gib"] = device_memory.peak / _GIB
+        memory["memory/allocated_gib"] = device_memory.allocated / platform.GIB
+        memory["memory/reserved_gib"] = device_memory.reserved / platform.GIB
+        memory["memory/peak_gib"] = device_memory.peak / platform.GIB
     return memory
 
 

@@ -297,23 +297,13 @@ class VLLMRollout(RolloutCallback):
         super().on_update_end(trainer, module, batch)
 
     def on_validation_batch_start(
-        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Loop, pl_module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Reset the restart budget of the engines."""
         if self._engines is not None:
             self._engines.reset_restart_budget()
 
-    def on_test_batch_start(
-        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """As of a validation."""
-        self.on_validation_batch_start(trainer, module, batch, batch_idx, dataloader_idx)
-
-    def on_predict_batch_start(
-        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """As of a validation."""
-        self.on_validation_batch_start(trainer, module, batch, batch_idx, dataloader_idx)
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def begin_step(self) -> None:
         """Reset the restart budget of the engines, and report whether trainer or engines wait for the other side."""

@@ -43,6 +43,12 @@ def matrices_and_vectors(module: RLModule) -> tuple[list[torch.nn.Parameter], li
     return [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
 
 
+def two_optimizers(module: RLModule) -> tuple[torch.optim.SGD, torch.optim.AdamW]:
+    """One for matrices, another one for norms."""
+    matrices, norms = matrices_and_vectors(module)
+    return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+
+
 class StepMetrics(RLCallback):
     """Notes the metrics of each step."""
 

@@ -120,7 +120,7 @@ def _named(reward: object) -> object:
     if isinstance(reward, list | tuple):
         return [_named(one) for one in reward]
     if isinstance(reward, RewardFunction):
-        return replace(reward, function=_named(reward.function))
+        return replace(reward, function=_dotted_path(reward.function)) if callable(reward.function) else reward
     return _dotted_path(reward) if callable(reward) else reward
 
 

@@ -209,6 +209,8 @@ def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_fol
         (SAPO, {"temperature_negative": 0.0}, "temperature_negative=0.0 must be above 0"),
         (RLOO, {"updates_per_rollout": 2}, "updates_per_rollout=2 x epochs_per_rollout=1: RLOO's gradient"),
         (REINFORCEPlusPlus, {"discount": 1.5}, r"discount=1.5 must be in \[0, 1\]"),
+        (REINFORCEPlusPlus, {"turn_discount": 0.9, "discount": 0.9}, r"^discount=0\.9 and turn_discount=0\.9 both"),
+        (GRPO, {"turn_discount": 1.5}, r"^turn_discount=1\.5 must be in \[0, 1\]\."),
     ],
 )
 def test_misuse(algorithm: type[RLModule], arguments: dict[str, Any], message: str, model_folder: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 from small_steps import ComputesAll
 from tiny import make_algorithm, share_of_ones, write_sums
@@ -14,6 +15,7 @@ from rlightning.data import PromptDataModule
 from rlightning.data.stream import PromptStream
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
+from rlightning.rollout.engine import Engine
 from rlightning.types import Prompt, RolloutBatch
 
 PER_STEP = 4
@@ -112,6 +114,13 @@ def versions(batch: RolloutBatch) -> list[int]:
     return sorted(set(batch.weight_versions[batch.is_sampled].tolist()))
 
 
+def check_on_policy(witness: Witness) -> None:
+    """Each step's eight completions are of its own weights, by version and by log-probabilities."""
+    assert [batch.num_sequences for batch in witness.batches] == [2 * PER_STEP] * len(witness.steps)
+    assert [versions(batch) for batch in witness.batches] == [[step] for step in range(len(witness.steps))]
+    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+
+
 def check_staleness(batches: Sequence[RolloutBatch], most: int) -> None:
     """Each step's tokens are of its own weights, or of those of up to so many updates before."""
     for version, batch in enumerate(batches):
@@ -140,6 +149,20 @@ def check_each_once(trainer: Any, consumed: list[int], rollout: VLLMRollout, *, 
     under_way = in_flight(rollout)
     assert len(under_way) == num_in_flight
     assert sorted(consumed + under_way) == sorted(drawn(trainer, trainer.datamodule.stream.position))
+
+
+def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
+    """Of engines that are started from here on."""
+    sessions: list[int] = []
+    start = Engine.start
+
+    def noted(engine: Engine) -> None:
+        start(engine)
+        assert engine.process is not None
+        sessions.append(engine.process.pid)
+
+    patch.setattr(Engine, "start", noted)
+    return sessions
 
 
 def processes(session: int) -> dict[int, str]:

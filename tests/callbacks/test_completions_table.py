@@ -1,6 +1,8 @@
+import gc
 import logging
 import math
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +195,23 @@ def test_every_rank_writes_its_share(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert files(tmp_path) == ["step_000001.parquet", "step_000001.rank1.parquet"]
     assert len(read(tmp_path / "completions")["step"]) == 8
     assert len(messages(caplog)) == 2
+
+
+def test_tensor_parallel_neighbour_keeps_no_batch(tmp_path: Path) -> None:
+    class Neighbour(PlainModule):
+        tensor_parallel_rank = 1
+
+        def select_sampled(self, batch: RolloutBatch) -> RolloutBatch:
+            return batch
+
+    loop, batch = PlainLoop(CompletionsTable(1, path=str(tmp_path / "completions"))), make_batch()
+    add_rewards(batch)
+    for hook in ("on_rollout_end", "on_reward_end", "on_update_start", "on_update_end"):
+        fire(loop, Neighbour(), hook, batch)
+    is_kept = weakref.ref(batch.token_ids)
+    del batch
+    gc.collect()
+    assert is_kept() is None and not (tmp_path / "completions").exists()
 
 
 def test_supervised_runs_have_no_completions(tmp_path: Path) -> None:

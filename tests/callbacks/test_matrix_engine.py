@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_run import (
-    ComputesAll,
     Witness,
     in_session,
     make_data,
@@ -22,6 +21,7 @@ from engine_run import (
     versions,
 )
 from sharded_net import run_ranks
+from small_steps import ComputesAll
 from tiny import heed_ctrl_c, make_algorithm
 
 from rlightning.hooks import fire

@@ -19,6 +19,7 @@ from engine_run import (
     Interrupts,
     Witness,
     check_each_once,
+    check_on_policy,
     check_staleness,
     consumed,
     drawn,
@@ -78,9 +79,8 @@ def test_zero_max_staleness_samples_only_current_weights(engine_model: str, tmp_
     sums = ValidationSet(str(tmp_path / "sums.jsonl"), limit=4)
     trainer = make_trainer(tmp_path, 4, rollout, witness, val_check_interval=2, check_val_every_n_epoch=None)
     trainer.fit(make_module(engine_model), make_data(tmp_path, validation={"sums": sums}))
-    assert [versions(batch) for batch in witness.batches] == [[0], [1], [2], [3]]
     assert consumed(witness.batches) == drawn(trainer, 4 * PER_STEP)
-    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+    check_on_policy(witness)
     assert [step for step, _ in witness.validations] == [0, 2, 4]
     assert {"engine_sleep", "engine_wake"}.isdisjoint(witness.events)
 
@@ -131,8 +131,8 @@ def test_oversampled_unfinished_groups_carry_to_next_step(placement: Any, engine
     rollout = make_rollout(placement=placement, oversample=0.25, max_new_tokens=64, engine={"max_num_seqs": 2})
     trainer = make_trainer(tmp_path, 3, rollout, witness)
     trainer.fit(make_module(engine_model), make_data(tmp_path))
-    assert [versions(batch) for batch in witness.batches] == [[0], [1], [2]]
-    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+    assert len(witness.steps) == 3
+    check_on_policy(witness)
     for step, following in itertools.pairwise(witness.steps):  # one that was complete by then is not stopped
         assert step["rollout/stopped"] + following.get("async/expired", 0) == 1
     assert undocumented(list(witness.steps[-1])) == []

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from random_trajectories import two_branches
 from rank_processes import each_run, finish, start_calls
-from small_steps import matrices_and_vectors
+from small_steps import two_optimizers
 from tiny import ActorGenerator, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer
 
 from rlightning.algorithms import GRPO
@@ -43,11 +43,7 @@ class OneGroup(GRPO):
 
 
 class TwoOptimizers(GRPO):
-    """Has one optimizer for matrices, another one for norms."""
-
-    def configure_optimizers(self) -> Any:
-        matrices, norms = matrices_and_vectors(self)
-        return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+    configure_optimizers = two_optimizers
 
 
 class Branching(ActorGenerator):

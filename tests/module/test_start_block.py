@@ -16,6 +16,7 @@ from tiny import make_data, make_grpo, make_trainer, save_model
 
 from rlightning.callbacks import SaveHF
 from rlightning.errors import ConfigError
+from rlightning.module import RLModule
 from rlightning.module.start_block import describe_start
 from rlightning.parallel.device import use_tensor_cores
 
@@ -29,6 +30,7 @@ class Catch(Callback):
     """Keeps the block, without the lines' breaks."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, RLModule)
         self.rows = dict(re.split(r"\s+", row, maxsplit=1) for row in self.join(describe_start(trainer, pl_module)))
 
     def join(self, block: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from small_steps import REWARDS, SMALL, StepMetrics, Weights, assert_close, matrices_and_vectors, train
+from small_steps import REWARDS, SMALL, StepMetrics, Weights, assert_close, train, two_optimizers
 from tiny import ActorGenerator, UseGenerator, copy_weights, make_data, make_trainer
 from torch import Tensor
 
@@ -125,10 +125,7 @@ def test_step_without_signal_skips_update_and_counts(
 def test_skipped_update_steps_several_optimizers_without_schedules(model_folder: str, tmp_path: Path) -> None:
     class TwoOptimizers(SometimesSilent):
         silent = (1,)
-
-        def configure_optimizers(self) -> Any:
-            matrices, norms = matrices_and_vectors(self)
-            return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+        configure_optimizers = two_optimizers
 
     steps = Steps()
     module = TwoOptimizers(model_folder, rewards=REWARDS, max_refills=1, overlong_cache=0, **SMALL)
