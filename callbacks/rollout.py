@@ -159,13 +159,9 @@ class RolloutCallback(RLCallback, Generator):
 
     @abstractmethod
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Start the sampler; may return before it is up.
+        """Start the sampler, for prompts of up to ``max_prompt_tokens``, or what the model allows if that is None.
 
-        Args:
-            stage: Lightning's.
-            device: of the actor.
-            sampling: of training completions.
-            max_prompt_tokens: of the longest prompt; None is whatever the model allows.
+        May return before it is up.
         """
 
     @property
@@ -174,11 +170,7 @@ class RolloutCallback(RLCallback, Generator):
         return self.environment is None or isinstance(self.environment, SingleTurn)
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
-        """Return how training completions are sampled: with the seed of ``seed_everything``, unless there is one.
-
-        Args:
-            device: of the actor.
-        """
+        """Return how training completions are sampled: with the seed of ``seed_everything``, unless there is one."""
         return self.sampling if self.sampling.seed is not None else replace(self.sampling, seed=run_seed())
 
     @property

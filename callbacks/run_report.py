@@ -153,11 +153,8 @@ class RunReport(PhaseTimer):
     def record(self, step: int, metrics: Mapping[str, float | torch.Tensor]) -> None:
         """Take the metrics of a finished rollout step, by the names of docs/metrics.md; times and tokens/s are added.
 
-        In a controller those of ``metrics`` count: its workers have measured them, where the work was done.
-
-        Args:
-            step: counted from 1.
-            metrics: numbers, or tensors of one element.
+        In a controller those of ``metrics`` count: its workers have measured them, where the work was done. Steps are
+        counted from 1.
         """
         own = {"time/step": self.step_seconds} | {f"time/{name}": s for name, s in self.phase_seconds.items()}
         if self.num_tokens:

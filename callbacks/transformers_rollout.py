@@ -158,13 +158,7 @@ class TransformersRollout(RolloutCallback):
         return torch_dtype(name)
 
     def make_sampler(self, module: SampledPolicy, device: torch.device, dtype: torch.dtype) -> Sampler:
-        """Return the sampler, which has no weights yet; override it for one of your own (docs/samplers.md).
-
-        Args:
-            module: the policy; see :class:`~rlightning.callbacks.VLLMRollout`.
-            device: of rank 0.
-            dtype: of the sampler.
-        """
+        """Return the sampler, which has no weights yet; override it for one of your own (docs/samplers.md)."""
         trusted = trusts_remote_code(module)
         return TransformersSampler(
             load_config(module.model_path, trust_remote_code=trusted),

@@ -348,18 +348,9 @@ class VLLMRollout(RolloutCallback):
     ) -> list[list[Trajectory]]:
         """Hand in prompts and take the trajectories of as many; with prompts in flight, perhaps of earlier ones.
 
-        ``max_staleness`` steps' worth of further prompts keep the engines busy while the actor is updated.
-
-        Args:
-            prompts: of this rank.
-            num_samples: of each.
-            sampling: how.
-            on_completed: as of :meth:`generate`, where nothing is in flight; else called for each group that is taken,
-                in a run of one rank.
-            take_prompts: gives this rank that many further prompts; without it there are no others than those given.
-
-        Returns:
-            The trajectories of each.
+        ``max_staleness`` steps' worth of further prompts, which ``take_prompts`` gives this rank, keep the engines busy
+        while the actor is updated. ``on_completed`` is as of :meth:`generate` where nothing is in flight; else it is
+        called for each group that is taken, in a run of one rank.
         """
         plan = self._module.plan if has(self._module, HasPlan) else None
         counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")

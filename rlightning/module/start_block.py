@@ -33,9 +33,7 @@ NAME_WIDTH = 8
 def describe_start(trainer: Trainer, module: "RLModule") -> str:
     """Return the block: a row for each of what is trained, on what, in which steps, and where it goes.
 
-    Args:
-        trainer: Lightning's, with its devices set up and the callbacks' ``setup`` done.
-        module: before its weights are loaded.
+    The callbacks' ``setup`` is done, and no weights are loaded yet.
     """
     is_fit = trainer.state.fn == "fit"
     num_parameters = count_weights(module.model_config).total

@@ -20,6 +20,7 @@ import pytest
 from engine_run import in_session, make_data, make_rollout, make_trainer, processes
 from lightning.pytorch import Callback
 from tiny import heed_ctrl_c
+from waiting import wait_for
 
 from rlightning.algorithms import GRPO
 from rlightning.hooks import RLCallback
@@ -79,13 +80,14 @@ def sessions_below(pid: int) -> set[int]:
 
 def leftovers(sessions: set[int], memory: set[str], scratch: Path) -> list[str]:
     """What is still there after a while."""
-    deadline = time.monotonic() + END_SECONDS
-    while True:
+
+    def find() -> list[str]:
         living = [line for session in sessions for line in in_session(session)]
-        found = [*living, *(name for name in memory if (SHARED_MEMORY / name).exists()), *engine_files(scratch)]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
+        return [*living, *(name for name in memory if (SHARED_MEMORY / name).exists()), *engine_files(scratch)]
+
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not find(), END_SECONDS)
+    return find()
 
 
 class Stumbling(GRPO):
@@ -188,10 +190,9 @@ def started_run(engine_model: str, folder: Path, scratch: Path, *options: str) -
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + 400
-        while output.read_text(errors="replace").count("reward") < 2:  # lines of steps
-            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
-            time.sleep(0.2)
+        # lines of steps
+        wait_for(lambda: process.poll() is not None or output.read_text(errors="replace").count("reward") >= 2, 400)
+        assert process.poll() is None, output.read_text()
         sessions = sessions_below(process.pid)
         assert len(sessions) >= 2 and engine_files(scratch)
         yield Run(process, output, sessions, shared_memory(sessions))
