@@ -126,7 +126,7 @@ class OffloadDuringRollout(RunCallback):
         self._restore(None)  # in the middle of a save there is no logging
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Have everything there for whoever looks at it now."""
+        """Have everything on its device again."""
         super().on_exception(trainer, module, exception)
         try:
             self.teardown(trainer, module, "fit")

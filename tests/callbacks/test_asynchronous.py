@@ -38,7 +38,7 @@ async def ones_beyond_zero(prompt: str, completion: str) -> float:
     return 1.0 if prompt.startswith("0") else await share_of_ones(completion)
 
 
-class Judge(RLCallback):
+class RecordBatches(RLCallback):
     """Notes for each step what was sampled and rewarded, and what was trained on."""
 
     def __init__(self) -> None:
@@ -69,24 +69,24 @@ def test_dapo_refill_completions_respect_max_staleness(
         return running
 
     monkeypatch.setattr(InFlight, "requeue_stale", counted)
-    judge, witness = Judge(), Witness()
+    record, witness = RecordBatches(), Witness()
     rollout = make_rollout(placement="standalone", max_staleness=1, oversample=2.0, max_new_tokens=24)
-    trainer = make_trainer(tmp_path, 6, rollout, judge, witness)
+    trainer = make_trainer(tmp_path, 6, rollout, record, witness)
     arguments: dict[str, Any] = {"prompts_per_step": PER_STEP, "samples_per_prompt": 2, "lr": 1e-3}
     module = DAPO(engine_model, rewards=[RewardFunction(ones_beyond_zero)], overlong_cache=0, **arguments)
     trainer.fit(module, make_data(tmp_path))
-    for version, sampled in enumerate(judge.sampled):
+    for version, sampled in enumerate(record.sampled):
         assert all(version - 1 <= min(versions(batch)) and max(versions(batch)) <= version for batch in sampled)
         rewards = torch.cat([batch.rewards for batch in sampled if batch.rewards is not None]).view(-1, 2)
         has_signal = rewards[:, 0] != rewards[:, 1]
         assert sampled[0].num_sequences == 2 * PER_STEP
         assert has_signal.sum() >= PER_STEP or len(sampled) == 1 + module.max_refills
-        assert judge.trained[version].num_sequences == 2 * has_signal.sum()
+        assert record.trained[version].num_sequences == 2 * has_signal.sum()
         step = witness.steps[version]
         assert step["reward/no_signal"] == pytest.approx(1 - has_signal.float().mean().item())
         assert step["async/expired"] == requeued[version]
     # A quarter of the prompts begin with a 0, and six steps take more than the sixteen that there are.
-    assert any(len(sampled) > 1 for sampled in judge.sampled)
+    assert any(len(sampled) > 1 for sampled in record.sampled)
     assert sum(requeued) > 0
     check_each_once(trainer, consumed(witness.batches), rollout, num_in_flight=3 * PER_STEP)
 
@@ -100,14 +100,14 @@ class SilentAtFirst(DAPO):
 
 
 def test_asynchronous_steps_without_signal_are_skipped(engine_model: str, tmp_path: Path) -> None:
-    judge, witness = Judge(), Witness()
+    record, witness = RecordBatches(), Witness()
     rollout = make_rollout(placement="standalone", max_staleness=1, max_new_tokens=24)
-    trainer = make_trainer(tmp_path, 4, rollout, judge, witness)
+    trainer = make_trainer(tmp_path, 4, rollout, record, witness)
     arguments: dict[str, Any] = {"prompts_per_step": PER_STEP, "samples_per_prompt": 4, "lr": 1e-3, "max_refills": 1}
     rewards = [RewardFunction(share_of_ones, timeout=500)]
     trainer.fit(SilentAtFirst(engine_model, rewards=rewards, overlong_cache=0, **arguments), make_data(tmp_path))
     assert [step["optim/skipped"] for step in witness.steps] == [1.0, 1.0, 0.0, 0.0]
-    assert [len(sampled) for sampled in judge.sampled[:2]] == [2, 2] and len(judge.trained) == 2
+    assert [len(sampled) for sampled in record.sampled[:2]] == [2, 2] and len(record.trained) == 2
     assert [step["async/version_trained"] for step in witness.steps] == [0, 1, 2, 3]
     assert all(step["async/age_max"] <= 1 for step in witness.steps)
     check_each_once(trainer, consumed(witness.batches, group_size=4), rollout, num_in_flight=PER_STEP)

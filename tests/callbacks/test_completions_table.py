@@ -146,14 +146,6 @@ def test_a_table_on_a_terminal(tmp_path: Path) -> None:
     assert re.search(r"2\+2=\s+│ 55\s+│\s+0\.000", shown)
 
 
-def test_markup_in_a_completion_is_text() -> None:
-    batch = make_batch()
-    add_rewards(batch)
-    row = summary_rows(batch, 1)[0] | {"completion": "[/bold] | <b>\nx"}
-    assert shorten(row["completion"], 20) == "[/bold] | <b> x"
-    assert spread_by_reward([row], 5) == [row]
-
-
 @pytest.mark.parametrize(("num", "rewards"), [(0, []), (1, [5]), (2, [5, 1]), (3, [5, 3, 1]), (9, [5, 4, 3, 2, 1])])
 def test_rows_are_spread_from_best_to_worst(num: int, rewards: list[int]) -> None:
     rows = [{"reward": float(reward)} for reward in (3, 1, 5, 2, 4)]

@@ -12,12 +12,6 @@ from rlightning.parallel.execution_mode import ExecutionMode, is_controller
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
-def test_a_plain_run_is_spmd(tmp_path: Path) -> None:
-    mode = ControllerMode()
-    make_trainer(tmp_path, mode, max_steps=1).fit(ObservedModule(), loader())
-    assert mode.resolved is ExecutionMode.SPMD and not is_controller()
-
-
 def test_what_the_strategy_declares_holds_before_training_starts(tmp_path: Path) -> None:
     class LooksBeforeTraining(ObservedModule):
         def configure_model(self) -> None:

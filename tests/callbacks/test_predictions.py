@@ -43,11 +43,6 @@ def test_an_object_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert [p.name for p in tmp_path.iterdir()] == ["predictions.jsonl"]
 
 
-def test_a_path_of_ones_own(tmp_path: Path) -> None:
-    predict(tmp_path, JSONLPredictions(str(tmp_path / "new" / "mine.jsonl")))
-    assert len((tmp_path / "new" / "mine.jsonl").read_text().splitlines()) == 4
-
-
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "predictions.jsonl").write_text("precious")
     with pytest.raises(ConfigError, match=r"predictions.jsonl' is there already and is not overwritten"):

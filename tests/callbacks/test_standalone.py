@@ -46,21 +46,21 @@ OVERSAMPLES = {"oversample": 1.0}
 """Colocated: as many prompts in flight."""
 
 
-class Strikes(RLCallback):
+class EngineFaults(RLCallback):
     """Kills or stops an engine in the updates of chosen steps; waits in others until all engines are up again.
 
     One that is stopped may hang for 2 s; those that are at work have all the time that a busy machine takes from them.
     """
 
-    def __init__(self, strikes: dict[int, tuple[int, signal.Signals]], waits: tuple[int, ...] = ()) -> None:
-        self.strikes, self.waits = strikes, waits
+    def __init__(self, faults: dict[int, tuple[int, signal.Signals]], waits: tuple[int, ...] = ()) -> None:
+        self.faults, self.waits = faults, waits
         self.sessions: list[int] = []
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         engines = module.generator._engines.engines
         self.sessions += [engine.process.pid for engine in engines]
-        if module.weight_version in self.strikes:
-            number, how = self.strikes[module.weight_version]
+        if module.weight_version in self.faults:
+            number, how = self.faults[module.weight_version]
             process = engines[number].process
             os.kill(process.pid, how)
             if how is signal.SIGSTOP:
@@ -240,9 +240,9 @@ def test_killed_or_hung_engines_restart_during_run(
     engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     witness = Witness()
-    strikes = Strikes({1: (0, signal.SIGKILL), 3: (1, signal.SIGSTOP)}, waits=(2, 4))
+    faults = EngineFaults({1: (0, signal.SIGKILL), 3: (1, signal.SIGSTOP)}, waits=(2, 4))
     rollout = make_rollout(placement="standalone", num_engines=2, max_staleness=1)
-    trainer = make_trainer(tmp_path, 5, rollout, strikes, witness)
+    trainer = make_trainer(tmp_path, 5, rollout, faults, witness)
     trainer.fit(make_module(engine_model), make_data(tmp_path))
     assert trainer.global_step == 5
     assert caplog.text.count("Engine 0 is restarted, once in this step: The engine died") == 1
@@ -251,8 +251,8 @@ def test_killed_or_hung_engines_restart_during_run(
     check_staleness(witness.batches, 1)
     check_each_once(trainer, consumed(witness.batches), rollout, num_in_flight=PER_STEP)
     # Each came back, was verified, and was sent what the other one had.
-    assert len(set(strikes.sessions)) == 4
-    assert not any(in_session(session) for session in set(strikes.sessions))
+    assert len(set(faults.sessions)) == 4
+    assert not any(in_session(session) for session in set(faults.sessions))
 
 
 @pytest.mark.processes
@@ -330,7 +330,7 @@ def test_resume_with_other_sampling_requeues_completions(
     ]
 
 
-class ArmAndWait(Strikes):
+class ArmAndWait(EngineFaults):
     """Sets a moment for the sync that ends the update of a step, and waits in others."""
 
     def __init__(self, moments: dict[int, str], waits: tuple[int, ...]) -> None:

@@ -30,7 +30,7 @@ def test_largest_groups_go_first_to_least_loaded_rank() -> None:
 
 
 def test_minibatches_are_balanced_separately_without_empty_ranks() -> None:
-    # One group a minibatch: whoever has nothing yet takes it.
+    # One group a minibatch: a rank that has nothing yet gets it.
     assert assign_groups([7, 7, 7], [[0], [1], [2]], 3) == [0, 1, 2]
     assert assign_groups([9, 1, 8, 2], [[0, 1], [2, 3]], 2) == [0, 1, 1, 0]
 

@@ -45,12 +45,6 @@ def test_ranks_are_weighed_by_their_counts() -> None:
     assert means.compute(lambda table: table + other, alone) == {"a": 3.0}
 
 
-def test_values_keep_no_graph() -> None:
-    means = RunningMeans()
-    means.add({"a": torch.ones(3, requires_grad=True) * 2})
-    assert not any(tensor.requires_grad for tensor in means._sums.values())
-
-
 def test_rollout_metrics_by_hand() -> None:
     # Three groups: rewards 1 and 0 and one failed; 2 and 2; both failed
     batch = make_batch([[[0], [3, 0], [3, 3]], [[4], [5, 6, 7, 0]], [[0], [0]]])
