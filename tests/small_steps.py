@@ -24,6 +24,16 @@ def train(module: RLModule, folder: Path, max_steps: int, *callbacks: Any, **kwa
     return copy_weights(module)
 
 
+def weight_lists(module: RLModule) -> dict[str, list[Any]]:
+    """The weights as JSON has them, to the bit."""
+    return {name: weight.tolist() for name, weight in copy_weights(module).items()}
+
+
+def as_tensors(lists: dict[str, list[Any]]) -> Weights:
+    """In float64, what :func:`weight_lists` gave."""
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()}
+
+
 def assert_close(got: Weights, expected: Weights, tolerance: float = 0.0) -> None:
     """Each weight, to so much."""
     for name, weight in expected.items():
