@@ -75,10 +75,7 @@ class Throughput(PhaseTimer):
     def on_step_timed(self, trainer: Loop, module: object) -> None:
         """Put the step's numbers together and log them; what this step does not have, such as an update, is NaN."""
         absent = dict.fromkeys(self.last, math.nan)
-        self.last = {"time/step": self.step_seconds}
-        self.last |= {f"time/{phase}": seconds for phase, seconds in self.phase_seconds.items()}
-        if self.num_tokens:
-            self.last["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
+        self.last = self.timings
         peak = device_peak(platform.device_of(trainer, module))
         if self._update_flops and peak is not None:
             self.last["throughput/update_mfu"] = self._update_flops / (self.phase_seconds["update"] * peak)

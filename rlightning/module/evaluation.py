@@ -73,12 +73,12 @@ class EvaluationSteps(UpdateModule):
     validation_failures: dict[int, FailureCount]
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Complete a validation set's prompts and log its rewards and pass@k."""
-        self._log_validation(prompts, dataloader_idx, "val")
+        """Evaluate prompts of a validation set, as :meth:`log_evaluation` does."""
+        self.log_evaluation(prompts, dataloader_idx, "val")
 
     def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """As :meth:`validation_step`."""
-        self._log_validation(prompts, dataloader_idx, "test")
+        self.log_evaluation(prompts, dataloader_idx, "test")
 
     def on_validation_epoch_start(self) -> None:
         """Count failed rewards anew."""
@@ -141,8 +141,8 @@ class EvaluationSteps(UpdateModule):
             )
         return self.generator
 
-    def _log_validation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        """Complete and reward this rank's share of a batch of a set, and log it as ``<prefix>/<set>/...``."""
+    def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
+        """Complete and reward this rank's prompts of a set; log rewards and pass@k as ``<prefix>/<set>/...``."""
         chosen: ValidationSet = self.trainer.datamodule.validation_sets[dataloader_idx]  # type: ignore[attr-defined]
         failures = self.validation_failures.setdefault(dataloader_idx, self._count_failures(chosen, dataloader_idx))
         num_samples = chosen.samples_per_prompt
