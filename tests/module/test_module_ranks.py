@@ -72,7 +72,7 @@ def train(folder: Path, model: str, case: tuple[str, dict[str, Any]], num_ranks:
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     # In float32 Adam takes a whole step where a gradient is nothing but rounding.
     sampler = UseGenerator(Branching if "kl_coef" in arguments else ActorGenerator)
-    data = make_data(folder)
+    data: Any = make_data(folder)
     make_trainer(folder, 3, sampler, precision="64-true", **ranks).fit(module, data)
     taken = module.taken if isinstance(module, Picky) else None
     return {"weights": weight_lists(module), "taken": taken, "position": data.stream.position}
