@@ -132,7 +132,7 @@ class CompletionsTable(RunCallback):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
         if has(module, HasTensorParallelRank) and module.tensor_parallel_rank > 0:
-            self._pending = None
+            self._pending, self._rollouts = None, []
             return
         self._pending = (step, batch)
         self._flush(trainer, module)

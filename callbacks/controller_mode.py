@@ -29,7 +29,7 @@ class ControllerMode(RLCallback):
 
     Args:
         mode: "auto" is what the strategy declares, "spmd" where it declares nothing.
-        controller: name or address of the controller that a worker takes orders from, where the strategy has none.
+        controller: name or address of the controller that a worker takes commands from, where the strategy has none.
 
     Attributes:
         resolved: the mode, once ``setup`` has run.

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class DeviceSyncBeforeBarrier(RLCallback):
     """Each rank waits for its device before it enters a barrier.
 
-    A barrier is a meeting of processes; what they queued on their devices may still run when it returns. Whoever then
+    A barrier waits for processes; what they queued on their devices may still run when it returns. A process that then
     reads another rank's memory, files or engine finds them half-written. With this callback all device work that any
     rank had queued before the barrier is finished when it returns. On the CPU, and in a controller, nothing is waited
     for.

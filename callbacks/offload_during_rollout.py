@@ -111,17 +111,11 @@ class OffloadDuringRollout(RunCallback):
         if not self._is_engine_awake:
             self._restore(module)
 
-    def on_validation_end(self, trainer: Loop, module: object) -> None:
+    def on_validation_end(self, trainer: Loop, pl_module: object) -> None:
         """As after a rollout."""
-        self.on_rollout_end(trainer, module, None)
+        self.on_rollout_end(trainer, pl_module, None)
 
-    def on_test_end(self, trainer: Loop, module: object) -> None:
-        """As after a rollout."""
-        self.on_rollout_end(trainer, module, None)
-
-    def on_predict_end(self, trainer: Loop, module: object) -> None:
-        """As after a rollout."""
-        self.on_rollout_end(trainer, module, None)
+    on_test_end = on_predict_end = on_validation_end
 
     def on_update_start(self, trainer: Loop, module: object, batch: object) -> None:
         """Take the device again, if nothing else has said that it is free."""
@@ -132,7 +126,7 @@ class OffloadDuringRollout(RunCallback):
         self._restore(None)  # in the middle of a save there is no logging
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Have everything there for whoever looks at it now."""
+        """Have everything on its device again."""
         super().on_exception(trainer, module, exception)
         try:
             self.teardown(trainer, module, "fit")

@@ -101,7 +101,8 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
             return
         step, total = self.trainer.global_step, total_steps(self.trainer)
         if self._shows_progress and (step % self._line_every_n_steps == 0 or step == total):
-            logger.info(" | ".join([_progress(step, total), *self._describe_step()]))
+            progress = f"step {step}" if total is None else f"step {step}/{total}"
+            logger.info(" | ".join([progress, *self._describe_step()]))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a line for each validation set."""
@@ -147,7 +148,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         if "completion/length" in metrics:
             texts.append(f"length {float(metrics['completion/length']):.1f}")
         if self.num_tokens:
-            texts.append(f"{self.num_tokens / max(self.step_seconds, 1e-9):,.0f} tokens/s")
+            texts.append(f"{self.timings['throughput/tokens_per_second']:,.0f} tokens/s")
         texts.append(" ".join(self._describe_seconds()))
         return texts
 
@@ -167,10 +168,6 @@ def total_steps(trainer: Trainer) -> int | None:
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and math.isfinite(trainer.num_training_batches):
         limits.append(trainer.max_epochs * int(trainer.num_training_batches))
     return min(limits, default=None)
-
-
-def _progress(step: int, total: int | None) -> str:
-    return f"step {step}" if total is None else f"step {step}/{total}"
 
 
 def validation_lines(step: int, metrics: dict[str, Tensor]) -> list[str]:

@@ -20,8 +20,8 @@ TENSOR_PARALLEL_DIMS = ("tensor_parallel", "tp")
 class RemotizeOnHeadOnly(RLCallback):
     """Only the first rank of each tensor-parallel group, its data-parallel head, stores results; others return None.
 
-    The ranks of such a group compute the same results. Whoever asks for them reads one copy, and so nobody frees the
-    others where that is not done by counting references (docs/rtensor.md).
+    The ranks of such a group compute the same results. One copy is read, and the others would never be freed where
+    references are not counted (docs/rtensor.md).
 
     It holds from ``setup`` to ``teardown`` or an exception, for all that
     :func:`~rlightning.controller.rtensor.store_tensors` is given. Before and after, in a process without a part in the

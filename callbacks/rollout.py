@@ -161,13 +161,9 @@ class RolloutCallback(RLCallback, Generator):
 
     @abstractmethod
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Start the sampler; may return before it is up.
+        """Start the sampler, for prompts of up to ``max_prompt_tokens``, or what the model allows if that is None.
 
-        Args:
-            stage: Lightning's.
-            device: of the actor.
-            sampling: of training completions.
-            max_prompt_tokens: of the longest prompt; None is whatever the model allows.
+        May return before it is up.
         """
 
     @property
@@ -176,11 +172,7 @@ class RolloutCallback(RLCallback, Generator):
         return self.environment is None or isinstance(self.environment, SingleTurn)
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
-        """Return how training completions are sampled: with the seed of ``seed_everything``, unless there is one.
-
-        Args:
-            device: of the actor.
-        """
+        """Return how training completions are sampled: with the seed of ``seed_everything``, unless there is one."""
         return self.sampling if self.sampling.seed is not None else replace(self.sampling, seed=run_seed())
 
     @property
@@ -208,6 +200,9 @@ class RolloutCallback(RLCallback, Generator):
     def make_verifier(self, sampler: TokenSampler, dtype: torch.dtype) -> TrajectoryVerifier | None:
         """Return what verifies trajectories, on rank 0; None if they are not to be."""
         return TrajectoryVerifier(sampler, self.max_sequence_length, dtype) if self.verify_trajectories else None
+
+    def rest(self) -> None:
+        """Leave the device to the actor, where the sampler shares it; called when a rollout or a validation is over."""
 
     @abstractmethod
     def close(self) -> None:
@@ -274,42 +269,30 @@ class RolloutCallback(RLCallback, Generator):
         """Begin a step, in a loop without batches too."""
         self.begin_step()
 
-    def on_validation_start(self, trainer: Loop, module: object) -> None:
+    def on_validation_start(self, trainer: Loop, pl_module: object) -> None:
         """Draw from other random streams than training; a prompt may come again in another set of this validation."""
         self._streams.begin("evaluation")
 
-    def on_validation_end(self, trainer: Loop, module: object) -> None:
-        """Draw from the streams of training again."""
+    def on_validation_end(self, trainer: Loop, pl_module: object) -> None:
+        """Draw from the streams of training again, and leave the device to the actor."""
         self._streams.begin("training")
         if not self.is_single_turn:
             self.take_prefix_cache()  # which is none of a step
+        self.rest()
 
-    def on_test_start(self, trainer: Loop, module: object) -> None:
-        """As of a validation."""
-        self.on_validation_start(trainer, module)
-
-    def on_predict_start(self, trainer: Loop, module: object) -> None:
-        """As of a validation."""
-        self.on_validation_start(trainer, module)
-
-    def on_test_end(self, trainer: Loop, module: object) -> None:
-        """As of a validation."""
-        self.on_validation_end(trainer, module)
-
-    def on_predict_end(self, trainer: Loop, module: object) -> None:
-        """As of a validation."""
-        self.on_validation_end(trainer, module)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     # Metrics of environments
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Log what environments have made of the step so far; a collective, if there are any."""
+        """Log what environments have made of the step so far, a collective, if there are any; leave the device."""
         self._check_supports(batch)
-        if self.is_single_turn:
-            return
-        self._turns.add(batch.trajectories)
-        self._turns.prefix_cache.add(self.take_prefix_cache())
-        log_metrics(module, turn_metrics(gather_objects(self._turns, name="turns")))
+        if not self.is_single_turn:
+            self._turns.add(batch.trajectories)
+            self._turns.prefix_cache.add(self.take_prefix_cache())
+            log_metrics(module, turn_metrics(gather_objects(self._turns, name="turns")))
+        self.rest()
 
     # Sampling
 

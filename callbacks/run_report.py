@@ -153,18 +153,12 @@ class RunReport(PhaseTimer):
     def record(self, step: int, metrics: Mapping[str, float | torch.Tensor]) -> None:
         """Take the metrics of a finished rollout step, by the names of docs/metrics.md; times and tokens/s are added.
 
-        In a controller those of ``metrics`` count: its workers have measured them, where the work was done.
-
-        Args:
-            step: counted from 1.
-            metrics: numbers, or tensors of one element.
+        In a controller those of ``metrics`` count: its workers have measured them, where the work was done. Steps are
+        counted from 1.
         """
-        own = {"time/step": self.step_seconds} | {f"time/{name}": s for name, s in self.phase_seconds.items()}
-        if self.num_tokens:
-            own["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
         self._step = step
         given = {n: v for n, v in metrics.items() if n not in ("step", "epoch")}
-        own |= memory_gib()
+        own = self.timings | memory_gib()
         self.history.add(step, own | given if is_controller() else given | own)
 
     def write(self, path: Path, *, module: object = None, status: str = "finished", config: str | None = None) -> None:

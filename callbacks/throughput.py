@@ -25,8 +25,6 @@ from rlightning.protocols import (
 )
 from rlightning.types import RolloutBatch
 
-_GIB = 2**30
-
 
 class Throughput(PhaseTimer):
     """Measures each step: seconds by phase, tokens per second, memory, and of the update its MFU.
@@ -77,10 +75,7 @@ class Throughput(PhaseTimer):
     def on_step_timed(self, trainer: Loop, module: object) -> None:
         """Put the step's numbers together and log them; what this step does not have, such as an update, is NaN."""
         absent = dict.fromkeys(self.last, math.nan)
-        self.last = {"time/step": self.step_seconds}
-        self.last |= {f"time/{phase}": seconds for phase, seconds in self.phase_seconds.items()}
-        if self.num_tokens:
-            self.last["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
+        self.last = self.timings
         peak = device_peak(platform.device_of(trainer, module))
         if self._update_flops and peak is not None:
             self.last["throughput/update_mfu"] = self._update_flops / (self.phase_seconds["update"] * peak)
@@ -134,12 +129,12 @@ def log_metrics(module: object, metrics: dict[str, float]) -> None:
 
 def memory_gib() -> dict[str, float]:
     """Memory of this process in GiB; of the GPU only if it uses one already."""
-    memory = {"memory/rss_gib": _resident_bytes() / _GIB}
+    memory = {"memory/rss_gib": _resident_bytes() / platform.GIB}
     device_memory = platform.memory_use()
     if device_memory is not None:
-        memory["memory/allocated_gib"] = device_memory.allocated / _GIB
-        memory["memory/reserved_gib"] = device_memory.reserved / _GIB
-        memory["memory/peak_gib"] = device_memory.peak / _GIB
+        memory["memory/allocated_gib"] = device_memory.allocated / platform.GIB
+        memory["memory/reserved_gib"] = device_memory.reserved / platform.GIB
+        memory["memory/peak_gib"] = device_memory.peak / platform.GIB
     return memory
 
 

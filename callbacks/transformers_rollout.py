@@ -15,7 +15,7 @@ from rlightning.models import load_config
 from rlightning.models.files import torch_dtype
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import any_rank, global_rank
-from rlightning.protocols import Loop, SampledPolicy
+from rlightning.protocols import SampledPolicy
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.canary import InProcessSampler
 from rlightning.rollout.decoding import CACHE_STEP
@@ -29,7 +29,6 @@ from rlightning.rollout.transformers_sampler import (
     send_shards,
 )
 from rlightning.rollout.vllm.memory import read_engine
-from rlightning.types import RolloutBatch
 
 
 class TransformersRollout(RolloutCallback):
@@ -132,16 +131,6 @@ class TransformersRollout(RolloutCallback):
         dtype = str(self._sampler_dtype).removeprefix("torch.")
         return f"transformers in the trainer's process, {dtype}, {self.max_sequences} sequences at once"
 
-    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Leave the device to the actor."""
-        super().on_rollout_end(trainer, module, batch)
-        self._rest()
-
-    def on_validation_end(self, trainer: Loop, module: object) -> None:
-        """Leave the device to the actor."""
-        super().on_validation_end(trainer, module)
-        self._rest()
-
     def sync_weights(self) -> None:
         """Bring the actor's weights into the sampler, if they have changed; all ranks take part."""
         trainer, module, sampler = self._trainer, self._module, self._sampler
@@ -169,13 +158,7 @@ class TransformersRollout(RolloutCallback):
         return torch_dtype(name)
 
     def make_sampler(self, module: SampledPolicy, device: torch.device, dtype: torch.dtype) -> Sampler:
-        """Return the sampler, which has no weights yet; override it for one of your own (docs/samplers.md).
-
-        Args:
-            module: the policy; see :class:`~rlightning.callbacks.VLLMRollout`.
-            device: of rank 0.
-            dtype: of the sampler.
-        """
+        """Return the sampler, which has no weights yet; override it for one of your own (docs/samplers.md)."""
         trusted = trusts_remote_code(module)
         return TransformersSampler(
             load_config(module.model_path, trust_remote_code=trusted),
@@ -194,7 +177,8 @@ class TransformersRollout(RolloutCallback):
         self._verified = InProcessSampler(self._sampler, runner.loop)
         return runner
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
+        """Free the copy of the weights, where it shares the actor's device."""
         if self._collector is None or not can_sleep(self._device):
             return
         if self._sampler is not None:

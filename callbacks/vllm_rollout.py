@@ -35,7 +35,7 @@ from rlightning.rollout.rank_engines import RankEngines, check_group_size, coloc
 from rlightning.rollout.requests import check_requests, with_run_seed
 from rlightning.rollout.weight_sync import WeightSync
 from rlightning.run_dir import run_dir
-from rlightning.types import Prompt, RolloutBatch, Trajectory
+from rlightning.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from rlightning.rollout.ray_engines import RayEngines
@@ -289,11 +289,6 @@ class VLLMRollout(RolloutCallback):
         """Note that what the step has taken is not in flight any more: a checkpoint may be written next."""
         self.in_flight.end_step()
 
-    def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Leave the device to the actor."""
-        super().on_rollout_end(trainer, module, batch)
-        self._rest()
-
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
         """Send the weights to engines that go on generating; begin a step."""
         if self.max_staleness and self._engines is not None:
@@ -301,29 +296,14 @@ class VLLMRollout(RolloutCallback):
             self.collector.weights.sync_weights()
         super().on_update_end(trainer, module, batch)
 
-    def on_validation_end(self, trainer: Loop, module: object) -> None:
-        """Leave the device to the actor."""
-        super().on_validation_end(trainer, module)
-        self._rest()
-
     def on_validation_batch_start(
-        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Loop, pl_module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Reset the restart budget of the engines."""
         if self._engines is not None:
             self._engines.reset_restart_budget()
 
-    def on_test_batch_start(
-        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """As of a validation."""
-        self.on_validation_batch_start(trainer, module, batch, batch_idx, dataloader_idx)
-
-    def on_predict_batch_start(
-        self, trainer: Loop, module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """As of a validation."""
-        self.on_validation_batch_start(trainer, module, batch, batch_idx, dataloader_idx)
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def begin_step(self) -> None:
         """Reset the restart budget of the engines, and report whether trainer or engines wait for the other side."""
@@ -368,18 +348,9 @@ class VLLMRollout(RolloutCallback):
     ) -> list[list[Trajectory]]:
         """Hand in prompts and take the trajectories of as many; with prompts in flight, perhaps of earlier ones.
 
-        ``max_staleness`` steps' worth of further prompts keep the engines busy while the actor is updated.
-
-        Args:
-            prompts: of this rank.
-            num_samples: of each.
-            sampling: how.
-            on_completed: as of :meth:`generate`, where nothing is in flight; else called for each group that is taken,
-                in a run of one rank.
-            take_prompts: gives this rank that many further prompts; without it there are no others than those given.
-
-        Returns:
-            The trajectories of each.
+        ``max_staleness`` steps' worth of further prompts, which ``take_prompts`` gives this rank, keep the engines busy
+        while the actor is updated. ``on_completed`` is as of :meth:`generate` where nothing is in flight; else it is
+        called for each group that is taken, in a run of one rank.
         """
         plan = self._module.plan if has(self._module, HasPlan) else None
         counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")
@@ -434,7 +405,8 @@ class VLLMRollout(RolloutCallback):
             self._is_started = True
             self._engines.start()
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
+        """Have the engines give their memory back, where they share the actor's device."""
         if self._engines is None or self._network is None or not self._engines.can_sleep:
             return
         self._network.wait_until_idle()

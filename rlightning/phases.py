@@ -44,6 +44,14 @@ class PhaseTimer(RunCallback):
         self._num_update_tokens = 0
         self._prompt_indices: list[int] = []
 
+    @property
+    def timings(self) -> dict[str, float]:
+        """The last step's seconds and its tokens a second, by the names of docs/metrics.md."""
+        timings = {"time/step": self.step_seconds} | {f"time/{phase}": s for phase, s in self.phase_seconds.items()}
+        if self.num_tokens:
+            timings["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
+        return timings
+
     def on_step_timed(self, trainer: Loop, module: object) -> None:
         """Called when a step is over and its times are there."""
 

@@ -162,6 +162,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="session")
+def engine_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model of runs with a real engine, that no test changes."""
+    from engine_run import save_model
+
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as a user of the command line has it, which is this process's current one."""

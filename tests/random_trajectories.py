@@ -83,3 +83,15 @@ def make_trajectory(index: int, lengths: Sequence[int], turn_rewards: list[float
         branches[-1].append([4, 5], len(turns))
         turns.append(Turn({"role": "tool", "content": ""}))
     return Trajectory(Prompt(index, "", [1, 2], {}), tuple(branches), tuple(turns), turn_rewards=turn_rewards)
+
+
+def two_branches(prompt: Prompt, first: Sample, history: Sequence[int], second: Sample) -> Trajectory:
+    """A completion, then another one after a history that was written anew."""
+    branches = (Branch(), Branch("history_edited"))
+    for place, (branch, tokens, sample) in enumerate(
+        zip(branches, (prompt.token_ids, history), (first, second), strict=True)
+    ):
+        branch.append(tokens)
+        branch.append_sample(sample, place)
+    turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in (first, second))
+    return Trajectory(prompt, branches, turns)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+T = TypeVar("T")
 
-def run_ranks(work: Callable[..., None], num_ranks: int, folder: Path, *args: Any, device_type: str = "cpu") -> None:
-    """Call ``work(folder, *args)`` in ``num_ranks`` processes of one group; fail if one of them fails."""
+
+def run_ranks(work: Callable[..., T], num_ranks: int, folder: Path, *args: Any, device_type: str = "cpu") -> list[T]:
+    """What ``work(folder, *args)`` returns, as JSON has it, in each process of one group; fail if one of them fails."""
     (folder / "store").unlink(missing_ok=True)
-    finish(start_calls(_join, num_ranks, folder, work, args, device_type))
+    return finish(start_calls(_join, num_ranks, folder, work, args, device_type))
 
 
-def _join(folder: Path, work: Callable[..., None], args: tuple[Any, ...], device_type: str) -> None:
+def _join(folder: Path, work: Callable[..., T], args: tuple[Any, ...], device_type: str) -> T:
     rank, num_ranks, _ = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     try:
-        work(folder, *args)
+        return work(folder, *args)
     finally:
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from tiny import copy_weights, make_data, make_trainer, share_of_ones
 from torch import Tensor
 
 from rlightning.algorithms import GRPO
+from rlightning.hooks import RLCallback
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch
@@ -23,6 +24,16 @@ def train(module: RLModule, folder: Path, max_steps: int, *callbacks: Any, **kwa
     return copy_weights(module)
 
 
+def weight_lists(module: RLModule) -> dict[str, list[Any]]:
+    """The weights as JSON has them, to the bit."""
+    return {name: weight.tolist() for name, weight in copy_weights(module).items()}
+
+
+def as_tensors(lists: dict[str, list[Any]]) -> Weights:
+    """In float64, what :func:`weight_lists` gave."""
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()}
+
+
 def assert_close(got: Weights, expected: Weights, tolerance: float = 0.0) -> None:
     """Each weight, to so much."""
     for name, weight in expected.items():
@@ -34,3 +45,30 @@ class ComputesAll(GRPO):
 
     def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
         return torch.zeros(batch.num_sequences, dtype=torch.bool)
+
+
+def matrices_and_vectors(module: RLModule) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """The actor's parameters by shape, for two optimizers."""
+    parameters = list(module.loaded_actor.parameters())
+    return [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+
+
+def two_optimizers(module: RLModule) -> tuple[torch.optim.SGD, torch.optim.AdamW]:
+    """One for matrices, another one for norms."""
+    matrices, norms = matrices_and_vectors(module)
+    return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+
+
+class StepMetrics(RLCallback):
+    """Notes the metrics of each step."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def column(self, name: str) -> list[float]:
+        """One metric's values, a step each."""
+        return [metrics[name] for metrics in self.metrics]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        """Called when a step has logged its metrics."""
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})

@@ -3,11 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rlightning.algorithms.groups import GroupModule
-from rlightning.objectives import Aggregation, ClippedSurrogate, group_advantages
-from rlightning.types import RolloutBatch
+from rlightning.objectives import Aggregation, ClippedSurrogate
 
 
 class DrGRPO(GroupModule):
@@ -24,6 +21,8 @@ class DrGRPO(GroupModule):
         loss_aggregation: the paper's sum over a constant.
     """
 
+    scale_by_std = False
+
     def __init__(
         self,
         model: str | Path,
@@ -35,8 +34,3 @@ class DrGRPO(GroupModule):
     ) -> None:
         super().__init__(model, loss_aggregation=loss_aggregation, **kwargs)
         self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high)
-
-    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards less their group's mean: [T]."""
-        returns = self.returns(batch)
-        return returns.to_tokens(batch, group_advantages(returns.values, returns.group_ids, scale_by_std=False))

@@ -25,6 +25,9 @@ class GroupModule(RLModule):
             as many (:meth:`~rlightning.objectives.Returns.of_turns`).
     """
 
+    scale_by_std = True
+    """Whether advantages are divided by the group's standard deviation."""
+
     def __init__(self, model: str | Path, *, turn_baseline: TurnBaseline = "group", **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
         self.turn_baseline = turn_baseline
@@ -60,6 +63,7 @@ class GroupModule(RLModule):
         return Returns.of_turns(batch, turns, self.turn_discount, self.turn_baseline)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards less their group's mean, over its standard deviation: [T]."""
+        """Rewards less their group's mean, over its standard deviation unless ``scale_by_std`` is off: [T]."""
         returns = self.returns(batch)
-        return returns.to_tokens(batch, group_advantages(returns.values, returns.group_ids))
+        advantages = group_advantages(returns.values, returns.group_ids, scale_by_std=self.scale_by_std)
+        return returns.to_tokens(batch, advantages)

@@ -3,11 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rlightning.algorithms.groups import GroupModule
-from rlightning.objectives import Aggregation, ClippedSurrogate, group_advantages
-from rlightning.types import RolloutBatch
+from rlightning.objectives import Aggregation, ClippedSurrogate
 
 
 class GRPO(GroupModule):
@@ -41,9 +38,3 @@ class GRPO(GroupModule):
         super().__init__(model, kl_coef=kl_coef, loss_aggregation=loss_aggregation, **kwargs)
         self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
         self.scale_by_std = scale_by_std
-
-    def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards against their group's: [T]."""
-        returns = self.returns(batch)
-        advantages = group_advantages(returns.values, returns.group_ids, scale_by_std=self.scale_by_std)
-        return returns.to_tokens(batch, advantages)

@@ -65,15 +65,8 @@ class SFT(RLModule):
         """Ones [T]: every token of the data is as good as any other."""
         return torch.ones(batch.num_tokens, dtype=torch.float32)
 
-    def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the mean loss a token over the validation set's completions."""
-        self._log_loss(prompts, dataloader_idx, "val")
-
-    def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As :meth:`validation_step`."""
-        self._log_loss(prompts, dataloader_idx, "test")
-
-    def _log_loss(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
+    def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
+        """Log the mean loss a token over this rank's share of a batch of a set, as ``<prefix>/<set>/loss``."""
         batch = balance(self._pack(prompts), self.costs, tensor_parallel_size=self.tensor_parallel_size)
         limit = self.plan.max_tokens_per_microbatch
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)

@@ -41,13 +41,7 @@ def describe_base(lora: LoRA, model: str) -> dict[str, Any]:
 
 
 def check_resumed(saved: Mapping[str, Any] | None, lora: LoRA | None, model: str) -> None:
-    """Refuse to go on from a checkpoint of another adapter, or of another base.
-
-    Args:
-        saved: what the checkpoint says of its adapter; None if it has none.
-        lora: the run's.
-        model: the run's base.
-    """
+    """Refuse to go on from a checkpoint of another adapter or base; None stands for a run that trains all weights."""
     if saved is None and lora is None:
         return
     if saved is None or lora is None:

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -73,12 +73,12 @@ class EvaluationSteps(UpdateModule):
     validation_failures: dict[int, FailureCount]
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Complete a validation set's prompts and log its rewards and pass@k."""
-        self._log_validation(prompts, dataloader_idx, "val")
+        """Evaluate prompts of a validation set, as :meth:`log_evaluation` does."""
+        self.log_evaluation(prompts, dataloader_idx, "val")
 
     def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """As :meth:`validation_step`."""
-        self._log_validation(prompts, dataloader_idx, "test")
+        self.log_evaluation(prompts, dataloader_idx, "test")
 
     def on_validation_epoch_start(self) -> None:
         """Count failed rewards anew."""
@@ -141,10 +141,10 @@ class EvaluationSteps(UpdateModule):
             )
         return self.generator
 
-    def _log_validation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        """Complete and reward this rank's share of a batch of a set, and log it as ``<prefix>/<set>/...``."""
+    def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
+        """Complete and reward this rank's prompts of a set; log rewards and pass@k as ``<prefix>/<set>/...``."""
         chosen: ValidationSet = self.trainer.datamodule.validation_sets[dataloader_idx]  # type: ignore[attr-defined]
-        failures = self.validation_failures.setdefault(dataloader_idx, self._count_failures(dataloader_idx))
+        failures = self.validation_failures.setdefault(dataloader_idx, self._count_failures(chosen, dataloader_idx))
         num_samples = chosen.samples_per_prompt
         with self.rewarder.counting(failures):
             sampling = validation_sampling(self.sampling, chosen)
@@ -158,10 +158,9 @@ class EvaluationSteps(UpdateModule):
             sync_dist=True,
         )
 
-    def _count_failures(self, dataloader_idx: int) -> FailureCount:
+    def _count_failures(self, chosen: "ValidationSet", dataloader_idx: int) -> FailureCount:
         """The failures of a validation set, of which there are none yet."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        chosen: ValidationSet = data.validation_sets[dataloader_idx]
+        data: object = self.trainer.datamodule  # type: ignore[attr-defined]
         sets = data.validation_prompts if has(data, HasValidationPrompts) else None
         num_samples = len(sets[dataloader_idx]) * chosen.samples_per_prompt if sets else sys.maxsize
         return FailureCount(num_samples, self.rewarder.max_failed_share, f" of the validation set '{chosen.name}'")

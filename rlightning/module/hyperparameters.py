@@ -94,7 +94,7 @@ def _parameters(kind: type) -> dict[str, Any]:
     return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     value = to_number(value)
     if isinstance(value, range) or (isinstance(value, np.ndarray) and value.ndim == 1):
         value = to_python(list(value))
@@ -104,8 +104,10 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
+    if type(value) is list:
+        return [_plain(one) for one in value]
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
     if is_dataclass(value) and not isinstance(value, type):
         given = field_values(value)
         settings = {field.name: _plain(given[field.name]) for field in fields(value) if field.init}
@@ -113,12 +115,12 @@ def _plain(value: Any) -> Any:
     raise _NotPlainError
 
 
-def _named(reward: object) -> Any:
+def _named(reward: object) -> object:
     """A reward, or several, with each function's dotted path in place of the function."""
     if isinstance(reward, list | tuple):
         return [_named(one) for one in reward]
     if isinstance(reward, RewardFunction):
-        return replace(reward, function=_named(reward.function))
+        return replace(reward, function=_dotted_path(reward.function)) if callable(reward.function) else reward
     return _dotted_path(reward) if callable(reward) else reward
 
 
@@ -134,12 +136,14 @@ def _dotted_path(thing: object) -> str:
     return f"{module}.{name}"
 
 
-def _restore(value: Any) -> Any:
+def _restore(value: object) -> object:
     if isinstance(value, dict) and value.keys() == {"class_path", "init_args"}:
         kind = locate(value["class_path"])
         if not (isinstance(kind, type) and is_dataclass(kind)):
             raise ConfigError(f"The checkpoint names {value['class_path']}, which is no dataclass that can be found.")
-        return kind(**_restore(value["init_args"]))
+        return kind(**{name: _restore(inner) for name, inner in value["init_args"].items()})
     if isinstance(value, dict):
         return {name: _restore(inner) for name, inner in value.items()}
-    return type(value)(map(_restore, value)) if type(value) in (list, tuple) else value
+    if type(value) is list:
+        return [_restore(one) for one in value]
+    return tuple(map(_restore, value)) if type(value) is tuple else value

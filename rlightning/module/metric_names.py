@@ -37,10 +37,6 @@ OF_SECTIONS = {
 def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:
     """Return the names that a run may log, before it does.
 
-    Args:
-        trainer: with its callbacks and its data module.
-        module: the algorithm.
-
     Returns:
         Names, with a ``<placeholder>`` for numbers and moments; None where a class of the user's may log others.
     """

@@ -26,12 +26,7 @@ class RunningMeans:
 
     @torch.no_grad()
     def add(self, values: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
-        """Take in values, each [T] or [M].
-
-        Args:
-            values: by metric name.
-            mask: which of them count; all when None.
-        """
+        """Take in values, each [T] or [M], by metric name; all of them, or those that ``mask`` chooses."""
         for name, value in values.items():
             chosen = value.double() if mask is None else torch.where(mask, value.double(), 0)
             count = chosen.new_full((), value.numel()) if mask is None else mask.sum()
@@ -39,13 +34,7 @@ class RunningMeans:
             self._counts[name] = self._counts.get(name, 0) + count
 
     def add_share(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Take in two counts, of which the metric is the quotient.
-
-        Args:
-            name: of the metric.
-            part: a scalar.
-            whole: a scalar that ``part`` is a part of.
-        """
+        """Take in two counts, scalars, of which the metric is the quotient."""
         self._sums[name] = self._sums.get(name, 0) + part.double()
         self._counts[name] = self._counts.get(name, 0) + whole
 
@@ -56,12 +45,7 @@ class RunningMeans:
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
     def compute(self, all_sum: Reduce, all_max: Reduce) -> dict[str, float]:
-        """The means over everything taken in, and the maxima. Every rank must have taken in the same names.
-
-        Args:
-            all_sum: over the ranks that have taken in different values.
-            all_max: over the same.
-        """
+        """The means and the maxima over all that the ranks have taken in, by names that are the same on each."""
         result: dict[str, float] = {}
         if self._sums:
             table = torch.stack(

@@ -83,23 +83,19 @@ def _check_keys(entry: dict[str, Any], known: Sequence[str], required: str, of: 
         raise ConfigError(f"{METHOD} returns a dictionary{of} without the key '{required}'. {FORMS}")
 
 
-def _without_nones(found: Any) -> Any:
+def _without_nones(found: object) -> object:
     """The form without schedules that are None, which Lightning would take for schedules."""
     if isinstance(found, dict):
         return {key: value for key, value in found.items() if key != "lr_scheduler" or value is not None}
-    return type(found)(map(_without_nones, found)) if type(found) in (list, tuple) else found
+    if type(found) is list:
+        return [_without_nones(one) for one in found]
+    return tuple(map(_without_nones, found)) if type(found) is tuple else found
 
 
 def prepare_optimizers(
     network: nn.Module, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, max_steps: int = -1
 ) -> None:
     """Refuse what the module's own steps cannot do, before the first; schedule groups that were added to an optimizer.
-
-    Args:
-        network: what they train.
-        optimizers: as ``configure_optimizers`` returned them.
-        schedules: the same, in Lightning's form.
-        max_steps: rollout steps of the run; -1 if unlimited.
 
     Raises:
         ConfigError: for an optimizer that needs a closure or sparse gradients, a schedule that needs a metric, that
@@ -168,10 +164,7 @@ def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> No
 def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str]) -> None:
     """Drop gradients that no optimizer steps on: they would add up from step to step, and count in the norm.
 
-    Args:
-        network: after the backward passes of an optimizer step.
-        optimizers: plain, or wrapped by Lightning.
-        named: parameters that a warning has named; gets those that this one names.
+    A warning names their parameters, but for those that are in ``named``, which gets them.
     """
     held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     left = {p for p in network.parameters() if p.grad is not None and p not in held}
@@ -197,12 +190,8 @@ def listed(found: object) -> list[Any]:
 def step_optimizers(wrapped: Sequence[Any], *, is_last: bool) -> None:
     """Step all optimizers, and clear the gradients.
 
-    Lightning counts the steps of its own wrappers. The first one, the actor's, steps once a rollout, so that
-    ``max_steps`` counts rollouts.
-
-    Args:
-        wrapped: by Lightning.
-        is_last: whether this is the rollout's last step.
+    Lightning counts the steps of its own wrappers. The first one, the actor's, steps with the rollout's last step, so
+    that ``max_steps`` counts rollouts.
     """
     for number, optimizer in enumerate(wrapped):
         (optimizer if is_last and number == 0 else optimizer.optimizer).step()
@@ -210,12 +199,7 @@ def step_optimizers(wrapped: Sequence[Any], *, is_last: bool) -> None:
 
 
 def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) -> None:
-    """Step each schedule after every rollout, or after each n-th where its ``frequency`` is n.
-
-    Args:
-        schedules: in Lightning's form.
-        num_rollouts: trained on, this one included.
-    """
+    """Step each schedule after every rollout, or after each n-th where its ``frequency`` is n."""
     for config in schedules:
         if num_rollouts % config.frequency == 0:
             config.scheduler.step()  # type: ignore[call-arg]  # one by a metric has been refused

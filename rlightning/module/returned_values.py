@@ -8,13 +8,7 @@ from rlightning.foreign_text import cut_value
 
 
 def returned_tensor(values: object, length: int, method: str, unit: str) -> Tensor:
-    """Return what a method returned as a tensor; a list of numbers or an array becomes one, whole numbers floats.
-
-    Args:
-        values: what it returned.
-        length: the number of values that it has to return, in one dimension.
-        method: its name, for the error.
-        unit: what there is a value of, for the error, such as "tokens".
+    """Return the values of a method, one for each ``unit``, as a tensor [length]; whole numbers become floats.
 
     Raises:
         ConfigError: they are no numbers, or not as many.
@@ -34,11 +28,6 @@ def returned_tensor(values: object, length: int, method: str, unit: str) -> Tens
 
 def returned_loss(values: object, num_tokens: int, term: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what a term of the loss returned: [T] losses, and [T] values by name for the metrics.
-
-    Args:
-        values: what it returned.
-        num_tokens: T.
-        term: its name, for the error.
 
     Raises:
         ConfigError: it is no such pair.

@@ -124,18 +124,13 @@ class RLModule(EvaluationSteps):
 
         The data module calls this: a resumed run must find these columns as they were. They are those that the reward
         functions read; of an override of :meth:`compute_rewards` all are.
-
-        Args:
-            columns: of the set.
         """
         return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
         """Refuse a prompt set whose reference answers do not reward themselves; the data module calls this on rank 0.
 
-        Args:
-            prompts: of one set.
-            where: gives the file and line of a row.
+        The error says ``where`` a row is, by file and line.
         """
         if self.generates and self._has_own_rewards:
             self.rewarder.check_answers(prompts, where)

@@ -95,11 +95,6 @@ def make_optimizers(
     """Return the trained roles' optimizers and schedules, the actor's first.
 
     The module's own parameters, in no role, have two groups of their own behind the actor's two.
-
-    Args:
-        module: has the trained networks.
-        roles: with their networks.
-        trainer: Lightning's.
     """
     is_on_host = isinstance(trainer.strategy, FSDP) and trainer.strategy.cpu_offload == "optimizer"
     in_roles = {parameter for role in roles.values() for parameter in role.parameters()}

@@ -10,15 +10,7 @@ from rlightning.module.roles import ACTOR
 
 
 def check_saved_weights(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse weights that a module has no place for, and a module that has others.
-
-    Args:
-        saved: by name, of a checkpoint.
-        own: the module's.
-
-    Raises:
-        ConfigError: with the first name that differs, and what to do about it.
-    """
+    """Refuse weights of a checkpoint that a module has no place for, and a module that has others, by the first."""
     for name, tensor in own.items():
         if name not in saved and not name.startswith(f"{ACTOR}."):
             raise ConfigError(

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Trainer
@@ -30,12 +30,10 @@ NAME_WIDTH = 8
 """Characters that a row's name takes."""
 
 
-def describe_start(trainer: Trainer, module: Any) -> str:
+def describe_start(trainer: Trainer, module: "RLModule") -> str:
     """Return the block: a row for each of what is trained, on what, in which steps, and where it goes.
 
-    Args:
-        trainer: Lightning's, with its devices set up and the callbacks' ``setup`` done.
-        module: an RLModule, which Lightning's callbacks know as a LightningModule, before its weights are loaded.
+    The callbacks' ``setup`` is done, and no weights are loaded yet.
     """
     is_fit = trainer.state.fn == "fit"
     num_parameters = count_weights(module.model_config).total

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -113,25 +114,18 @@ def check_data_source(trainer: Trainer, module: LightningModule) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of the Trainer's that make no sense here, before it is built.
-
-    Args:
-        options: all of them, as they were given.
-    """
+    """Refuse options of the Trainer's, all of them as they were given, that make no sense here, before it is built."""
     check_strategy(options["strategy"])
     check_unused_options(options)
 
 
 def check_unused_options(options: Mapping[str, Any]) -> None:
-    """Refuse float16, and options that would be applied to nothing.
-
-    Args:
-        options: of the Trainer, by name.
-    """
+    """Refuse float16, and options of the Trainer that would be applied to nothing."""
     check_precision(options["precision"])
     for name, (default, reason) in _REFUSED_OPTIONS.items():
-        if options[name] != default:
-            value = str(options[name]).lower() if isinstance(options[name], bool) else options[name]
+        given = options[name]
+        if given != default:
+            value = str(given).lower() if isinstance(given, bool) else given.value if isinstance(given, Enum) else given
             raise ConfigError(f"trainer.{name}={value} {reason.format(value=value)}.")
 
 
@@ -148,12 +142,7 @@ def check_callbacks(listed: Iterable[Callback | type]) -> None:
 
 
 def check_precision(precision: object) -> None:
-    """Refuse float16.
-
-    Args:
-        precision: as of the Trainer. On a CPU, and so in a controller, Lightning turns float16 into bfloat16: there it
-            has to be asked for what the user has said.
-    """
+    """Refuse float16, as the user has said it: on a CPU, and so in a controller, Lightning turns it into bfloat16."""
     if str(precision) in ("16", "16-mixed", "16-true"):
         raise ConfigError(
             f"trainer.precision={precision} needs a scaled loss, which this step's is not. Use bf16-mixed."

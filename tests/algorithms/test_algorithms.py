@@ -1,7 +1,7 @@
 """What each algorithm makes of the same batch, by hand; and its paper's defaults."""
 
 import math
-from collections.abc import Callable
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +55,35 @@ def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None
         assert a == pytest.approx(e, abs=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, DAPO, GSPO, CISPO, SAPO])
-def test_advantages_in_units_of_the_groups_deviation(algorithm: type[RLModule], model_folder: str) -> None:
+def whitened(values: list[float]) -> list[float]:
+    """By the mean and the deviation over the batch's tokens."""
+    tokens = [value for sequence in repeat(values) for value in sequence]
+    mean, std = statistics.fmean(tokens), statistics.pstdev(tokens)
+    return [(value - mean) / std for value in values]
+
+
+BY_DEVIATION = [1.0, -1.0, 0.0, 0.0, 0.0]
+"""Group 0: mean 0.5, sample variance (0.25 + 0.25 + 0) / 2 = 0.25, so 0.5 / 0.5. Group 1 says nothing."""
+CENTRED = [0.5, -0.5, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments", "expected"),
+    [
+        *((algorithm, {}, BY_DEVIATION) for algorithm in (GRPO, DAPO, GSPO, CISPO, SAPO)),
+        (DrGRPO, {}, CENTRED),
+        (GRPO, {"scale_by_std": False}, CENTRED),
+        (RLOO, {}, [0.75, -0.75, 0.0, 0.0, 0.0]),  # 1 - (0 + 0.5) / 2; 0 - (1 + 0.5) / 2; 0.5 - (1 + 0) / 2
+        (REINFORCEPlusPlus, {"kl_coef": 0.0}, whitened([1.0, 0.0, 0.5, 2.0, 2.0])),
+        (REINFORCEPlusPlusBaseline, {}, whitened(CENTRED)),
+    ],
+)
+def test_advantages_by_hand(
+    algorithm: type[RLModule], arguments: dict[str, Any], expected: list[float], model_folder: str
+) -> None:
     batch = make_batch()
-    # Group 0: mean 0.5, sample variance (0.25 + 0.25 + 0) / 2 = 0.25, so 0.5 / 0.5. Group 1 says nothing.
-    assert_close(by_sequence(batch, algorithm(model_folder).compute_advantages(batch)), repeat([1, -1, 0, 0, 0]))
-
-
-@pytest.mark.parametrize("make", [DrGRPO, lambda model: GRPO(model, scale_by_std=False)])
-def test_advantages_without_the_deviation(make: Callable[[str], RLModule], model_folder: str) -> None:
-    batch = make_batch()
-    assert_close(by_sequence(batch, make(model_folder).compute_advantages(batch)), repeat([0.5, -0.5, 0, 0, 0]))
-
-
-def test_rloo_advantages(model_folder: str) -> None:
-    batch = make_batch()
-    # 1 - (0 + 0.5) / 2; 0 - (1 + 0.5) / 2; 0.5 - (1 + 0) / 2.
-    expected = repeat([0.75, -0.75, 0, 0, 0])
-    assert_close(by_sequence(batch, RLOO(model_folder).compute_advantages(batch)), expected)
+    advantages = algorithm(model_folder, **arguments).compute_advantages(batch)
+    assert_close(by_sequence(batch, advantages), repeat(expected))
 
 
 def test_rloo_reward_subtracts_kl_of_whole_completion(model_folder: str) -> None:
@@ -84,17 +95,7 @@ def test_rloo_reward_subtracts_kl_of_whole_completion(model_folder: str) -> None
     assert penalized.tolist() == pytest.approx(expected)
 
 
-def test_reinforce_plus_plus_whitens_over_all_tokens(model_folder: str) -> None:
-    batch = make_batch()
-    module = REINFORCEPlusPlus(model_folder, kl_coef=0.0)
-    # Tokens: 1, 1, 0, 0.5 x 3, 2, 2, 2. Mean 9.5 / 9, mean square (1 + 1 + 0.75 + 12) / 9.
-    mean = 9.5 / 9
-    std = math.sqrt(14.75 / 9 - mean**2)
-    expected = repeat([(r - mean) / std for r in (1.0, 0.0, 0.5, 2.0, 2.0)])
-    assert_close(by_sequence(batch, module.compute_advantages(batch)), expected)
-
-
-def test_reinforce_plus_plus_charges_each_token_for_what_follows(model_folder: str) -> None:
+def test_reinforce_plus_plus_charges_tokens_for_later_kl(model_folder: str) -> None:
     batch = make_batch()
     batch.ref_logprobs = batch.rollout_logprobs - 0.1
     module = REINFORCEPlusPlus(model_folder, kl_coef=2.0)
@@ -103,26 +104,16 @@ def test_reinforce_plus_plus_charges_each_token_for_what_follows(model_folder: s
     # 2 * 0.1 a token, of that token and those after it.
     returns = [[1 - 0.4, 1 - 0.2], [0 - 0.2], [0.5 - 0.6, 0.5 - 0.4, 0.5 - 0.2], [2 - 0.2], [2 - 0.4, 2 - 0.2]]
     flat = [value for sequence in returns for value in sequence]
-    mean = sum(flat) / 9
-    std = math.sqrt(sum((value - mean) ** 2 for value in flat) / 9)
+    mean, std = statistics.fmean(flat), statistics.pstdev(flat)
     expected = [[(value - mean) / std for value in sequence] for sequence in returns]
     assert_close(by_sequence(batch, module.compute_advantages(batch)), expected)
-
-
-def test_reinforce_plus_plus_baseline(model_folder: str) -> None:
-    batch = make_batch()
-    # Less the group's mean, by token: 0.5, 0.5, -0.5, then six zeros. Mean 0.5 / 9, mean square 0.75 / 9.
-    mean = 0.5 / 9
-    std = math.sqrt(0.75 / 9 - mean**2)
-    expected = repeat([(r - mean) / std for r in (0.5, -0.5, 0.0, 0.0, 0.0)])
-    assert_close(by_sequence(batch, REINFORCEPlusPlusBaseline(model_folder).compute_advantages(batch)), expected)
 
 
 ALGORITHMS = [GRPO, DrGRPO, DAPO, RLOO, REINFORCEPlusPlus, REINFORCEPlusPlusBaseline, GSPO, CISPO, SAPO]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_on_policy_every_loss_has_the_gradient_of_reinforce(algorithm: type[RLModule], model_folder: str) -> None:
+def test_on_policy_gradient_is_that_of_reinforce(algorithm: type[RLModule], model_folder: str) -> None:
     batch = make_batch()
     module = algorithm(model_folder)
     batch.advantages = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
@@ -218,6 +209,8 @@ def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_fol
         (SAPO, {"temperature_negative": 0.0}, "temperature_negative=0.0 must be above 0"),
         (RLOO, {"updates_per_rollout": 2}, "updates_per_rollout=2 x epochs_per_rollout=1: RLOO's gradient"),
         (REINFORCEPlusPlus, {"discount": 1.5}, r"discount=1.5 must be in \[0, 1\]"),
+        (REINFORCEPlusPlus, {"turn_discount": 0.9, "discount": 0.9}, r"^discount=0\.9 and turn_discount=0\.9 both"),
+        (GRPO, {"turn_discount": 1.5}, r"^turn_discount=1\.5 must be in \[0, 1\]\."),
     ],
 )
 def test_misuse(algorithm: type[RLModule], arguments: dict[str, Any], message: str, model_folder: str) -> None:

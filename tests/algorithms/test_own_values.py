@@ -8,29 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from small_steps import StepMetrics
 from tiny import make_algorithm, make_trainer
 
 from rlightning.data import PromptDataModule
-from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_values.md"
 
 
-class Steps(RLCallback):
-    """Notes each step's metrics, and the value of a reward function for each completion that is trained on."""
+class Steps(StepMetrics):
+    """Notes the value of a reward function for each completion that is trained on, too."""
 
     def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
+        super().__init__()
         self.lengths: list[list[float]] = []
         self.expected: list[list[float]] = []
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
         self.lengths.append(batch.scores["num_characters"].tolist())
         self.expected.append([float(len(completion.text)) for completion in batch.completions])
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 async def num_characters(completion: str) -> float:
@@ -66,7 +63,7 @@ def fit(algorithm: Any, model: str, folder: Path, steps: int = 2) -> tuple[Any, 
 def test_value_of_each_sequence_reaches_the_loss(classes: Any, model_folder: str, tmp_path: Path) -> None:
     _, seen = fit(classes.WeightedGRPO, model_folder, tmp_path)
     # Four prompts a step, each with two completions: 2 x (0 + 1 + 2 + 3), then 2 x (4 + 5 + 6 + 7).
-    assert [metrics["data/weight"] for metrics in seen.metrics] == [12, 44]
+    assert seen.column("data/weight") == [12, 44]
     for low, metrics in zip((0, 4), seen.metrics, strict=True):
         assert low <= metrics["policy/weight"] <= low + 3
     assert seen.lengths == seen.expected
@@ -84,7 +81,7 @@ def test_model_beside_the_actor_is_trained(classes: Any, model_folder: str, tmp_
 
 
 @pytest.mark.long
-def test_head_beside_the_actor_is_trained_by_its_own_settings(classes: Any, model_folder: str, tmp_path: Path) -> None:
+def test_head_beside_actor_has_own_settings(classes: Any, model_folder: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, seen = fit(classes.TunedGRPO, model_folder, tmp_path, steps=1)
     torch.manual_seed(0)

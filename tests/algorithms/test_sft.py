@@ -55,7 +55,7 @@ def make_data(folder: Path, validation_batch_size: int) -> PromptDataModule:
 
 
 @pytest.mark.long
-def test_training_learns_the_rows_and_validation_reports_the_loss(model_folder: str, tmp_path: Path) -> None:
+def test_training_learns_and_validation_reports_loss(model_folder: str, tmp_path: Path) -> None:
     module = SFT(model_folder, prompts_per_step=16, lr=2e-2, max_tokens_per_microbatch=100)
     trainer = bare_trainer(tmp_path, 25, check_val_every_n_epoch=25)
     trainer.fit(module, make_data(tmp_path, validation_batch_size=16))

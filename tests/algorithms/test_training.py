@@ -70,7 +70,7 @@ def test_two_steps(
     ("algorithm", "arguments"),
     [(DrGRPO, {}), (GRPO, {"scale_by_std": False}), (RLOO, {}), (REINFORCEPlusPlus, {})],
 )
-def test_huge_reward_trains_or_fails_and_skips_no_step(
+def test_huge_reward_skips_no_step(
     algorithm: type[RLModule], arguments: dict[str, Any], scale: float, model_folder: str, tmp_path: Path
 ) -> None:
     signs = cycle([1.0, -1.0])

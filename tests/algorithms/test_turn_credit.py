@@ -2,15 +2,12 @@
 
 import math
 import statistics
-from typing import Any
 
 import pytest
 import torch
 from random_trajectories import make_trajectory
 
 from rlightning.algorithms import DAPO, GRPO, RLOO, REINFORCEPlusPlus
-from rlightning.errors import ConfigError
-from rlightning.module import RLModule
 from rlightning.types import RolloutBatch
 
 
@@ -58,19 +55,7 @@ def test_dapo_keeps_its_penalty_with_turns(model_folder: str) -> None:
     assert advantages == pytest.approx([-advantage] * 8 + [advantage] * 2, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "arguments", "message"),
-    [
-        (GRPO, {"turn_discount": 1.5}, r"^turn_discount=1\.5 must be in \[0, 1\]\."),
-        (REINFORCEPlusPlus, {"turn_discount": 0.9, "discount": 0.9}, r"^discount=0\.9 and turn_discount=0\.9 both"),
-    ],
-)
-def test_misuse(algorithm: type[RLModule], arguments: dict[str, Any], message: str, model_folder: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        algorithm(model_folder, **arguments)
-
-
-def test_a_trajectory_alone_in_its_group_is_not_kept(model_folder: str) -> None:
+def test_trajectory_alone_in_its_group_is_dropped(model_folder: str) -> None:
     batch = RolloutBatch.pack([[make_trajectory(0, [1])], [make_trajectory(1, [1]), make_trajectory(1, [2])]])
     batch.rewards = torch.tensor([1.0, 0.0, 0.0])
     assert GRPO(model_folder).keep_sequences(batch).tolist() == [False, True, True]

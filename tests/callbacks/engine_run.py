@@ -1,12 +1,13 @@
 """Runs with a real engine on the CPU: a tiny model, a Trainer for it, and what such a run may leave behind."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
-import torch
+from small_steps import ComputesAll
 from tiny import make_algorithm, share_of_ones, write_sums
-from torch import Tensor
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import VLLMRollout
@@ -14,6 +15,7 @@ from rlightning.data import PromptDataModule
 from rlightning.data.stream import PromptStream
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
+from rlightning.rollout.engine import Engine
 from rlightning.types import Prompt, RolloutBatch
 
 PER_STEP = 4
@@ -26,15 +28,11 @@ def save_model(folder: Path, **config: Any) -> str:
     return tiny.save_model(folder, **sizes | config, initializer_range=0.1)
 
 
-class ComputesAll(GRPO):
-    """Computes sequences without advantage, too: what they were sampled from is looked at."""
-
-    def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
-        return torch.zeros(batch.num_sequences, dtype=torch.bool)
-
-
 def make_module(model_folder: str, **kwargs: Any) -> GRPO:
-    """A learning rate that changes the weights by far more than the canary tolerates, in each step."""
+    """A learning rate that changes the weights by far more than the canary tolerates, in each step.
+
+    Sequences without advantage are computed, too: what they were sampled from is looked at.
+    """
     rewards = [RewardFunction(share_of_ones, timeout=500)]
     usual: dict[str, Any] = {"rewards": rewards, "prompts_per_step": PER_STEP, "lr": 3e-2}
     return make_algorithm(ComputesAll, model_folder, **usual | kwargs)
@@ -95,14 +93,43 @@ class Witness(RLCallback):
         self.validations.append((trainer.global_step, metrics))
 
 
+class InterruptionError(Exception):
+    """Ends a run in the middle of a step."""
+
+
+class Interrupts(RLCallback):
+    """Raises in the update of one step, on all ranks: the first to raise ends the others."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        if module.weight_version == self.version:
+            trainer.strategy.barrier("interrupted")
+            raise InterruptionError
+
+
 def versions(batch: RolloutBatch) -> list[int]:
     """Of the weights that sampled its tokens."""
     return sorted(set(batch.weight_versions[batch.is_sampled].tolist()))
 
 
-def consumed(batches: list[RolloutBatch]) -> list[int]:
+def check_on_policy(witness: Witness) -> None:
+    """Each step's eight completions are of its own weights, by version and by log-probabilities."""
+    assert [batch.num_sequences for batch in witness.batches] == [2 * PER_STEP] * len(witness.steps)
+    assert [versions(batch) for batch in witness.batches] == [[step] for step in range(len(witness.steps))]
+    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+
+
+def check_staleness(batches: Sequence[RolloutBatch], most: int) -> None:
+    """Each step's tokens are of its own weights, or of those of up to so many updates before."""
+    for version, batch in enumerate(batches):
+        assert version - most <= min(versions(batch)) and max(versions(batch)) <= version
+
+
+def consumed(batches: Sequence[RolloutBatch], group_size: int = 2) -> list[int]:
     """The prompts that were trained on, once a group."""
-    return [prompt.index for batch in batches for prompt in batch.prompts[::2]]
+    return [prompt.index for batch in batches for prompt in batch.prompts[::group_size]]
 
 
 def drawn(trainer: Any, count: int) -> list[int]:
@@ -110,6 +137,32 @@ def drawn(trainer: Any, count: int) -> list[int]:
     stream = trainer.datamodule.stream
     again = PromptStream(stream.prompts, shuffle=stream.shuffle, seed=stream.seed)
     return [prompt.index for prompt in again.take(count)]
+
+
+def in_flight(rollout: VLLMRollout) -> list[int]:
+    """The prompts that a checkpoint would go on with."""
+    return [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
+
+
+def check_each_once(trainer: Any, consumed: list[int], rollout: VLLMRollout, *, num_in_flight: int) -> None:
+    """What was taken from the training set has been consumed or is in flight, each prompt once."""
+    under_way = in_flight(rollout)
+    assert len(under_way) == num_in_flight
+    assert sorted(consumed + under_way) == sorted(drawn(trainer, trainer.datamodule.stream.position))
+
+
+def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
+    """Of engines that are started from here on."""
+    sessions: list[int] = []
+    start = Engine.start
+
+    def noted(engine: Engine) -> None:
+        start(engine)
+        assert engine.process is not None
+        sessions.append(engine.process.pid)
+
+    patch.setattr(Engine, "start", noted)
+    return sessions
 
 
 def processes(session: int) -> dict[int, str]:

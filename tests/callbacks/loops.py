@@ -56,7 +56,7 @@ class Loop:
         self.global_step = 0
 
     def barrier(self) -> None:
-        """One process has nobody to meet."""
+        """There is one process."""
 
     def fit(self, num_steps: int, **kwargs: Any) -> None:
         """Take steps from beginning to end."""

@@ -1,13 +1,19 @@
 """A run with all that callbacks watch, without an engine: a tiny module fires the hooks with hand-made batches."""
 
+import io
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rich
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from programs import read_csv
 from tiny import bare_trainer
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rlightning.hooks import fire
@@ -160,11 +166,31 @@ def save_run(folder: Path, *callbacks: Callback, max_steps: int) -> Path:
     return folder / "last.ckpt"
 
 
+def logged_rows(folder: Path, module: LightningModule, *callbacks: Callback) -> list[dict[str, str]]:
+    """The metrics of a run of three steps, a row a step."""
+    make_trainer(folder, *callbacks, logger=CSVLogger(folder, name="", version="")).fit(module, loader())
+    return read_csv(folder / "metrics.csv")
+
+
+class Terminal(io.StringIO):
+    """A standard output that is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_on_terminal(run: Callable[[], None]) -> str:
+    """What a run shows on a terminal, without control sequences."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal := Terminal())
+        for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():
+            patch.setenv(name, value)
+        rich.reconfigure()
+        run()
+    rich.reconfigure()
+    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue())
+
+
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The package's own log lines."""
     return [record.getMessage() for record in caplog.records if record.name == "rlightning"]
-
-
-def tensor_metrics(**values: float) -> dict[str, Tensor]:
-    """Metrics as Lightning keeps them."""
-    return {name: torch.tensor(value) for name, value in values.items()}

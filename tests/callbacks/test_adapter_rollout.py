@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_run import Witness, make_data, make_module, make_rollout, make_trainer, save_model, versions
+from engine_run import Witness, make_data, make_module, make_rollout, make_trainer, versions
 from rank_processes import finish, start_calls
 from tiny import full_weights
 
@@ -22,17 +22,12 @@ from rlightning.rollout.adapter_support import find_class, room_for, supports_ad
 ADAPTER = Adapter(rank=4)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-def fit(folder: Path, model: str, rollout: VLLMRollout, max_steps: int = 3, **kwargs: Any) -> tuple[Any, Witness]:
+def fit(folder: Path, model: str, rollout: VLLMRollout, **kwargs: Any) -> tuple[Any, Witness]:
     """A run whose learning rate changes the adapter by far more than the canary tolerates, in each step."""
     torch.manual_seed(0)
     witness = Witness()
     module = make_module(model, adapter=ADAPTER, kl_coef=0.1, lr=0.1, validate_first=False)
-    trainer = make_trainer(folder, max_steps, rollout, witness, **kwargs)
+    trainer = make_trainer(folder, 3, rollout, witness, **kwargs)
     trainer.fit(module, make_data(folder))
     return module, witness
 
@@ -40,10 +35,10 @@ def fit(folder: Path, model: str, rollout: VLLMRollout, max_steps: int = 3, **kw
 @pytest.mark.processes
 @pytest.mark.parametrize("sends", [None, False])
 def test_what_is_sampled_is_the_adapted_actors(
-    sends: bool | None, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sends: bool | None, engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    module, witness = fit(tmp_path, model, make_rollout(send_adapter=sends))
+    module, witness = fit(tmp_path, engine_model, make_rollout(send_adapter=sends))
     assert module.sends_adapter is (sends is None)
     assert len(witness.steps) == 3
     for number, step in enumerate(witness.steps):
@@ -59,8 +54,7 @@ def test_what_is_sampled_is_the_adapted_actors(
 
 def on_two_ranks(folder: Path, model: str) -> list[float]:
     rank = int(os.environ["RANK"])
-    rollout = make_rollout()
-    module, witness = fit(folder / f"rank{rank}", model, rollout, devices=2, strategy=FSDP())
+    module, witness = fit(folder / f"rank{rank}", model, make_rollout(), devices=2, strategy=FSDP())
     weights = full_weights(module.loaded_actor)
     if rank == 0:
         torch.save(weights, folder / "weights.pt")
@@ -68,16 +62,16 @@ def on_two_ranks(folder: Path, model: str) -> list[float]:
 
 
 @pytest.mark.processes
-def test_two_ranks_gather_the_adapter_for_their_engines(model: str, tmp_path: Path) -> None:
+def test_two_ranks_gather_the_adapter_for_their_engines(engine_model: str, tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"rank{rank}").mkdir()
-    gaps = finish(start_calls(on_two_ranks, 2, tmp_path, model))
+    gaps = finish(start_calls(on_two_ranks, 2, tmp_path, engine_model))
     assert all(gap < 1e-4 for rank in gaps for gap in rank) and len(gaps[0]) == 3
     weights = torch.load(tmp_path / "weights.pt")
     assert any(weight.abs().max() > 0.1 for name, weight in weights.items() if "lora_B" in name)
 
 
-def test_whether_vllm_takes_adapters_of_a_model_is_read_in_its_source() -> None:
+def test_adapter_support_is_read_in_vllms_source() -> None:
     found = {name: find_class(name) for name in ("Qwen3ForCausalLM", "MistralForCausalLM", "NoneForCausalLM")}
     assert found["NoneForCausalLM"] is None
     for name in ("Qwen3ForCausalLM", "MistralForCausalLM"):  # one by itself, one by what it derives from
@@ -87,19 +81,19 @@ def test_whether_vllm_takes_adapters_of_a_model_is_read_in_its_source() -> None:
     assert [room_for(rank) for rank in (1, 3, 8, 33, 512)] == [1, 8, 8, 64, 512]
 
 
-def test_a_version_of_vllm_without_what_adapters_need_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = make_module(model, adapter=ADAPTER)
+def test_vllm_version_without_adapter_support_is_told(engine_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_module(engine_model, adapter=ADAPTER)
     monkeypatch.setitem(adapter_support.NEEDED, "vllm.lora.request", ("NoRequest",))
     obstacle = make_rollout().options.adapter_obstacle(module)
     assert obstacle is not None and "has no vllm.lora.request.NoRequest" in obstacle
 
 
-def test_an_engine_without_room_gets_merged_weights_or_the_run_is_refused(model: str) -> None:
-    module = make_module(model, adapter=ADAPTER)
+def test_engine_without_room_gets_merged_weights(engine_model: str) -> None:
+    module = make_module(engine_model, adapter=ADAPTER)
     assert module.adapter is not None
     module.adapter = replace(module.adapter, rank=1000)  # more than such a model could use
     assert make_rollout().options.adapter_obstacle(module) == "vLLM takes ranks of up to 512, not 1000"
     with pytest.raises(ConfigError, match=r"rollout\.send_adapter=true cannot be: vLLM takes ranks of up to 512"):
         make_rollout(send_adapter=True).options.adapter_obstacle(module)
-    assert make_rollout().options.adapter_obstacle(make_module(model, adapter=ADAPTER)) is None
-    assert make_rollout().options.adapter_obstacle(make_module(model)) is None
+    assert make_rollout().options.adapter_obstacle(make_module(engine_model, adapter=ADAPTER)) is None
+    assert make_rollout().options.adapter_obstacle(make_module(engine_model)) is None

@@ -8,13 +8,12 @@ import torch
 from engine_run import (
     PER_STEP,
     Witness,
+    check_each_once,
     consumed,
-    drawn,
     make_data,
     make_module,
     make_rollout,
     make_trainer,
-    save_model,
     versions,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -33,18 +32,13 @@ from rlightning.types import Prompt, RolloutBatch
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @in_this_process
 async def ones_beyond_zero(prompt: str, completion: str) -> float:
     """Says nothing about completions of a prompt that begins with a 0."""
     return 1.0 if prompt.startswith("0") else await share_of_ones(completion)
 
 
-class Judge(RLCallback):
+class RecordBatches(RLCallback):
     """Notes for each step what was sampled and rewarded, and what was trained on."""
 
     def __init__(self) -> None:
@@ -63,9 +57,8 @@ class Judge(RLCallback):
 
 @pytest.mark.slow
 def test_dapo_refill_completions_respect_max_staleness(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    oversample = 2.0
     requeued = [0] * 6
     requeue_stale = InFlight.requeue_stale
 
@@ -76,29 +69,26 @@ def test_dapo_refill_completions_respect_max_staleness(
         return running
 
     monkeypatch.setattr(InFlight, "requeue_stale", counted)
-    judge, witness = Judge(), Witness()
-    rollout = make_rollout(placement="standalone", max_staleness=1, oversample=oversample, max_new_tokens=24)
-    trainer: Any = make_trainer(tmp_path, 6, rollout, judge, witness)
+    record, witness = RecordBatches(), Witness()
+    rollout = make_rollout(placement="standalone", max_staleness=1, oversample=2.0, max_new_tokens=24)
+    trainer = make_trainer(tmp_path, 6, rollout, record, witness)
     arguments: dict[str, Any] = {"prompts_per_step": PER_STEP, "samples_per_prompt": 2, "lr": 1e-3}
-    module = DAPO(model_folder, rewards=[RewardFunction(ones_beyond_zero)], overlong_cache=0, **arguments)
+    module = DAPO(engine_model, rewards=[RewardFunction(ones_beyond_zero)], overlong_cache=0, **arguments)
     trainer.fit(module, make_data(tmp_path))
-    for version, sampled in enumerate(judge.sampled):
+    for version, sampled in enumerate(record.sampled):
         assert all(version - 1 <= min(versions(batch)) and max(versions(batch)) <= version for batch in sampled)
         rewards = torch.cat([batch.rewards for batch in sampled if batch.rewards is not None]).view(-1, 2)
         has_signal = rewards[:, 0] != rewards[:, 1]
         assert sampled[0].num_sequences == 2 * PER_STEP
         assert has_signal.sum() >= PER_STEP or len(sampled) == 1 + module.max_refills
-        assert judge.trained[version].num_sequences == 2 * has_signal.sum()
+        assert record.trained[version].num_sequences == 2 * has_signal.sum()
         step = witness.steps[version]
         assert step["reward/no_signal"] == pytest.approx(1 - has_signal.float().mean().item())
         assert step["async/expired"] == requeued[version]
     # A quarter of the prompts begin with a 0, and six steps take more than the sixteen that there are.
-    assert any(len(sampled) > 1 for sampled in judge.sampled)
+    assert any(len(sampled) > 1 for sampled in record.sampled)
     assert sum(requeued) > 0
-    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
-    assert len(in_flight) == (1 + oversample) * PER_STEP
-    position = trainer.datamodule.stream.position
-    assert sorted(consumed(witness.batches) + in_flight) == sorted(drawn(trainer, position))
+    check_each_once(trainer, consumed(witness.batches), rollout, num_in_flight=3 * PER_STEP)
 
 
 class SilentAtFirst(DAPO):
@@ -109,20 +99,18 @@ class SilentAtFirst(DAPO):
         return torch.ones_like(rewards) if self.weight_version < 2 else rewards
 
 
-def test_steps_without_signal_are_skipped_while_engines_run_ahead(model_folder: str, tmp_path: Path) -> None:
-    judge, witness = Judge(), Witness()
+def test_asynchronous_steps_without_signal_are_skipped(engine_model: str, tmp_path: Path) -> None:
+    record, witness = RecordBatches(), Witness()
     rollout = make_rollout(placement="standalone", max_staleness=1, max_new_tokens=24)
-    trainer: Any = make_trainer(tmp_path, 4, rollout, judge, witness)
+    trainer = make_trainer(tmp_path, 4, rollout, record, witness)
     arguments: dict[str, Any] = {"prompts_per_step": PER_STEP, "samples_per_prompt": 4, "lr": 1e-3, "max_refills": 1}
     rewards = [RewardFunction(share_of_ones, timeout=500)]
-    trainer.fit(SilentAtFirst(model_folder, rewards=rewards, overlong_cache=0, **arguments), make_data(tmp_path))
+    trainer.fit(SilentAtFirst(engine_model, rewards=rewards, overlong_cache=0, **arguments), make_data(tmp_path))
     assert [step["optim/skipped"] for step in witness.steps] == [1.0, 1.0, 0.0, 0.0]
-    assert [len(sampled) for sampled in judge.sampled[:2]] == [2, 2] and len(judge.trained) == 2
+    assert [len(sampled) for sampled in record.sampled[:2]] == [2, 2] and len(record.trained) == 2
     assert [step["async/version_trained"] for step in witness.steps] == [0, 1, 2, 3]
     assert all(step["async/age_max"] <= 1 for step in witness.steps)
-    trained = [prompt.index for batch in witness.batches for prompt in batch.prompts[::4]]
-    in_flight = [group["prompt"]["index"] for group in rollout.in_flight.state_dict()["groups"]]
-    assert sorted(trained + in_flight) == sorted(drawn(trainer, trainer.datamodule.stream.position))
+    check_each_once(trainer, consumed(witness.batches, group_size=4), rollout, num_in_flight=PER_STEP)
 
 
 class Swaps(RLCallback):
@@ -133,10 +121,10 @@ class Swaps(RLCallback):
             weight.data.mul_(1.1)
 
 
-def test_weights_changed_after_an_asynchronous_sync_are_sent(model_folder: str, tmp_path: Path) -> None:
+def test_weights_changed_after_an_asynchronous_sync_are_sent(engine_model: str, tmp_path: Path) -> None:
     witness = Witness()
     rollout = make_rollout(placement="standalone", max_staleness=1)
-    module = make_module(model_folder)
+    module = make_module(engine_model)
     make_trainer(tmp_path, 3, rollout, Swaps(), witness).fit(module, make_data(tmp_path))
     # Each update has a version, and so has each of the two changes that a rollout follows.
     assert module.weight_version == 3 + 2
@@ -169,7 +157,7 @@ class Asks(RLCallback):
         self.ask("validation")
 
 
-def test_engines_generate_during_rewards_updates_checkpoints_and_validation(model_folder: str, tmp_path: Path) -> None:
+def test_engines_generate_during_rewards_updates_checkpoints_and_validation(engine_model: str, tmp_path: Path) -> None:
     # One prompt at a time: an answer says that the engine has worked through what it was asked for before.
     rollout = make_rollout(placement="standalone", max_staleness=2, max_new_tokens=24, engine={"max_num_seqs": 2})
     asks = Asks(rollout)
@@ -180,17 +168,9 @@ def test_engines_generate_during_rewards_updates_checkpoints_and_validation(mode
 
     sums = ValidationSet(str(tmp_path / "sums.jsonl"), limit=4)
     checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_top_k=-1)
-    trainer = make_trainer(
-        tmp_path,
-        2,
-        rollout,
-        asks,
-        checkpoint,
-        val_check_interval=1,
-        check_val_every_n_epoch=None,
-        enable_checkpointing=True,
-    )
-    module = make_module(model_folder, rewards=[RewardFunction(waits, timeout=500)], validate_first=False)
+    often: dict[str, Any] = {"val_check_interval": 1, "check_val_every_n_epoch": None, "enable_checkpointing": True}
+    trainer = make_trainer(tmp_path, 2, rollout, asks, checkpoint, **often)
+    module = make_module(engine_model, rewards=[RewardFunction(waits, timeout=500)], validate_first=False)
     trainer.fit(module, make_data(tmp_path, validation={"sums": sums}))
     assert [trained for name, trained, _ in asks.asked if name == "update"] == [0, 1]
     for moment in ("checkpoint", "validation"):

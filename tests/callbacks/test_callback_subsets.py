@@ -1,4 +1,4 @@
-"""Each cure of colocated training can be deleted from a YAML, and the run is the same."""
+"""Each callback for colocated training can be deleted from a YAML, and the run is the same."""
 
 from itertools import combinations
 from pathlib import Path
@@ -21,13 +21,13 @@ from rlightning.parallel import host_memory
 from rlightning.parallel.device import MemoryUse
 from rlightning.rewards import RewardFunction
 
-CURES: dict[str, dict[str, Any]] = {
+FIXES: dict[str, dict[str, Any]] = {
     "ControllerMode": {"mode": "spmd"},
     "DeviceSyncBeforeBarrier": {},
     "EmptyCacheAfterUpdate": {"every_n_updates": 2, "max_reserved_ratio": 1.1},
     "OffloadDuringRollout": {"parameters": True},
 }
-SUBSETS = [subset for size in range(len(CURES) + 1) for subset in combinations(CURES, size)]
+SUBSETS = [subset for size in range(len(FIXES) + 1) for subset in combinations(FIXES, size)]
 
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
@@ -38,7 +38,7 @@ def as_yaml(subset: tuple[str, ...], **changes: dict[str, Any]) -> str:
     return yaml.safe_dump(
         {
             "callbacks": [
-                {"class_path": f"rlightning.callbacks.{name}", "init_args": CURES[name] | changes.get(name, {})}
+                {"class_path": f"rlightning.callbacks.{name}", "init_args": FIXES[name] | changes.get(name, {})}
                 for name in subset
             ]
         }
@@ -74,15 +74,15 @@ def test_every_subset_trains_to_the_same_weights(
     assert module.weight.item() == pytest.approx(1 - 0.8**6, rel=1e-6)
 
 
-@pytest.mark.parametrize("without", CURES)
-def test_a_controller_with_all_but_one_touches_no_device(
+@pytest.mark.parametrize("without", FIXES)
+def test_controller_with_callbacks_touches_no_device(
     without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.is_initialized():
         pytest.skip("another test of this process has used CUDA")
     for name in ("synchronize", "mem_get_info", "memory_allocated", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, None)
-    subset = tuple(name for name in CURES if name != without)
+    subset = tuple(name for name in FIXES if name != without)
     callbacks = read(as_yaml(subset, ControllerMode={"mode": "controller"}))
     make_trainer(tmp_path, *callbacks).fit(ObservedModule(), loader())
     assert not torch.cuda.is_initialized()
@@ -98,18 +98,18 @@ async def length(completion: str) -> float:
 def test_all_of_them_around_a_real_algorithm(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     weights = []
-    for subset in ((), tuple(CURES)):
+    for subset in ((), tuple(FIXES)):
         callbacks = read(as_yaml(subset)) if subset else []
         module = GRPO(model, rewards=[RewardFunction(length)], prompts_per_step=4, samples_per_prompt=4, lr=1e-3)
         make_tiny_trainer(tmp_path, 2, *callbacks).fit(module, make_data(tmp_path))
         weights.append([weight.detach().clone() for _, weight in module.named_weights()])
-    assert all(torch.equal(plain, cured) for plain, cured in zip(*weights, strict=True))
+    assert all(torch.equal(plain, fixed) for plain, fixed in zip(*weights, strict=True))
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_all_of_them_from_the_command_line(tmp_path: Path) -> None:
     make_project(tmp_path)
-    (tmp_path / "cures.yaml").write_text(yaml.safe_dump({"trainer": yaml.safe_load(as_yaml(tuple(CURES)))}))
-    done = fit(tmp_path, "--config", "cures.yaml")
+    (tmp_path / "callbacks.yaml").write_text(yaml.safe_dump({"trainer": yaml.safe_load(as_yaml(tuple(FIXES)))}))
+    done = fit(tmp_path, "--config", "callbacks.yaml")
     assert "execution mode: spmd" in done.stdout + done.stderr

@@ -1,15 +1,14 @@
-import io
+import gc
 import logging
 import math
 import re
-import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet
 import pytest
-import rich
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from observed_run import (
@@ -23,11 +22,11 @@ from observed_run import (
     make_prompt,
     make_trainer,
     messages,
+    save_run,
+    shown_on_terminal,
 )
 from programs import read_csv
-from tensorboard.backend.event_processing.event_accumulator import (
-    EventAccumulator,
-)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlightning.callbacks import CompletionsTable
 from rlightning.callbacks.completions_table import shorten
@@ -58,20 +57,8 @@ def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:
     make_trainer(tmp_path, CompletionsTable(2), max_steps=5).fit(ObservedModule(), loader(5))
     assert files(tmp_path) == ["step_000001.parquet", "step_000002.parquet", "step_000004.parquet"]
     table = read(tmp_path / "completions" / "step_000002.parquet")
-    assert list(table)[:12] == [
-        "step",
-        "group",
-        "prompt_index",
-        "prompt",
-        "completion",
-        "status",
-        "reward",
-        "reward/exact",
-        "reward/format",
-        "advantage",
-        "length",
-        "finish_reason",
-    ]
+    names = "step group prompt_index prompt completion status reward reward/exact reward/format advantage length"
+    assert list(table)[:12] == [*names.split(), "finish_reason"]
     assert table["step"] == [2, 2, 2, 2]
     assert table["group"] == [0, 0, 1, 1]
     assert table["prompt_index"] == [0, 0, 7, 7]
@@ -138,7 +125,7 @@ def test_wandb_gets_cells_without_control_characters(tmp_path: Path, monkeypatch
     assert not [row for row in logged for cell in row if isinstance(cell, str) and not cell.isprintable()]
 
 
-def test_a_line_a_completion_where_there_is_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_line_for_each_completion_without_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rlightning")
     make_trainer(tmp_path, CompletionsTable(2)).fit(ObservedModule(), loader())
     assert messages(caplog) == [
@@ -149,31 +136,18 @@ def test_a_line_a_completion_where_there_is_no_terminal(tmp_path: Path, caplog: 
     ]
 
 
-def test_a_table_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+def test_a_table_on_a_terminal(tmp_path: Path) -> None:
+    def run() -> None:
+        trainer = make_trainer(tmp_path, CompletionsTable(), max_steps=1, enable_progress_bar=False)
+        trainer.fit(ObservedModule(), loader())
 
-    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    rich.reconfigure()
-    make_trainer(tmp_path, CompletionsTable(), max_steps=1, enable_progress_bar=False).fit(ObservedModule(), loader())
-    rich.reconfigure()
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue())
+    shown = shown_on_terminal(run)
     assert "Completions of step 1" in shown
     assert re.search(r"2\+2=\s+│ 55\s+│\s+0\.000", shown)
 
 
-def test_markup_in_a_completion_is_text() -> None:
-    batch = make_batch()
-    add_rewards(batch)
-    row = summary_rows(batch, 1)[0] | {"completion": "[/bold] | <b>\nx"}
-    assert shorten(row["completion"], 20) == "[/bold] | <b> x"
-    assert spread_by_reward([row], 5) == [row]
-
-
 @pytest.mark.parametrize(("num", "rewards"), [(0, []), (1, [5]), (2, [5, 1]), (3, [5, 3, 1]), (9, [5, 4, 3, 2, 1])])
-def test_rows_are_spread_from_the_best_to_the_worst(num: int, rewards: list[int]) -> None:
+def test_rows_are_spread_from_best_to_worst(num: int, rewards: list[int]) -> None:
     rows = [{"reward": float(reward)} for reward in (3, 1, 5, 2, 4)]
     assert [row["reward"] for row in spread_by_reward(rows, num)] == rewards
 
@@ -215,17 +189,31 @@ def test_every_rank_writes_its_share(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert len(messages(caplog)) == 2
 
 
+def test_tensor_parallel_neighbour_keeps_no_batch(tmp_path: Path) -> None:
+    class Neighbour(PlainModule):
+        tensor_parallel_rank = 1
+
+        def select_sampled(self, batch: RolloutBatch) -> RolloutBatch:
+            return batch
+
+    loop, batch = PlainLoop(CompletionsTable(1, path=str(tmp_path / "completions"))), make_batch()
+    add_rewards(batch)
+    for hook in ("on_rollout_end", "on_reward_end", "on_update_start", "on_update_end"):
+        fire(loop, Neighbour(), hook, batch)
+    is_kept = weakref.ref(batch.token_ids)
+    del batch
+    gc.collect()
+    assert is_kept() is None and not (tmp_path / "completions").exists()
+
+
 def test_supervised_runs_have_no_completions(tmp_path: Path) -> None:
     make_trainer(tmp_path, CompletionsTable()).fit(ObservedModule(learns=False), loader())
     assert not (tmp_path / "completions").exists()
 
 
 def test_resume_goes_on_counting(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, CompletionsTable(2), max_steps=3)
-    trainer.fit(ObservedModule(), loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    resumed = make_trainer(tmp_path, CompletionsTable(2), max_steps=6)
-    resumed.fit(ObservedModule(), loader(6), ckpt_path=tmp_path / "last.ckpt")
+    saved = save_run(tmp_path, CompletionsTable(2), max_steps=3)
+    make_trainer(tmp_path, CompletionsTable(2), max_steps=6).fit(ObservedModule(), loader(6), ckpt_path=saved)
     assert files(tmp_path) == [f"step_00000{step}.parquet" for step in (1, 2, 4, 6)]
 
 
@@ -236,26 +224,6 @@ def test_custom_loop_without_step_count_resumes_from_state(tmp_path: Path) -> No
     second.load_state_dict(first.state_dict())
     PlainLoop(second).step(PlainModule())
     assert files(tmp_path) == ["step_000001.parquet", "step_000002.parquet", "step_000004.parquet"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps=0 must be at least 1"),
-        ({"num_console": -1}, "num_console=-1 must not be negative"),
-        ({"num_logged": -2}, "num_logged=-2 must not be negative"),
-    ],
-)
-def test_senseless_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        CompletionsTable(**arguments)
-
-
-def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "taken").touch()
-    trainer = make_trainer(tmp_path, CompletionsTable(path=str(tmp_path / "taken")))
-    with pytest.raises(ConfigError, match="taken' is a file"):
-        trainer.fit(ObservedModule(), loader())
 
 
 def test_custom_loop_without_root_dir_raises_config_error() -> None:

@@ -1,4 +1,3 @@
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +10,6 @@ from rlightning.parallel import device as platform
 from rlightning.parallel.execution_mode import ExecutionMode, is_controller
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
-
-
-def test_a_plain_run_is_spmd(tmp_path: Path) -> None:
-    mode = ControllerMode()
-    make_trainer(tmp_path, mode, max_steps=1).fit(ObservedModule(), loader())
-    assert mode.resolved is ExecutionMode.SPMD and not is_controller()
 
 
 def test_what_the_strategy_declares_holds_before_training_starts(tmp_path: Path) -> None:
@@ -47,24 +40,7 @@ def test_resume_keeps_no_mode(tmp_path: Path) -> None:
     assert mode.resolved is ExecutionMode.CONTROLLER
 
 
-def test_a_second_mode_in_one_process_is_refused(tmp_path: Path) -> None:
-    make_trainer(tmp_path, ControllerMode("controller"), max_steps=1).fit(ObservedModule(), loader())
-    with pytest.raises(ConfigError, match="'spmd' contradicts 'controller'"):
-        make_trainer(tmp_path, ControllerMode("spmd"), max_steps=1).fit(ObservedModule(), loader())
-
-
-def test_a_controller_that_has_used_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controller_that_used_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "has_context", lambda: True)
     with pytest.raises(ConfigError, match="has used a CUDA device already"):
         ControllerMode("controller").setup(SimpleNamespace(), PlainModule(), "fit")
-
-
-def test_a_controller_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    with pytest.raises(ConfigError, match="SLURM started 4"):
-        ControllerMode("controller").setup(SimpleNamespace(), PlainModule(), "fit")
-    ControllerMode().setup(SimpleNamespace(), PlainModule(), "fit")
-
-
-def test_it_can_be_copied() -> None:
-    assert copy.deepcopy(ControllerMode("spmd")).mode == "spmd"

@@ -94,7 +94,7 @@ def test_no_more_makes_room_than_the_engine_lacks(
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_weights_sent_to_an_awake_engine_are_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_with_awake_engine_restores_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Colocated(10.5, monkeypatch)
     device.sync(2)
     assert device.away() == (True, True)

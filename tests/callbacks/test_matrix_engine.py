@@ -1,7 +1,6 @@
 """VLLMRollout in the matrix of test_matrix.py: one object in four fits, and two ranks without Lightning."""
 
 import contextlib
-import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_run import (
-    ComputesAll,
     Witness,
     in_session,
     make_data,
@@ -22,6 +20,7 @@ from engine_run import (
     versions,
 )
 from sharded_net import run_ranks
+from small_steps import ComputesAll
 from tiny import heed_ctrl_c, make_algorithm
 
 from rlightning.hooks import fire
@@ -76,7 +75,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(trainer=trainer, second=second, rollout=rollout, witness=witness, engines=engines)
 
 
-def test_fits_after_exceptions_go_on_with_an_engine_of_their_own(story: SimpleNamespace) -> None:
+def test_fit_after_exception_has_its_own_engine(story: SimpleNamespace) -> None:
     assert story.trainer.global_step == 3 and story.second.global_step == 1
     assert len(story.witness.sessions) == 4
     assert story.engines == [None] * 3 and story.rollout.engine is None
@@ -89,8 +88,8 @@ def test_every_step_is_sampled_from_its_weights(story: SimpleNamespace) -> None:
     assert [step["policy/rollout_gap_max"] < 1e-3 for step in story.witness.steps] == [True] * 4
 
 
-def generate_in_a_plain_loop(folder: Path) -> None:
-    """Each rank completes prompts of its own twice, a step each; it writes what it got."""
+def generate_in_a_plain_loop(folder: Path) -> list[list[list[list[int]]]]:
+    """Each rank's completions of prompts of its own, twice, a step each."""
     policy = runpy.run_path(str(PLAIN_LOOP), run_name="example")["Policy"](str(folder / "model"))
     rollout = make_rollout(seed=0)
     loop = SimpleNamespace(callbacks=[rollout], default_root_dir=folder)
@@ -105,15 +104,13 @@ def generate_in_a_plain_loop(folder: Path) -> None:
         again = rollout.generate(share, 2, rollout.sampling)
     finally:
         fire(loop, policy, "teardown", "fit")
-    found = [[[one.completion.token_ids.tolist() for one in group] for group in groups] for groups in (first, again)]
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    return [[[one.completion.token_ids.tolist() for one in group] for group in groups] for groups in (first, again)]
 
 
 @pytest.mark.slow
 def test_two_ranks_without_lightning_have_an_engine_each(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
-    run_ranks(generate_in_a_plain_loop, 2, tmp_path)
-    by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    by_rank = run_ranks(generate_in_a_plain_loop, 2, tmp_path)
     for first, again in by_rank:
         assert again == first, "a step with the same weights samples the same"
         assert [len(group) for group in first] == [2, 2]

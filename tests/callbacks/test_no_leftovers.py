@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from engine_run import in_session, make_data, make_rollout, make_trainer, processes, save_model
+from engine_run import in_session, make_data, make_rollout, make_trainer, processes
 from lightning.pytorch import Callback
 from tiny import heed_ctrl_c
+from waiting import wait_for
 
 from rlightning.algorithms import GRPO
 from rlightning.hooks import RLCallback
@@ -36,11 +36,6 @@ IMPORTABLE = os.pathsep.join([str(HERE), str(HERE.parent)])
 END_SECONDS = 120.0
 heed_ctrl_c()
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -85,13 +80,14 @@ def sessions_below(pid: int) -> set[int]:
 
 def leftovers(sessions: set[int], memory: set[str], scratch: Path) -> list[str]:
     """What is still there after a while."""
-    deadline = time.monotonic() + END_SECONDS
-    while True:
+
+    def find() -> list[str]:
         living = [line for session in sessions for line in in_session(session)]
-        found = [*living, *(name for name in memory if (SHARED_MEMORY / name).exists()), *engine_files(scratch)]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
+        return [*living, *(name for name in memory if (SHARED_MEMORY / name).exists()), *engine_files(scratch)]
+
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not find(), END_SECONDS)
+    return find()
 
 
 class Stumbling(GRPO):
@@ -116,9 +112,9 @@ class NoteSessions(RLCallback):
         self.memory |= shared_memory(self.sessions)
 
 
-def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scratch: Path) -> None:
+def test_an_exception_in_the_users_module(engine_model: str, tmp_path: Path, scratch: Path) -> None:
     module = Stumbling(
-        model_folder,
+        engine_model,
         rewards=[RewardFunction("rlightning.rewards.regex_format", arguments={"pattern": "1.*"}, timeout=500)],
         prompts_per_step=4,
         samples_per_prompt=2,
@@ -133,40 +129,27 @@ def test_an_exception_in_the_users_module(model_folder: str, tmp_path: Path, scr
     assert rollout.engine is None
 
 
-def write_config(folder: Path, model_folder: str) -> Path:
+CONFIG = """\
+model:
+  class_path: GRPO
+  init_args:
+    model: {model}
+    rewards: [{{function: tiny.share_of_ones, timeout: 500}}]
+    prompts_per_step: 4
+    samples_per_prompt: 2
+data: {{train: sums.jsonl, max_prompt_tokens: 16}}
+rollout: {{max_new_tokens: 100, engine: {{kv_cache_memory_bytes: 268435456{workers}}}}}
+trainer: {{max_steps: 100000, accelerator: cpu, devices: 1, logger: false, default_root_dir: run}}
+"""
+
+
+def write_config(folder: Path, model: str) -> None:
     """A run without an end; its engine has a worker process and shared memory, where there is room for that."""
     make_data(folder)
     disk = os.statvfs(SHARED_MEMORY)
     has_room = disk.f_bavail * disk.f_frsize > 1 << 30
-    config = {
-        "model": {
-            "class_path": "rlightning.algorithms.GRPO",
-            "init_args": {
-                "model": model_folder,
-                "rewards": [{"function": "tiny.share_of_ones", "timeout": 500}],
-                "prompts_per_step": 4,
-                "samples_per_prompt": 2,
-            },
-        },
-        "data": {
-            "class_path": "rlightning.data.PromptDataModule",
-            "init_args": {"train": str(folder / "sums.jsonl"), "max_prompt_tokens": 16},
-        },
-        "rollout": {
-            "max_new_tokens": 100,
-            "engine": {"kv_cache_memory_bytes": 1 << 28} | ({"distributed_executor_backend": "mp"} if has_room else {}),
-        },
-        "trainer": {
-            "max_steps": 100_000,
-            "accelerator": "cpu",
-            "devices": 1,
-            "logger": False,
-            "default_root_dir": str(folder / "run"),
-        },
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    workers = ", distributed_executor_backend: mp" if has_room else ""
+    (folder / "run.yaml").write_text(CONFIG.format(model=model, workers=workers))
 
 
 class HurryStop(Callback):
@@ -192,12 +175,13 @@ class Run:
 
 
 @contextlib.contextmanager
-def started_run(model_folder: str, folder: Path, scratch: Path, *options: str) -> Iterator[Run]:
+def started_run(engine_model: str, folder: Path, scratch: Path, *options: str) -> Iterator[Run]:
     """One that has not ended before is killed."""
-    config, output = write_config(folder, model_folder), folder / "output"
+    write_config(folder, engine_model)
+    output = folder / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlightning", "fit", "--config", str(config), *options],
+            [sys.executable, "-m", "rlightning", "fit", "--config", "run.yaml", *options],
             stdout=stream,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -206,10 +190,9 @@ def started_run(model_folder: str, folder: Path, scratch: Path, *options: str) -
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + 400
-        while output.read_text(errors="replace").count("reward") < 2:  # lines of steps
-            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
-            time.sleep(0.2)
+        # lines of steps
+        wait_for(lambda: process.poll() is not None or output.read_text(errors="replace").count("reward") >= 2, 400)
+        assert process.poll() is None, output.read_text()
         sessions = sessions_below(process.pid)
         assert len(sessions) >= 2 and engine_files(scratch)
         yield Run(process, output, sessions, shared_memory(sessions))
@@ -222,18 +205,18 @@ def started_run(model_folder: str, folder: Path, scratch: Path, *options: str) -
     ("number", "exit_codes"), [(signal.SIGINT, {1, 130}), (signal.SIGKILL, {-9})], ids=["SIGINT", "SIGKILL"]
 )
 def test_a_signal(
-    number: signal.Signals, exit_codes: set[int], model_folder: str, tmp_path: Path, scratch: Path
+    number: signal.Signals, exit_codes: set[int], engine_model: str, tmp_path: Path, scratch: Path
 ) -> None:
-    with started_run(model_folder, tmp_path, scratch) as run:
+    with started_run(engine_model, tmp_path, scratch) as run:
         os.killpg(run.process.pid, number)  # as a terminal does
         assert run.process.wait(END_SECONDS) in exit_codes, run.output.read_text()
         assert leftovers(run.sessions, run.memory, scratch) == []
         assert (tmp_path / "run/checkpoints/last.ckpt").is_file() == (number != signal.SIGKILL)
 
 
-def test_sigterm_while_engine_hangs_saves_within_grace(model_folder: str, tmp_path: Path, scratch: Path) -> None:
+def test_sigterm_while_engine_hangs_saves_within_grace(engine_model: str, tmp_path: Path, scratch: Path) -> None:
     options = ("--model.stop_grace", "600", "--trainer.callbacks+=test_no_leftovers.HurryStop")
-    with started_run(model_folder, tmp_path, scratch, *options) as run:
+    with started_run(engine_model, tmp_path, scratch, *options) as run:
         for session in run.sessions - {run.process.pid}:
             for pid in processes(session):
                 os.kill(pid, signal.SIGSTOP)
@@ -248,12 +231,12 @@ def test_sigterm_while_engine_hangs_saves_within_grace(model_folder: str, tmp_pa
 
 
 def test_engine_exits_when_trainer_dies_despite_inherited_socket(
-    model_folder: str, tmp_path: Path, scratch: Path
+    engine_model: str, tmp_path: Path, scratch: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(FORKING)
     process = subprocess.Popen(
-        [sys.executable, str(script), model_folder, str(tmp_path)],
+        [sys.executable, str(script), engine_model, str(tmp_path)],
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": IMPORTABLE},
         start_new_session=True,

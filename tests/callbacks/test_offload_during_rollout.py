@@ -7,15 +7,12 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from metrics_table import undocumented
-from observed_run import ObservedModule, PlainModule, loader, make_batch, make_trainer
-from programs import read_csv
+from observed_run import ObservedModule, PlainModule, loader, logged_rows, make_batch, make_trainer
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rlightning.callbacks import OffloadDuringRollout
-from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
 from rlightning.module.roles import ModelRole
 
@@ -127,7 +124,7 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
     assert torch.equal(train(tmp_path, OnCPU(parameters=True)), train(tmp_path))
 
 
-def test_resume_from_a_checkpoint_of_a_run_that_offloads(tmp_path: Path) -> None:
+def test_resume_from_checkpoint_saved_while_offloaded(tmp_path: Path) -> None:
     """Saved in the middle of the rollout, the worst time for it."""
 
     class SaveInRollout(RLCallback):
@@ -239,9 +236,7 @@ def test_supervised_training_leaves_everything_in_place(tmp_path: Path) -> None:
 
 
 def test_metrics_are_logged_and_documented(tmp_path: Path) -> None:
-    csv_logger = CSVLogger(tmp_path, name="", version="")
-    make_trainer(tmp_path, OnCPU(), logger=csv_logger, max_steps=3).fit(WithEngine(), loader())
-    rows = read_csv(tmp_path / "metrics.csv")
+    rows = logged_rows(tmp_path, WithEngine(), OnCPU())
     moved = [float(row["memory/offloaded_gib"] or 0) * 2**30 for row in rows]
     assert moved == pytest.approx([0, STATE + WEIGHTS, STATE + WEIGHTS], rel=1e-6)
     assert all(0 <= float(rows[2][name]) < 10 for name in ("time/offload", "time/restore"))
@@ -253,11 +248,6 @@ def test_nothing_on_the_cpu(tmp_path: Path) -> None:
     watch = Watch()
     make_trainer(tmp_path, offload, watch, max_steps=2).fit(WithEngine(), loader())
     assert {entry[3] for entry in watch.seen} == {WEIGHTS} and offload.last == {}
-
-
-def test_misuse() -> None:
-    with pytest.raises(ConfigError, match="moves nothing"):
-        OffloadDuringRollout(optimizer=False, gradients=False)
 
 
 @pytest.mark.gpu

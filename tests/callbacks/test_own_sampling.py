@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine_run import Witness, make_module, make_rollout, make_trainer, save_model
+from engine_run import Witness, make_module, make_rollout, make_trainer
 from tiny import make_algorithm
 from tiny import make_trainer as make_tiny_trainer
 
@@ -14,7 +13,6 @@ from rlightning.algorithms import GRPO, SFT
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
-from rlightning.rollout.engine import Engine
 
 HEATS = (0.5, 2.0, None, 1.25)
 LIMITS = (1, 3, None, 8)
@@ -33,27 +31,14 @@ def make_data(path: str, **kwargs: Any) -> PromptDataModule:
     return PromptDataModule(path, max_prompt_tokens=16, shuffle=False, **columns | kwargs)
 
 
-class NoOptimizer(GRPO):
-    """Has none."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        return {"lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def seen(model: str, tmp_path_factory: pytest.TempPathFactory) -> Witness:
+def seen(engine_model: str, tmp_path_factory: pytest.TempPathFactory) -> Witness:
     """A run of two steps, of two updates each, with a validation set."""
     folder = tmp_path_factory.mktemp("run")
     path = write_prompts(folder)
     witness = Witness()
     sizes: dict[str, Any] = {"samples_per_prompt": 4, "updates_per_rollout": 2}
-    module = make_algorithm(GRPO, model, **sizes)
+    module = make_algorithm(GRPO, engine_model, **sizes)
     trainer = make_trainer(folder, 2, TransformersRollout(temperature=0.8, max_new_tokens=8, seed=0), witness)
     trainer.fit(module, make_data(path, validation=path))
     return witness
@@ -76,9 +61,9 @@ def test_trainer_computes_at_the_prompts_own_temperature(seen: Witness) -> None:
 
 
 @pytest.mark.long
-def test_single_update_computes_at_the_same_temperatures(model: str, tmp_path: Path) -> None:
+def test_single_update_computes_at_the_same_temperatures(engine_model: str, tmp_path: Path) -> None:
     witness = Witness()
-    module = make_module(model, kl_coef=0.1, lr=1e-3)
+    module = make_module(engine_model, kl_coef=0.1, lr=1e-3)
     make_tiny_trainer(tmp_path, 1, witness).fit(module, make_data(write_prompts(tmp_path)))
     (metrics,) = witness.steps
     assert metrics["policy/rollout_gap_max"] < 1e-4
@@ -91,27 +76,15 @@ def test_validation_is_sampled_at_its_sets_temperature(seen: Witness) -> None:
     assert 1 <= first["val/prompts/length"] <= (1 + 3 + 8 + 8) / 4  # limits hold there too
 
 
-def test_limit_beyond_the_runs_is_refused_before_the_engine(model: str, tmp_path: Path) -> None:
+def test_limit_beyond_the_runs_is_refused_early(engine_model: str, tmp_path: Path) -> None:
     rollout = make_rollout(max_new_tokens=6)
     trainer = make_trainer(tmp_path, 1, rollout)
     with pytest.raises(ConfigError, match=r"own max_new_tokens=8 is above rollout\.max_new_tokens=6, which bounds all"):
-        trainer.fit(make_module(model), make_data(write_prompts(tmp_path)))
+        trainer.fit(make_module(engine_model), make_data(write_prompts(tmp_path)))
     assert rollout.engine is None
 
 
-def test_sft_refuses_columns_of_sampling(model: str, tmp_path: Path) -> None:
-    module = SFT(model, completion_column="prompt", prompts_per_step=4)
+def test_sft_refuses_columns_of_sampling(engine_model: str, tmp_path: Path) -> None:
+    module = SFT(engine_model, completion_column="prompt", prompts_per_step=4)
     with pytest.raises(ConfigError, match=r"data\.temperature_column has no effect: SFT samples nothing\. Remove it"):
         make_tiny_trainer(tmp_path, 1).fit(module, make_data(write_prompts(tmp_path)))
-
-
-def test_optimizers_are_refused_before_the_engine_starts(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(engine: Engine) -> None:
-        raise AssertionError("an engine is started")
-
-    monkeypatch.setattr(Engine, "start", start)
-    trainer = make_trainer(tmp_path, 1, make_rollout())
-    with pytest.raises(ConfigError, match="configure_optimizers returns a dictionary without the key 'optimizer'"):
-        trainer.fit(make_algorithm(NoOptimizer, model), make_data(write_prompts(tmp_path)))

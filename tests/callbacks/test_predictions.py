@@ -43,11 +43,6 @@ def test_an_object_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert [p.name for p in tmp_path.iterdir()] == ["predictions.jsonl"]
 
 
-def test_a_path_of_ones_own(tmp_path: Path) -> None:
-    predict(tmp_path, JSONLPredictions(str(tmp_path / "new" / "mine.jsonl")))
-    assert len((tmp_path / "new" / "mine.jsonl").read_text().splitlines()) == 4
-
-
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "predictions.jsonl").write_text("precious")
     with pytest.raises(ConfigError, match=r"predictions.jsonl' is there already and is not overwritten"):
@@ -131,7 +126,7 @@ def test_every_prompt_is_in_valid_json_in_order(whole: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.long
-def test_a_run_that_was_cut_short_goes_on_without_paying_twice(
+def test_interrupted_prediction_completes_no_prompt_twice(
     tmp_path: Path, whole: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rlightning")
@@ -150,7 +145,7 @@ def test_a_run_that_was_cut_short_goes_on_without_paying_twice(
 
 
 @pytest.mark.long
-def test_a_file_that_lacked_its_name_alone_gets_it(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+def test_complete_partial_file_gets_its_name(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     prediction = Prediction(tmp_path)
     prediction.run(dies_after=6)
     settings = (tmp_path / "predictions.jsonl.partial.settings").read_bytes()
@@ -162,7 +157,7 @@ def test_a_file_that_lacked_its_name_alone_gets_it(tmp_path: Path, whole: list[d
 
 
 @pytest.mark.long
-def test_other_sampling_or_prompts_do_not_go_into_the_same_file(tmp_path: Path) -> None:
+def test_other_sampling_or_prompts_are_refused(tmp_path: Path) -> None:
     prediction = Prediction(tmp_path)
     prediction.run(dies_after=6)
     before = prediction.lines("predictions.jsonl.partial")
@@ -178,7 +173,7 @@ def test_other_sampling_or_prompts_do_not_go_into_the_same_file(tmp_path: Path) 
 
 
 @pytest.mark.processes
-def test_kill_9_in_the_middle_of_a_batch_loses_no_prompt(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+def test_sigkill_within_a_batch_loses_no_prompt(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal, sys\nfrom pathlib import Path\n"
@@ -198,40 +193,33 @@ def rank_of_two(folder: Path, rank: int) -> Any:
     return SimpleNamespace(default_root_dir=folder, world_size=2, global_rank=rank)
 
 
-def test_every_rank_writes_its_share(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        trainer = rank_of_two(tmp_path, rank)
-        callback = JSONLPredictions()
-        callback.on_predict_start(trainer, None)
-        callback.on_predict_batch_end(trainer, None, [(make_prompt(rank), [attempt()])], None, 0)
-        callback.on_predict_end(trainer, None)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["predictions.rank0.jsonl", "predictions.rank1.jsonl"]
+def predict_on_rank(folder: Path, rank: int, *indices: int, how: Callable[..., None]) -> None:
+    """These prompts on a rank that then ends one way or the other."""
+    trainer, callback = rank_of_two(folder, rank), JSONLPredictions()
+    callback.setup(trainer, None, "predict")
+    callback.on_predict_start(trainer, None)
+    for index in indices:
+        callback.on_predict_prompt_end(trainer, None, make_prompt(index), [attempt()])
+    how(callback, trainer, None)
 
 
-def test_a_rank_leaves_out_what_any_rank_has_done(tmp_path: Path) -> None:
-    callback = JSONLPredictions()
-    callback.setup(rank_of_two(tmp_path, 1), None, "predict")
-    callback.on_predict_start(rank_of_two(tmp_path, 1), None)
-    callback.on_predict_prompt_end(rank_of_two(tmp_path, 1), None, make_prompt(5), [attempt()])
-    callback.on_exception(rank_of_two(tmp_path, 1), None, KeyboardInterrupt())
+def interrupt(callback: JSONLPredictions, trainer: Any, module: Any) -> None:
+    callback.on_exception(trainer, module, KeyboardInterrupt())
+
+
+def test_rank_leaves_out_prompts_of_any_rank(tmp_path: Path) -> None:
+    predict_on_rank(tmp_path, 1, 5, how=interrupt)
     other = JSONLPredictions()
     other.setup(rank_of_two(tmp_path, 0), None, "predict")
     assert [other.is_done(make_prompt(index)) for index in (4, 5)] == [False, True]
-    other.on_exception(rank_of_two(tmp_path, 0), None, KeyboardInterrupt())
+    interrupt(other, rank_of_two(tmp_path, 0), None)
     with pytest.raises(ConfigError, match=r"rank1\.jsonl\.partial' was begun with another number of ranks than 1"):
         JSONLPredictions().setup(SimpleNamespace(default_root_dir=tmp_path), None, "predict")
 
 
 def test_a_kill_between_two_ranks_ends_loses_nothing(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        trainer, callback = rank_of_two(tmp_path, rank), JSONLPredictions()
-        callback.setup(trainer, None, "predict")
-        callback.on_predict_start(trainer, None)
-        callback.on_predict_prompt_end(trainer, None, make_prompt(rank), [attempt()])
-        if rank == 0:
-            callback.on_predict_end(trainer, None)
-        else:
-            callback.on_exception(trainer, None, KeyboardInterrupt())
+    predict_on_rank(tmp_path, 0, 0, how=JSONLPredictions.on_predict_end)
+    predict_on_rank(tmp_path, 1, 1, how=interrupt)
     again = [JSONLPredictions(), JSONLPredictions()]
     for rank, callback in enumerate(again):
         callback.setup(rank_of_two(tmp_path, rank), None, "predict")

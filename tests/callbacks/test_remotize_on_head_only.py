@@ -1,9 +1,9 @@
 """Which ranks store: real ranks under FSDP, every kind of mesh and loop, and what is refused."""
 
-import copy
-import json
+import gc
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +11,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from observed_run import ObservedModule, PlainModule, loader, make_trainer
+from equivalence_run import RandomGenerator
+from lightning.pytorch import Callback, LightningModule
+from observed_run import ObservedModule, PlainModule, loader, make_trainer, save_run
 from rank_processes import finish, start_calls, start_controller
-from remotize_run import run
-from tiny import save_model
+from tiny import UseGenerator, bare_trainer, make_algorithm, make_data, save_model, write_sums
+from tiny import make_trainer as make_actor_trainer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
 
+from rlightning.algorithms import GRPO
 from rlightning.callbacks import RemotizeOnHeadOnly
 from rlightning.controller.rtensor import store_own_tensors, store_tensors
 from rlightning.controller.tensor_store import live_entries, stores_results
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
+from rlightning.parallel.fsdp import FSDP, MeshStrategy
+from rlightning.types import RolloutBatch
 
 INITIALISED = ("failing", "setup", "load", "rollout", "rejected", "update", "validation")
 OTHERWISE = ("before", "early setup", "after failure", "after", "own")
@@ -32,7 +38,119 @@ OTHERWISE = ("before", "early setup", "after failure", "after", "own")
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
-# Real ranks
+# Runs that store something wherever they can, under FSDP with tensor parallelism, on every rank; or without any
+
+Record = dict[str, tuple[bool, int, int]]
+
+
+class StoreEverywhere(RLCallback):
+    """Stores what hooks are given."""
+
+    def __init__(self, record: Record, prefix: str = "") -> None:
+        self.record = record
+        self.prefix = prefix
+
+    def store(self, occasion: str, tree: Any) -> None:
+        """Store, look, and let go."""
+        stored = store_tensors(tree, label=occasion)
+        alive = live_entries()
+        is_stored = stored is not None
+        del stored
+        self.record[self.prefix + occasion] = (is_stored, alive, live_entries())
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.store("setup", {"seed": torch.ones(2)})
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.store("rollout", batch)
+        stored = store_own_tensors(batch, label="own")
+        self.record[self.prefix + "own"] = (stored is not None, live_entries(), 0)
+
+    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.store("update", batch)
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.store("validation", torch.zeros(3))
+
+
+class Picky(GRPO):
+    """Rejects the first four prompts and takes others in their place; stores while it loads and what it rejects."""
+
+    max_refills = 1
+    observer: StoreEverywhere
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.observer.store("load", torch.zeros(1))
+
+    def keep_sequences(self, batch: RolloutBatch) -> torch.Tensor:
+        kept = torch.tensor([prompt.index >= 4 for prompt in batch.prompts])
+        if not kept.all():
+            self.observer.store("rejected", batch.select((~kept).nonzero()[:, 0]))
+        return kept
+
+
+class Fails(LightningModule):
+    """Stores something in its second step and fails while it has the handles."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def configure_model(self) -> None:
+        """ModelParallelStrategy wants one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        stored = store_tensors({"weight": self.weight})
+        if batch_idx == 1:
+            self.record["failing"] = (stored is not None, live_entries(), -1)
+            raise RuntimeError("out of luck")
+        return (self.weight - 1).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(folder: Path, model: str, size: int, callback: str) -> Record:
+    """Two runs, one that fails and one that trains, and what is stored around them.
+
+    Args:
+        folder: of the runs.
+        model: the model's folder.
+        size: of a tensor-parallel group.
+        callback: "with" or "without" RemotizeOnHeadOnly.
+
+    Returns:
+        By occasion, whether something was stored there, the entries alive then, and when the handles were gone.
+    """
+    ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+    num_ranks = int(ranks.get("WORLD_SIZE", 1))
+    record: Record = {}
+    observer = StoreEverywhere(record)
+    own: list[Callback] = [RemotizeOnHeadOnly()] if callback == "with" else []
+    folder = folder / f"rank{ranks.get('RANK')}"
+    folder.mkdir()
+
+    observer.store("before", torch.zeros(1))
+    strategy: Any = MeshStrategy(tensor_parallel_size=size) if ranks else "auto"
+    trainer = bare_trainer(folder, 3, *own, devices=num_ranks, strategy=strategy)
+    with suppress(RuntimeError):
+        trainer.fit(Fails(record), DataLoader(torch.zeros(4, 1)))  # type: ignore[arg-type]
+    gc.collect()
+    record["failing"] = (*record["failing"][:2], live_entries())
+    observer.store("after failure", torch.zeros(1))
+
+    os.environ.update(ranks)  # Lightning takes them away after each fit
+    module = make_algorithm(Picky, model, kl_coef=0.0, validate_first=False)
+    module.observer = observer
+    callbacks: list[Callback] = [StoreEverywhere(record, "early "), *own, observer]
+    strategy = FSDP(tensor_parallel_size=size) if ranks else "auto"
+    on_ranks: dict[str, Any] = {"devices": num_ranks, "strategy": strategy, "val_check_interval": 1}
+    trainer = make_actor_trainer(folder, 2, UseGenerator(RandomGenerator), *callbacks, **on_ranks)
+    trainer.fit(module, make_data(folder, validation=write_sums(folder)))
+    observer.store("after", torch.zeros(1))
+    return record
 
 
 @pytest.mark.processes
@@ -59,7 +177,7 @@ def test_heads_store_and_the_others_do_not(
 
 
 @pytest.mark.processes
-def test_without_ranks_everything_is_stored_wherever_it_comes_from(tmp_path: Path) -> None:
+def test_single_process_stores_from_everywhere(tmp_path: Path) -> None:
     """No process group is initialised: in a rejected batch, a validation or before an exception as anywhere else."""
     model = save_model(tmp_path / "model")
     (record,) = finish([start_controller(run, tmp_path, model, 1, "with")])
@@ -165,7 +283,7 @@ def test_without_ranks_everything_is_stored(loop: Any, arguments: dict[str, Any]
     assert callback.is_head is None and store_tensors(torch.ones(1)) is not None
 
 
-def test_others_return_none_but_for_what_is_their_own() -> None:
+def test_other_ranks_store_their_own_tensors_alone() -> None:
     with as_rank(3):
         RemotizeOnHeadOnly(group_size=2).setup(SimpleNamespace(), PlainModule(), "fit")
         assert store_tensors({"loss": 1.0}) is None and store_tensors([torch.ones(1)]) is None and live_entries() == 0
@@ -197,31 +315,19 @@ def test_an_exception_ends_it(tmp_path: Path) -> None:
 def test_resume_keeps_nothing(tmp_path: Path) -> None:
     """Who stores is the process's place among others now, not that of the process that saved."""
     callback, watch = RemotizeOnHeadOnly(group_size=2), Stores()
-    trainer = make_trainer(tmp_path, callback, watch, max_steps=1)
     with as_rank(1, 2):
-        trainer.fit(ObservedModule(), loader())
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        saved = save_run(tmp_path, callback, watch, max_steps=1)
     assert callback.state_dict() == {} and callback.is_head is None
     with as_rank(0, 2):
         again = make_trainer(tmp_path, RemotizeOnHeadOnly(group_size=2), watch, max_steps=2)
-        again.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "last.ckpt")
+        again.fit(ObservedModule(), loader(), ckpt_path=saved)
     assert watch.stored == [False, True]
-
-
-def test_callback_runs_in_workers_and_is_copyable() -> None:
-    assert RemotizeOnHeadOnly.runs_in == "workers"
-    assert copy.deepcopy(RemotizeOnHeadOnly(group_size=2)).group_size == 2
-    assert json.dumps(RemotizeOnHeadOnly().state_dict()) == "{}"
 
 
 # Misuse
 
 
-def test_group_sizes_are_checked() -> None:
-    with pytest.raises(ConfigError, match="group_size=0 must be at least 1"):
-        RemotizeOnHeadOnly(group_size=0)
-    with pytest.raises(ConfigError, match=r"mesh_dims=\['tp'\] and group_size=2 both say"):
-        RemotizeOnHeadOnly(mesh_dims=["tp"], group_size=2)
+def test_group_size_must_divide_the_ranks() -> None:
     with as_rank(0), pytest.raises(ConfigError, match="group_size=3 does not divide 4 ranks"):
         RemotizeOnHeadOnly(group_size=3).setup(SimpleNamespace(), PlainModule(), "fit")
 

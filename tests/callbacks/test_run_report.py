@@ -8,7 +8,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_trainer, messages
 
 from rlightning.callbacks import RunReport
-from rlightning.errors import ConfigError
 from rlightning.parallel import execution_mode
 from rlightning.parallel.execution_mode import ExecutionMode
 
@@ -84,7 +83,7 @@ def test_supervised_runs_have_a_report_too(tmp_path: Path) -> None:
         (KeyboardInterrupt(), SystemExit, "interrupted"),
     ],
 )
-def test_a_run_that_is_cut_short_leaves_a_report(
+def test_interrupted_run_leaves_a_report(
     tmp_path: Path, error: BaseException, raised: type[BaseException], status: str
 ) -> None:
     with pytest.raises((raised, KeyboardInterrupt)):
@@ -133,17 +132,3 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     report.write(tmp_path / "mine.html")
     page = text_of(tmp_path / "mine.html")
     assert "step 2\nmean: 0.5" in page and "step 2\ngenerate: " in page and "2 rollout steps" in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"every_n_steps": 0}, "every_n_steps=0 must be at least 1"), ({"num_samples": -1}, "num_samples=-1 must not be")],
-)
-def test_senseless_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RunReport(**arguments)
-
-
-def test_a_folder_in_the_files_place_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
-        make_trainer(tmp_path, RunReport(path=str(tmp_path))).fit(ObservedModule(), loader())

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
-from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_batch, make_trainer, save_run
-from programs import read_csv
+from observed_run import ObservedModule, PlainLoop, PlainModule, loader, logged_rows, make_batch, make_trainer, save_run
 from transformers import Qwen3Config
 
 from rlightning.callbacks import Throughput
 from rlightning.callbacks.throughput import device_peak
 from rlightning.hooks import fire
 from rlightning.models.counts import sequence_flops
+
+CONFIG = Qwen3Config(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
 
 
 class Clock:
@@ -53,7 +53,7 @@ def test_seconds_by_phase_and_tokens_per_second(monkeypatch: pytest.MonkeyPatch)
     assert 0.05 < throughput.last["memory/rss_gib"] < 100
 
 
-def test_the_wait_for_an_engine_is_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_start_is_a_separate_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     throughput = Throughput()
     loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
     clock.fire(loop, "on_rollout_start", [], at=0)
@@ -90,9 +90,7 @@ def test_update_mfu_divides_required_by_peak_flops(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("rlightning.callbacks.throughput.device_peak", lambda device: 1e6)
 
     class Policy:
-        model_config = Qwen3Config(
-            vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16
-        )
+        model_config = CONFIG
         plan = SimpleNamespace(epochs_per_rollout=2)
         tensor_parallel_size = 2
 
@@ -102,7 +100,7 @@ def test_update_mfu_divides_required_by_peak_flops(monkeypatch: pytest.MonkeyPat
     clock.fire(loop, "on_update_start", batch, at=0)
     clock.fire(loop, "on_update_end", batch, at=4.0)
     # completions of 1, 2, 1, 2 tokens after prompts of 4: two epochs over two ranks that share the work
-    needed = sequence_flops(Policy.model_config, torch.tensor([5, 6, 5, 6]), torch.tensor([1, 2, 1, 2])).sum().item()
+    needed = sequence_flops(CONFIG, torch.tensor([5, 6, 5, 6]), torch.tensor([1, 2, 1, 2])).sum().item()
     assert throughput.last["throughput/update_mfu"] == pytest.approx(needed / (4.0 * 1e6))
     loop.step(PlainModule())  # of a model that is not known
     assert "throughput/update_mfu" not in throughput.last
@@ -116,9 +114,7 @@ def test_mfu_of_a_gpu_is_a_share() -> None:
 
     class Policy:
         device = torch.device("cuda")
-        model_config = Qwen3Config(
-            vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16
-        )
+        model_config = CONFIG
 
     throughput = Throughput()
     PlainLoop(throughput).step(Policy())
@@ -136,9 +132,7 @@ def test_tokens_are_summed_over_ranks() -> None:
 
 
 def test_logged_through_lightning_at_the_rollout_step(tmp_path: Path) -> None:
-    csv_logger = CSVLogger(tmp_path, name="", version="")
-    make_trainer(tmp_path, Throughput(), logger=csv_logger).fit(ObservedModule(), loader())
-    rows = read_csv(tmp_path / "metrics.csv")
+    rows = logged_rows(tmp_path, ObservedModule(), Throughput())
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     names = ["time/step", "time/generate", "time/reward", "time/update", "time/sync", "throughput/tokens_per_second"]
     for row in rows:
@@ -146,7 +140,7 @@ def test_logged_through_lightning_at_the_rollout_step(tmp_path: Path) -> None:
         assert float(row["time/step"]) >= float(row["time/generate"]) + float(row["time/update"])
 
 
-def test_supervised_steps_are_measured_by_what_they_update_on(tmp_path: Path) -> None:
+def test_supervised_steps_count_tokens_of_updates(tmp_path: Path) -> None:
     throughput = Throughput()
     make_trainer(tmp_path, throughput).fit(ObservedModule(learns=False), loader())
     assert throughput.num_tokens == 22

@@ -60,7 +60,7 @@ def test_the_reference_is_the_actor_without_its_adapter(model_folder: str, tmp_p
 
 
 @pytest.mark.long
-def test_a_resumed_run_ends_as_one_in_one_go(model_folder: str, tmp_path: Path) -> None:
+def test_resumed_run_ends_as_an_uninterrupted_one(model_folder: str, tmp_path: Path) -> None:
     ends = []
     for cut in (None, 2):
         torch.manual_seed(0)
@@ -79,33 +79,31 @@ def test_a_resumed_run_ends_as_one_in_one_go(model_folder: str, tmp_path: Path) 
     assert again.adapter is not None and again.adapter.rank == 4
 
 
+@pytest.fixture(scope="module")
+def checkpoint(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    trainer = fit(folder, make_grpo(model_folder, adapter=ADAPTER, validate_first=False), 1)
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return folder / "a.ckpt"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("seed", "change", "message"),
     [
-        ({"adapter": None}, r"trains an adapter of rank 4\. Set model\.adapter"),
-        ({"adapter": Adapter(rank=2)}, "has another rank: 4, not 2"),
-        ({"adapter": Adapter(rank=4, alpha=16)}, "has another scaling: 2, not 4"),
-        ({"adapter": Adapter(rank=4, target_modules=["q_proj"])}, "has another modules: others"),
+        (0, {"adapter": None}, r"trains an adapter of rank 4\. Set model\.adapter"),
+        (0, {"adapter": Adapter(rank=2)}, "has another rank: 4, not 2"),
+        (0, {"adapter": Adapter(rank=4, alpha=16)}, "has another scaling: 2, not 4"),
+        (0, {"adapter": Adapter(rank=4, target_modules=["q_proj"])}, "has another modules: others"),
+        (1, {}, "was trained on a base with other weights"),
     ],
 )
-def test_a_checkpoint_of_another_adapter_is_refused(
-    change: dict[str, Any], message: str, model_folder: str, tmp_path: Path
+def test_checkpoint_of_another_adapter_or_base_is_refused(
+    seed: int, change: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER, validate_first=False), 1).save_checkpoint(
-        tmp_path / "a.ckpt"
-    )
+    module = make_grpo(save_model(tmp_path / "base", seed=seed), **{"adapter": ADAPTER} | change)
     with pytest.raises(ConfigError, match=message):
-        fit(tmp_path, make_grpo(model_folder, **change), 2, ckpt_path=tmp_path / "a.ckpt")
-
-
-def test_a_checkpoint_of_another_base_is_refused(model_folder: str, tmp_path: Path) -> None:
-    fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER, validate_first=False), 1).save_checkpoint(
-        tmp_path / "a.ckpt"
-    )
-    other = save_model(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match="was trained on a base with other weights"):
-        fit(tmp_path, make_grpo(other, adapter=ADAPTER), 2, ckpt_path=tmp_path / "a.ckpt")
+        fit(tmp_path, module, 2, ckpt_path=checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_the_start_says_what_is_trained(model_folder: str, tmp_path: Path) -> No
     assert "trained by LoRA of rank 4, alpha 8, on 14 linear layers (4,864 parameters)" in text
 
 
-def test_under_autocast_the_bases_matrices_alone_are_of_half_precision(model_folder: str, tmp_path: Path) -> None:
+def test_autocast_halves_matrices_of_the_base_alone(model_folder: str, tmp_path: Path) -> None:
     module = make_grpo(model_folder, adapter=ADAPTER, validate_first=False)
     trainer = fit(tmp_path, module, 1, precision="bf16-mixed")
     for name, parameter in module.named_parameters():
@@ -142,7 +140,7 @@ def test_under_autocast_the_bases_matrices_alone_are_of_half_precision(model_fol
     assert moments and all(value.dtype == torch.float32 for value in moments)
 
 
-def test_what_is_not_trained_is_read_on_the_host(model_folder: str) -> None:
+def test_frozen_weights_are_read_on_the_host(model_folder: str) -> None:
     """Lightning has the GPU as the default device while models are configured."""
     module = make_grpo(model_folder, adapter=ADAPTER)
     with torch.device("meta"):

@@ -1,16 +1,14 @@
 """Groups find their ranks; between real processes they do in test_module_ranks.py."""
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import finish, start_calls
+from sharded_net import run_ranks
 from tiny import make_batch, make_completion
 
 from rlightning.module.batching import (
@@ -30,7 +28,7 @@ def test_largest_groups_go_first_to_least_loaded_rank() -> None:
 
 
 def test_minibatches_are_balanced_separately_without_empty_ranks() -> None:
-    # One group a minibatch: whoever has nothing yet takes it.
+    # One group a minibatch: a rank that has nothing yet gets it.
     assert assign_groups([7, 7, 7], [[0], [1], [2]], 3) == [0, 1, 2]
     assert assign_groups([9, 1, 8, 2], [[0, 1], [2, 3]], 2) == [0, 1, 1, 0]
 
@@ -189,17 +187,9 @@ def pack(token: int) -> NotedBatch:
     return NotedBatch.pack(single_turns([prompt], [[make_completion([token])] * 2]))
 
 
-def ranks_that_move(folder: Path) -> dict[str, list[Any]]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    try:
-        return move_expensive(folder)
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.processes
 def test_groups_move_once_more_when_costs_have_changed(tmp_path: Path) -> None:
-    ranks = finish(start_calls(ranks_that_move, 2, tmp_path))
+    ranks = run_ranks(move_expensive, 2, tmp_path)
     for rank in ranks:
         assert rank["kept"] == rank["first"]
         assert rank["moved"] == sorted(rank["moved"])

@@ -3,6 +3,7 @@
 The reference follows the definitions trajectory by trajectory, in plain Python and one forward pass a branch.
 """
 
+import os
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from random_trajectories import random_trajectory, split_by_agents
-from rank_processes import finish, start_calls
-from tiny import UseGenerator, copy_weights, make_algorithm, make_data, make_trainer, save_model
+from rank_processes import each_run, finish, start_calls
+from small_steps import as_tensors, weight_lists
+from tiny import UseGenerator, make_algorithm, make_data, make_trainer, save_model
 from torch import Tensor
 
 from rlightning.algorithms import GRPO, RLOO, REINFORCEPlusPlusBaseline
@@ -73,22 +74,18 @@ class PlainBaseline(REINFORCEPlusPlusBaseline):
     configure_optimizers = sgd
 
 
-class WriteWeights(Callback):
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        torch.save(copy_weights(pl_module), Path(trainer.default_root_dir) / f"weights{trainer.global_rank}.pt")
-
-
 def final_reward(one: Trajectory) -> float:
     return one.final_text.count("1") / max(len(one.final_text), 1)
 
 
-def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], num_ranks: int = 1) -> None:
-    """One step."""
+def train(folder: Path, model: str, case: tuple[str, dict[str, Any]], num_ranks: int = 1) -> dict[str, list[Any]]:
+    """The weights after one step."""
+    algorithm, arguments = case
     usual = {"samples_per_prompt": GROUP_SIZE, "max_tokens_per_microbatch": 30, "kl_coef": 0.0, "max_grad_norm": 1e9}
     module = make_algorithm(globals()[algorithm], model, validate_first=False, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
-    trainer = make_trainer(folder, 1, WriteWeights(), UseGenerator(Given), precision="64-true", **ranks)
-    trainer.fit(module, make_data(folder))
+    make_trainer(folder, 1, UseGenerator(Given), precision="64-true", **ranks).fit(module, make_data(folder))
+    return weight_lists(module)
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -101,9 +98,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_step_is_that_of_the_reference(number: int, model: str, steps: dict[int, list[Any]]) -> None:
+def test_step_is_that_of_the_reference(number: int, model: str, steps: list[list[Any]]) -> None:
     expected = take_step(model, *CASES[number])
-    one, first, second = steps[number]
+    one, first, second = map(as_tensors, steps[number])
     start = {name: weight.detach() for name, weight in load_policy(model).named_parameters()}
     assert max(float((expected[name] - start[name]).abs().max()) for name in expected) > 1e-3, "nothing is trained"
     for name, weight in expected.items():
@@ -118,28 +115,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def steps(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+def steps(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """By case, the weights after one step: of one rank, and of each of two."""
     folder = tmp_path_factory.mktemp("steps")
-    finish(start_calls(train_cases, 2, folder, model))
-    found: dict[int, list[Any]] = {}
-    for number, (algorithm, arguments) in enumerate(CASES):
-        one = folder / f"one{number}"
-        one.mkdir()
-        train(one, model, algorithm, arguments)
-        paths = [one / "weights0.pt", *(folder / f"two{number}" / f"weights{rank}.pt" for rank in range(2))]
-        found[number] = [torch.load(path) for path in paths]
-    return found
+    ranks = finish(start_calls(train_cases, 2, folder, model))
+    return [[train(folder, model, case), *(rank[number] for rank in ranks)] for number, case in enumerate(CASES)]
 
 
-def train_cases(folder: Path, model: str) -> None:
-    from rank_processes import each_run
-
-    runs = {f"two{number}": {"case": number} for number in range(len(CASES))}
-    for name, run in each_run(runs):
-        (folder / name).mkdir(exist_ok=True)
-        algorithm, arguments = CASES[run["case"]]
-        train(folder / name, model, algorithm, arguments, 2)
+def train_cases(folder: Path, model: str) -> list[dict[str, list[Any]]]:
+    folder = folder / os.environ["RANK"]
+    folder.mkdir()
+    runs = {str(number): {"case": case} for number, case in enumerate(CASES)}
+    return [train(folder, model, run["case"], 2) for _, run in each_run(runs)]
 
 
 # The reference

@@ -56,7 +56,7 @@ def test_misspelt_monitor_is_refused_before_an_engine_starts(
     assert not (tmp_path / "engine.log").exists()
 
 
-def test_names_are_unknown_where_users_code_may_log_others(model: str, tmp_path: Path) -> None:
+def test_names_are_unknown_with_code_of_users(model: str, tmp_path: Path) -> None:
     class OwnGRPO(GRPO):
         pass
 
@@ -84,7 +84,7 @@ def test_names_are_unknown_where_users_code_may_log_others(model: str, tmp_path:
 
 
 @pytest.mark.long
-def test_misspelt_monitor_on_the_command_line_ends_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_monitor_ends_the_command_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor", "policy/los")
     code, errors = fit_here(capsys, "--config", "run.yaml", *options)
     assert code == 2

@@ -1,21 +1,21 @@
 """Two ranks, in two real processes, take the steps that one takes."""
 
-import json
+import os
 from collections.abc import Sequence
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from random_trajectories import two_branches
 from rank_processes import each_run, finish, start_calls
-from tiny import ActorGenerator, Start, UseGenerator, copy_weights, make_algorithm, make_data, make_trainer
+from small_steps import as_tensors, assert_close, two_optimizers, weight_lists
+from tiny import ActorGenerator, UseGenerator, make_algorithm, make_data, make_trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.parallel import DDP
 from rlightning.rollout import Sampling
-from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 pytestmark = pytest.mark.processes
 
@@ -42,16 +42,11 @@ class OneGroup(GRPO):
 
 
 class TwoOptimizers(GRPO):
-    """Has one optimizer for matrices, another one for norms."""
-
-    def configure_optimizers(self) -> Any:
-        parameters = list(self.loaded_actor.parameters())
-        matrices, norms = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
-        return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+    configure_optimizers = two_optimizers
 
 
 class Branching(ActorGenerator):
-    """Makes trajectories of two branches: a completion, then another one after a history that was written anew."""
+    """Makes trajectories of two branches, but for the first of each group; the second one's history is shorter."""
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, *_: Any
@@ -60,44 +55,27 @@ class Branching(ActorGenerator):
         shorter = [
             (p._replace(index=p.index + 100, token_ids=p.token_ids[max(n - 1, 0) :]), n, s) for p, n, s in starts
         ]
-        pairs = list(zip(starts, shorter, self.complete(starts), self.complete(shorter), strict=True))
-        return [list(starmap(branching, pairs[n : n + num_samples])) for n in range(0, len(pairs), num_samples)]
+        made = [
+            two_branches(prompt, first, again.token_ids, second) if number else Trajectory.single_turn(prompt, first)
+            for (prompt, number, _), first, (again, *_), second in zip(
+                starts, self.complete(starts), shorter, self.complete(shorter), strict=True
+            )
+        ]
+        return [made[n : n + num_samples] for n in range(0, len(made), num_samples)]
 
 
-def branching(start: Start, shorter: Start, first: Sample, second: Sample) -> Trajectory:
-    """The first of a group has one branch only."""
-    prompt, number, _ = start
-    if number == 0:
-        return Trajectory.single_turn(prompt, first)
-    branches = (Branch(), Branch("history_edited"))
-    for place, (branch, tokens, sample) in enumerate(
-        zip(branches, (prompt.token_ids, shorter[0].token_ids), (first, second), strict=True)
-    ):
-        branch.append(tokens)
-        branch.append_sample(sample, place)
-    turns = tuple(Turn({"role": "assistant", "content": sample.text}, sample) for sample in (first, second))
-    return Trajectory(prompt, branches, turns)
-
-
-class WriteResult(Callback):
-    """Writes what a rank has come to: its process ends with the fit."""
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        folder = Path(trainer.default_root_dir)
-        torch.save(copy_weights(pl_module), folder / f"weights{trainer.global_rank}.pt")
-        result = {"taken": getattr(pl_module, "taken", None), "position": trainer.datamodule.stream.position}
-        (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
-
-
-def train(folder: Path, model: str, algorithm: str, arguments: dict[str, Any], num_ranks: int = 1) -> None:
+def train(folder: Path, model: str, case: tuple[str, dict[str, Any]], num_ranks: int = 1) -> dict[str, Any]:
     """Three steps of one of the classes above, or GRPO; of trajectories of two branches in the run with a KL term."""
+    algorithm, arguments = case
     usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0}
     module = make_algorithm(globals()[algorithm], model, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     # In float32 Adam takes a whole step where a gradient is nothing but rounding.
     sampler = UseGenerator(Branching if "kl_coef" in arguments else ActorGenerator)
-    trainer = make_trainer(folder, 3, WriteResult(), sampler, precision="64-true", **ranks)
-    trainer.fit(module, make_data(folder))
+    data: Any = make_data(folder)
+    make_trainer(folder, 3, sampler, precision="64-true", **ranks).fit(module, data)
+    taken = module.taken if isinstance(module, Picky) else None
+    return {"weights": weight_lists(module), "taken": taken, "position": data.stream.position}
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -109,32 +87,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def train_cases(folder: Path, model: str) -> None:
-    for name, _ in each_run({name: {} for name in CASES}):
-        (folder / name).mkdir(exist_ok=True)
-        algorithm, arguments = CASES[name]
-        train(folder / name, model, algorithm, arguments, 2)
+def train_cases(folder: Path, model: str) -> dict[str, dict[str, Any]]:
+    folder = folder / os.environ["RANK"]
+    folder.mkdir()
+    return {name: train(folder, model, CASES[name], 2) for name, _ in each_run({name: {} for name in CASES})}
 
 
 @pytest.fixture(scope="module")
-def two(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All cases, on two ranks."""
-    folder = tmp_path_factory.mktemp("two")
-    finish(start_calls(train_cases, 2, folder, model_folder))
-    return folder
+    return finish(start_calls(train_cases, 2, tmp_path_factory.mktemp("two"), model_folder))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "refills"])
-def test_two_ranks_are_one(name: str, model_folder: str, two: Path, tmp_path: Path) -> None:
-    train(tmp_path, model_folder, *CASES[name])
-    paths = (tmp_path / "weights0.pt", two / name / "weights0.pt", two / name / "weights1.pt")
-    one, first, second = map(torch.load, paths)
-    for parameter, weight in one.items():
-        assert torch.equal(first[parameter], second[parameter])
-        torch.testing.assert_close(first[parameter], weight, atol=1e-10, rtol=0.0)
+def test_two_ranks_are_one(name: str, model_folder: str, two: Any, tmp_path: Path) -> None:
+    one = train(tmp_path, model_folder, CASES[name])["weights"]
+    first, second = (rank[name]["weights"] for rank in two)
+    assert first == second
+    assert_close(as_tensors(first), as_tensors(one), 1e-10)
 
 
-def test_refill_needed_by_one_rank_includes_both(two: Path) -> None:
-    first, second = (json.loads((two / "refills" / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert first == {"taken": [[0, 1], [4], [6, 7], [10, 11]], "position": 14}
-    assert second == {"taken": [[2, 3], [5], [8, 9], [12, 13]], "position": 14}
+def test_refill_needed_by_one_rank_includes_both(two: Any) -> None:
+    assert [rank["refills"]["position"] for rank in two] == [14, 14]
+    assert two[0]["refills"]["taken"] == [[0, 1], [4], [6, 7], [10, 11]]
+    assert two[1]["refills"]["taken"] == [[2, 3], [5], [8, 9], [12, 13]]

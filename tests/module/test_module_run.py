@@ -81,7 +81,7 @@ def test_supervised_validation_counts_alike(model_folder: str, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_validation_before_the_first_step_can_be_left_out(model_folder: str, tmp_path: Path) -> None:
+def test_validation_before_training_can_be_left_out(model_folder: str, tmp_path: Path) -> None:
     fit_with_loggers(make_grpo(model_folder, validate_first=False), tmp_path, 2)
     assert logged_steps(tmp_path, "val/sums/reward") == [2]
 
@@ -130,7 +130,7 @@ def test_a_resumed_run_is_the_run(model_folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_checkpoint_with_a_reference_is_validated_without_one(model_folder: str, tmp_path: Path) -> None:
+def test_validation_of_a_checkpoint_loads_no_reference(model_folder: str, tmp_path: Path) -> None:
     module = make_grpo(model_folder, kl_coef=0.1)
     fit_with_loggers(module, tmp_path, 2)
     other = make_grpo(model_folder, kl_coef=0.1)

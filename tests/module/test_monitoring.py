@@ -98,7 +98,7 @@ def test_last_checkpoint_follows_metric_that_does_not_improve(save_last: Any, tm
     assert steps_in(tmp_path) == {"best.ckpt": 2, "last.ckpt": 8}
 
 
-def test_last_state_is_saved_by_one_of_several_callbacks(tmp_path: Path) -> None:
+def test_one_of_several_callbacks_saves_last_state(tmp_path: Path) -> None:
     best = ModelCheckpoint(tmp_path / "best", monitor="val/reward", filename="best")
     every = ModelCheckpoint(tmp_path / "every", filename="{step}", every_n_train_steps=4)
     fit(tmp_path, Scripted(UNCHANGED), 6, best, every, **EVERY_TWO)
@@ -131,7 +131,7 @@ def test_checkpoint_time_interval_saves_once_it_is_over(tmp_path: Path, monkeypa
     assert list(steps_in(tmp_path).values()) == [3, 6, 8]
 
 
-def test_last_state_is_named_by_the_epoch_of_its_step(tmp_path: Path) -> None:
+def test_last_state_is_named_by_its_own_epoch(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
     fit(tmp_path, Scripted(), 8, checkpoint)  # two epochs of four steps, both of them over
     assert steps_in(tmp_path) == {"epoch=0-step=3.ckpt": 3, "epoch=1-step=6.ckpt": 6, "epoch=1-step=8.ckpt": 8}
@@ -175,7 +175,7 @@ def test_monitor_of_epoch_end_metric_is_awaited(tmp_path: Path) -> None:
     assert steps_in(tmp_path)["best.ckpt"] == 4
 
 
-def test_early_stopping_by_training_metric_survives_validation_before_training(tmp_path: Path) -> None:
+def test_early_stopping_by_training_metric_survives_first_validation(tmp_path: Path) -> None:
     class ValidatesFirst(Scripted):
         def on_train_start(self) -> None:
             from rlightning.parallel.trainer_stages import validate_in_fit
@@ -261,7 +261,7 @@ class OneWriter(io.StringIO):
             self.is_inside = False
 
 
-def test_sigterm_while_a_line_is_written_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_within_a_write_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Telling(Scripted):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx)

@@ -1,6 +1,5 @@
 """What ``configure_optimizers`` may return: each of Lightning's forms trains, or is refused in a line at the start."""
 
-import csv
 import logging
 import re
 from collections.abc import Callable
@@ -12,7 +11,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
+from programs import read_csv
 from sharded_net import OddNet, make_net, run_ranks, shard_net
+from small_steps import matrices_and_vectors
 from tiny import copy_weights, make_data, make_trainer, share_of_ones
 from torch.optim import LBFGS, SGD, AdamW, Muon, SparseAdam
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
@@ -37,12 +38,6 @@ def usual(module: Own) -> Any:
     return GRPO.configure_optimizers(module)
 
 
-def by_shape(module: Own) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Matrices and vectors."""
-    parameters = list(module.loaded_actor.parameters())
-    return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
-
-
 def run(
     folder: Path, model: str, make: Callable[[Own], Any], *callbacks: Callback, steps: int = 3, **kwargs: Any
 ) -> Own:
@@ -57,33 +52,36 @@ def run(
 
 
 def column(folder: Path, name: str) -> list[float]:
-    with (folder / "metrics.csv").open() as lines:
-        return [float(row[name]) for row in csv.DictReader(lines) if row.get(name)]
+    return [float(row[name]) for row in read_csv(folder / "metrics.csv") if row.get(name)]
 
 
-def single(module: Own) -> Any:
-    return AdamW(module.parameters(), lr=0.01)
+def adamw(module: Own, lr: float = 0.01) -> AdamW:
+    return AdamW(module.parameters(), lr=lr)
+
+
+def scheduled(make_schedule: Callable[[AdamW], Any], **settings: Any) -> Callable[[Own], Any]:
+    """AdamW and a schedule, as a dictionary with these settings of it."""
+
+    def make(module: Own) -> Any:
+        optimizer = adamw(module)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_schedule(optimizer), **settings}}
+
+    return make
 
 
 def pair(module: Own) -> Any:
-    optimizer = AdamW(module.parameters(), lr=0.01)
+    optimizer = adamw(module)
     return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
 
 
-def dictionary(module: Own) -> Any:
-    optimizer = AdamW(module.parameters(), lr=0.01)
-    schedule = StepLR(optimizer, 1, gamma=0.5)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
-
-
 def muon_and_adamw(module: Own) -> Any:
-    matrices, vectors = by_shape(module)
+    matrices, vectors = matrices_and_vectors(module)
     muon, adamw = Muon(matrices, lr=0.02), AdamW(vectors, lr=0.01)
     return [muon, adamw], [StepLR(muon, 1, gamma=0.5), {"scheduler": StepLR(adamw, 1, gamma=0.1)}]
 
 
 def two_dictionaries(module: Own) -> Any:
-    matrices, vectors = by_shape(module)
+    matrices, vectors = matrices_and_vectors(module)
     first, second = SGD(matrices, lr=0.01), AdamW(vectors, lr=0.01)
     return {"optimizer": first, "lr_scheduler": StepLR(first, 1, gamma=0.5)}, {"optimizer": second}
 
@@ -96,37 +94,47 @@ def added_group(module: Own) -> Any:
 
 
 def same_names(module: Own) -> Any:
-    matrices, vectors = by_shape(module)
+    matrices, vectors = matrices_and_vectors(module)
     first = SGD([{"params": matrices, "name": "x", "lr": 0.01}])
     return [first, AdamW([{"params": vectors, "name": "x", "lr": 0.02}])]
 
 
-def one_cycle(module: Own) -> Any:
-    optimizer = AdamW(module.parameters(), lr=0.01)
-    cycle = OneCycleLR(optimizer, max_lr=0.01, total_steps=3, anneal_strategy="linear", pct_start=0.5)
-    return [optimizer], [{"scheduler": cycle, "interval": "step"}]
-
-
-RATES: dict[Callable[[Own], Any], dict[str, list[float]]] = {
-    usual: {"optim/lr": [1e-3] * 3},
-    single: {"optim/lr": [0.01] * 3},
-    pair: {"optim/lr": [0.01, 0.005, 0.0025]},
-    dictionary: {"optim/lr": [0.01, 0.01, 0.005]},
-    muon_and_adamw: {
-        "optim/lr": [0.02, 0.01, 0.005],
-        "optim/lr/0": [0.02, 0.01, 0.005],
-        "optim/lr/1": [0.01, 0.001, 0.0001],
-    },
-    two_dictionaries: {"optim/lr/0": [0.01, 0.005, 0.0025], "optim/lr/1": [0.01] * 3},
-    same_names: {"optim/lr": [0.01] * 3, "optim/lr/x_0": [0.01] * 3, "optim/lr/x_1": [0.02] * 3},
-    one_cycle: {"optim/lr": [0.01 / 25, 0.01 - (0.01 - 4e-8) / 3, 4e-8]},  # up to step 0.5, then down to step 2
-    added_group: {"optim/lr": [1e-3] * 3, "optim/lr/1": [1e-3] * 3, "optim/lr/last": [0.05] * 3},
+one_cycle = scheduled(
+    lambda optimizer: OneCycleLR(optimizer, max_lr=0.01, total_steps=3, anneal_strategy="linear", pct_start=0.5),
+    interval="step",
+)
+FORMS: dict[str, tuple[Callable[[Own], Any], dict[str, list[float]]]] = {
+    "usual": (usual, {"optim/lr": [1e-3] * 3}),
+    "single": (adamw, {"optim/lr": [0.01] * 3}),
+    "pair": (pair, {"optim/lr": [0.01, 0.005, 0.0025]}),
+    "dictionary": (
+        scheduled(lambda optimizer: StepLR(optimizer, 1, gamma=0.5), interval="step", frequency=2),
+        {"optim/lr": [0.01, 0.01, 0.005]},
+    ),
+    "muon_and_adamw": (
+        muon_and_adamw,
+        {
+            "optim/lr": [0.02, 0.01, 0.005],
+            "optim/lr/0": [0.02, 0.01, 0.005],
+            "optim/lr/1": [0.01, 0.001, 0.0001],
+        },
+    ),
+    "two_dictionaries": (two_dictionaries, {"optim/lr/0": [0.01, 0.005, 0.0025], "optim/lr/1": [0.01] * 3}),
+    "same_names": (same_names, {"optim/lr": [0.01] * 3, "optim/lr/x_0": [0.01] * 3, "optim/lr/x_1": [0.02] * 3}),
+    # up to step 0.5, then down to step 2
+    "one_cycle": (one_cycle, {"optim/lr": [0.01 / 25, 0.01 - (0.01 - 4e-8) / 3, 4e-8]}),
+    "added_group": (
+        added_group,
+        {"optim/lr": [1e-3] * 3, "optim/lr/1": [1e-3] * 3, "optim/lr/last": [0.05] * 3},
+    ),
 }
+"""What returns each, and the learning rates of its three steps."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", RATES, ids=lambda make: make.__name__)
-def test_each_form_trains_all_parameters(make: Callable[[Own], Any], model_folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_trains_all_parameters(form: str, model_folder: str, tmp_path: Path) -> None:
+    make, rates = FORMS[form]
     before: dict[str, torch.Tensor] = {}
 
     class Keep(Callback):
@@ -137,9 +145,9 @@ def test_each_form_trains_all_parameters(make: Callable[[Own], Any], model_folde
     assert module.trainer.global_step == module.weight_version == 3  # two optimizer steps each
     after = copy_weights(module)
     assert [name for name in after if torch.equal(after[name], before[name])] == []
-    for name, rates in RATES[make].items():
-        assert column(tmp_path, name) == pytest.approx(rates)
-    if not any(name.startswith("optim/lr/") for name in RATES[make]):
+    for name, expected in rates.items():
+        assert column(tmp_path, name) == pytest.approx(expected)
+    if not any(name.startswith("optim/lr/") for name in rates):
         assert "optim/lr/" not in (tmp_path / "metrics.csv").read_text()
 
 
@@ -153,96 +161,55 @@ def test_several_optimizers_resume(model_folder: str, tmp_path: Path) -> None:
     assert column(tmp_path / "second", "optim/lr/1") == pytest.approx([0.0001])
 
 
-def plateau(module: Own) -> Any:
-    optimizer = AdamW(module.parameters())
-    return {
-        "optimizer": optimizer,
-        "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "reward/mean"},
-    }
-
-
-def bare_plateau(module: Own) -> Any:
-    optimizer = AdamW(module.parameters())
-    return [optimizer], [ReduceLROnPlateau(optimizer)]
-
-
-def no_optimizer(module: Own) -> Any:
-    return {"lr_scheduler": StepLR(AdamW(module.parameters()), 1)}
-
-
-def nothing(module: Own) -> Any:
-    return None
-
-
-def of_something_else(module: Own) -> Any:
-    return AdamW([torch.nn.Parameter(torch.ones(1))])
-
-
-def needs_closure(module: Own) -> Any:
-    return LBFGS(module.parameters())
-
-
-def overlapping(module: Own) -> Any:
-    return [AdamW(module.parameters()), SGD(by_shape(module)[1], lr=0.1)]
-
-
-def sparse(module: Own) -> Any:
-    return SparseAdam(list(module.parameters()))
-
-
-def no_frequency(module: Own) -> Any:
-    optimizer = AdamW(module.parameters())
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "frequency": 0}}
-
-
 class ByMetric(StepLR):
     def step(self, metric: float) -> None:  # type: ignore[override]
         super().step()
 
 
-def by_metric(module: Own) -> Any:
-    optimizer = AdamW(module.parameters())
+def by_metric(optimizer: AdamW) -> StepLR:
     schedule = StepLR(optimizer, 1)
     schedule.__class__ = ByMetric  # torch calls step() once when it is made
-    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+    return schedule
 
 
-def short_cycle(module: Own) -> Any:
-    optimizer = AdamW(module.parameters())
-    return [optimizer], [OneCycleLR(optimizer, max_lr=0.01, total_steps=2)]
+def bare_plateau(module: Own) -> Any:
+    optimizer = adamw(module)
+    return [optimizer], [ReduceLROnPlateau(optimizer)]
+
+
+REFUSED: dict[str, tuple[Callable[[Own], Any], str]] = {
+    "plateau": (scheduled(ReduceLROnPlateau, monitor="reward/mean"), "ReduceLROnPlateau steps by a metric"),
+    "bare_plateau": (bare_plateau, "ReduceLROnPlateau steps by a metric"),
+    "by_metric": (scheduled(by_metric, interval="step"), "ByMetric steps by a metric"),
+    "no_frequency": (
+        scheduled(lambda optimizer: StepLR(optimizer, 1), frequency=0),
+        "frequency=0 of StepLR must be at least 1",
+    ),
+    "short_cycle": (
+        scheduled(lambda optimizer: OneCycleLR(optimizer, max_lr=0.01, total_steps=2)),
+        "OneCycleLR ends after total_steps=2, and the run steps it 3 times",
+    ),
+    "nothing": (lambda module: None, r"no optimizer of the model's parameters: it returns None\. Return an"),
+    "of_something_else": (
+        lambda module: AdamW([torch.nn.Parameter(torch.ones(1))]),
+        "no optimizer of the model's parameters: nothing would be trained",
+    ),
+    "needs_closure": (lambda module: LBFGS(module.parameters()), "LBFGS computes the loss again within a step"),
+    "sparse": (lambda module: SparseAdam(list(module.parameters())), "SparseAdam takes sparse gradients alone"),
+    "overlapping": (
+        lambda module: [adamw(module), SGD(matrices_and_vectors(module)[1], lr=0.1)],
+        r"\d+ parameters, such as actor\.model\..*, are in two optimizers",
+    ),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (plateau, "configure_optimizers: ReduceLROnPlateau steps by a metric"),
-        (bare_plateau, "configure_optimizers: ReduceLROnPlateau steps by a metric"),
-        (nothing, "configure_optimizers returns no optimizer of the model's parameters"),
-        (of_something_else, "configure_optimizers returns no optimizer of the model's parameters"),
-        (needs_closure, "configure_optimizers: LBFGS computes the loss again within a step"),
-        (no_optimizer, "configure_optimizers returns a dictionary without the key 'optimizer'"),
-        (sparse, "configure_optimizers: SparseAdam takes sparse gradients alone"),
-        (no_frequency, "configure_optimizers: frequency=0 of StepLR must be at least 1"),
-        (by_metric, "configure_optimizers: ByMetric steps by a metric"),
-        (short_cycle, "configure_optimizers: OneCycleLR ends after total_steps=2, and the run steps it 3 times"),
-        (overlapping, r"configure_optimizers: \d+ parameters, such as actor\.model\..*, are in two optimizers"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_forms_that_cannot_work_are_refused_at_start(
-    make: Callable[[Own], Any], message: str, model_folder: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("form", REFUSED)
+def test_forms_that_cannot_work_are_refused_at_start(form: str, model_folder: str, tmp_path: Path) -> None:
+    make, message = REFUSED[form]
+    with pytest.raises(ConfigError, match=rf"^configure_optimizers.*{message}"):
         run(tmp_path, model_folder, make)
     assert not (tmp_path / "metrics.csv").exists()
-
-
-def test_no_optimizer_is_refused_before_lightning_warns() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^configure_optimizers returns no optimizer .*: it returns None\. Return an"
-    ):
-        checked(lambda: None)()
 
 
 def test_form_that_is_none_of_lightnings_is_refused() -> None:
@@ -281,7 +248,7 @@ def test_form_that_is_none_of_lightnings_is_refused() -> None:
 
 
 def matrices_only(module: Own) -> Any:
-    return SGD(by_shape(module)[0], lr=0.1)
+    return SGD(matrices_and_vectors(module)[0], lr=0.1)
 
 
 @pytest.mark.long

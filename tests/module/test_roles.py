@@ -13,6 +13,7 @@ import torch
 from equivalence_run import RandomGenerator
 from lightning.pytorch import Callback
 from rank_processes import each_run, finish, start_calls
+from small_steps import StepMetrics
 from tiny import VOCABULARY, UseGenerator, make_algorithm, make_data, make_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ from rlightning.types import RolloutBatch, axis
 LR, CRITIC_LR = 0.01, 0.02
 CRITIC_NORM = 1e-3
 STEPS = 3
+NORM = "optim/grad_norm"
 
 
 @dataclass(slots=True)
@@ -112,16 +114,6 @@ class CriticGRPO(SquaredHead):
         return (values - batch.to_tokens(batch.rewards.float())).square(), {"value_mean": values.detach()}
 
 
-class GradNorms(Callback):
-    """Notes each step's norm."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.norms.append(trainer.callback_metrics["optim/grad_norm"].item())
-
-
 def own(module: GRPO) -> dict[str, list[Any]]:
     """The full values of the parameters beside the actor; all ranks call it."""
     found = {name: p.detach() for name, p in module.named_parameters() if not name.startswith("actor.")}
@@ -162,20 +154,20 @@ def check_trained(start: dict[str, Any], end: dict[str, Any], norms: list[float]
 
 @pytest.mark.long
 def test_own_parameters_are_trained_and_counted_in_norm(model_folder: str, tmp_path: Path) -> None:
-    module, norms = make("ValueHead", model_folder), GradNorms()
+    module, norms = make("ValueHead", model_folder), StepMetrics()
     start = own(module)
     trainer = run(tmp_path, module, norms)
-    check_trained(start, own(module), norms.norms)
+    check_trained(start, own(module), norms.column(NORM))
     sizes = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
     # Two layers of seven matrices and four norms, one embedding and the last norm; then the head's weight and its bias.
     assert sizes == [15, 9, 1, 1]
 
 
 @pytest.mark.long
-def test_late_parameter_is_named_once_and_left_out_of_norm(
+def test_late_parameter_is_named_once_and_not_counted(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module, norms = make("LateHead", model_folder), GradNorms()
+    module, norms = make("LateHead", model_folder), StepMetrics()
     start = own(module)
     with caplog.at_level(logging.WARNING, "rlightning"):
         run(tmp_path, module, norms)
@@ -184,7 +176,7 @@ def test_late_parameter_is_named_once_and_left_out_of_norm(
     assert lines[0].startswith(
         "2 parameters have a gradient and no optimizer, and stay as they are, such as late.weigh"
     )
-    check_trained(start, {name: value for name, value in own(module).items() if name in start}, norms.norms)
+    check_trained(start, {name: value for name, value in own(module).items() if name in start}, norms.column(NORM))
 
 
 def ranks(kind: str | None) -> dict[str, Any]:
@@ -235,13 +227,12 @@ def test_own_parameters_resume_to_the_same_bits(model_folder: str, tmp_path: Pat
     assert all(whole[0][name] != value for name, value in own(start).items())
 
 
-class ClippedNorms(GradNorms):
-    """Notes the norm of the gradients that each optimizer steps on, too, and the step's metrics."""
+class ClippedNorms(StepMetrics):
+    """Notes the norm of the gradients that each optimizer steps on, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.clipped: dict[int, list[float]] = {}
-        self.metrics: list[dict[str, float]] = []
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         for number, optimizer in enumerate(trainer.optimizers):
@@ -252,22 +243,18 @@ class ClippedNorms(GradNorms):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.clipped[number].append(global_norm(gradients).item())
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        super().on_train_batch_end(trainer)
-        self.metrics.append({name: value.item() for name, value in trainer.callback_metrics.items()})
-
 
 @pytest.mark.long
-def test_third_trained_role_has_its_own_optimizer_norm_and_loss(model_folder: str, tmp_path: Path) -> None:
+def test_third_role_has_own_optimizer_norm_and_loss(model_folder: str, tmp_path: Path) -> None:
     module, norms = make("CriticGRPO", model_folder, kl_coef=0.1), ClippedNorms()
     trainer = run(tmp_path, module, norms)
     assert trainer.global_step == module.weight_version == STEPS
     assert [len(group["params"]) for group in trainer.optimizers[1].param_groups] == [2, 1]
     assert norms.clipped[1] == pytest.approx([CRITIC_NORM] * STEPS, rel=1e-2)  # 1e-6 in the divisor
-    assert norms.clipped[0] == pytest.approx(norms.norms)
-    assert all(metrics["optim/grad_norm/critic"] > CRITIC_NORM for metrics in norms.metrics)
-    assert [metrics["optim/lr/critic"] for metrics in norms.metrics] == pytest.approx([0.01, 0.02, 0.02])
-    assert [metrics["optim/lr"] for metrics in norms.metrics] == pytest.approx([LR] * STEPS)
+    assert norms.clipped[0] == pytest.approx(norms.column(NORM))
+    assert all(norm > CRITIC_NORM for norm in norms.column(f"{NORM}/critic"))
+    assert norms.column("optim/lr/critic") == pytest.approx([0.01, 0.02, 0.02])
+    assert norms.column("optim/lr") == pytest.approx([LR] * STEPS)
     assert {"policy/value", "policy/value_mean", "policy/kl"} <= set(norms.metrics[0])
     names = set(module.state_dict())
     assert {"critic.value.weight", "value.weight", "actor.model.norm.weight"} <= names
@@ -291,12 +278,12 @@ def train_under(folder: Path, model: str, rank: int, kind: str, checkpoint: Path
     """Of a rank, whose head has numbers of its own at first: what a run comes to, then a whole and resumed ones."""
     for _ in each_run({"trained": {}}):
         torch.manual_seed(rank)
-        module, norms = make("ValueHead", model), GradNorms()
+        module, norms = make("ValueHead", model), StepMetrics()
         start = own(module)
         run(folder, module, norms, **ranks(kind))
         end = own(module)
     runs = train_runs(folder, model, rank, kind, of_one=checkpoint)
-    return {"start": start, "end": end, "norms": norms.norms, "runs": runs}
+    return {"start": start, "end": end, "norms": norms.column(NORM), "runs": runs}
 
 
 def check_close(found: list[Any], expected: list[Any]) -> None:

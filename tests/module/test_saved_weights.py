@@ -39,39 +39,34 @@ def checkpoints(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.long
-def test_checkpoint_of_other_shapes_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    other = make_grpo(save_model(tmp_path / "other", hidden_size=64))
-    with pytest.raises(
-        ConfigError, match=r"of another model: it should hold 'actor\.\S+' of \(.*\), and holds one of "
-    ):
-        make_trainer(tmp_path, 2).fit(
-            other, make_data(tmp_path), ckpt_path=str(checkpoints["plain"]), weights_only=False
-        )
-
-
-@pytest.mark.long
-def test_checkpoint_without_an_own_parameter_is_refused(
-    checkpoints: dict[str, Path], model_folder: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("saved", "is_headed", "sizes", "message"),
+    [
+        ("headed", False, {}, r"holds 'value\.weight', which this module has no place for"),
+        ("plain", True, {}, r"has no 'value\.weight', which this module has: .* SaveHF"),
+        (
+            "plain",
+            False,
+            {"hidden_size": 64},
+            r"another model: it should hold 'actor\.\S+' of \(.*\), and holds one of ",
+        ),
+    ],
+)
+def test_checkpoint_of_others_is_refused(
+    saved: str, is_headed: bool, sizes: dict[str, Any], message: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"has no 'value\.weight', which this module has: .* SaveHF"):
-        make_trainer(tmp_path, 2).fit(
-            headed(model_folder), make_data(tmp_path), ckpt_path=str(checkpoints["plain"]), weights_only=False
-        )
+    module = (headed if is_headed else make_grpo)(save_model(tmp_path / "model", **sizes))
+    resume: dict[str, Any] = {"ckpt_path": str(checkpoints[saved]), "weights_only": False}
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path, 2).fit(module, make_data(tmp_path), **resume)
+
+
+def test_loading_that_is_not_strict_leaves_parameters_out(checkpoints: dict[str, Path]) -> None:
+    assert GRPO.load_from_checkpoint(checkpoints["headed"], strict=False) is not None
 
 
 @pytest.mark.long
-def test_checkpoint_with_a_parameter_more_is_refused(
-    checkpoints: dict[str, Path], model_folder: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"holds 'value\.weight', which this module has no place for"):
-        make_trainer(tmp_path, 2).fit(
-            make_grpo(model_folder), make_data(tmp_path), ckpt_path=str(checkpoints["headed"]), weights_only=False
-        )
-    assert make_grpo(model_folder).load_from_checkpoint(checkpoints["headed"], strict=False) is not None
-
-
-@pytest.mark.long
-def test_ranks_that_do_not_come_are_said_in_a_line() -> None:
+def test_missing_ranks_are_told_in_a_line() -> None:
     with pytest.raises(dist.DistStoreError) as caught:
         dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1))  # type: ignore[attr-defined]
     assert "have not all come: Timed out after" in str(describe_rendezvous(caught.value))

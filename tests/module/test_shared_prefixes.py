@@ -4,7 +4,7 @@ import os
 import random
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise, starmap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from random_trajectories import random_groups
+from random_trajectories import random_groups, two_branches
 from rank_processes import each_run, finish, start_calls
-from tiny import ActorGenerator, Start, UseGenerator, full_weights, make_algorithm, make_data, make_trainer
+from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_data, make_trainer
 from tiny_models import save_tiny
 
 from rlightning.algorithms import GRPO
@@ -22,14 +22,10 @@ from rlightning.models import load_policy, packed_logprobs
 from rlightning.models.architecture import can_share_prefixes
 from rlightning.module.batching import join_families
 from rlightning.parallel import DDP
-from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_prefixes
 
 RANDOM = st.integers(0, 2**32).map(random.Random)
-
-
-def pack(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
-    return RolloutBatch.of_sequences(sequences)
 
 
 def random_tree(draw: random.Random) -> list[list[int]]:
@@ -43,7 +39,7 @@ def random_tree(draw: random.Random) -> list[list[int]]:
 
 
 def test_own_tokens_of_a_tree_are_computed_once() -> None:
-    batch = pack([[3, 4, 5, 6, 7], [3, 4, 8, 9], [5, 6], [3, 4, 5, 10], [5, 6]])
+    batch = RolloutBatch.of_sequences([[3, 4, 5, 6, 7], [3, 4, 8, 9], [5, 6], [3, 4, 5, 10], [5, 6]])
     prefixes = find_prefixes(batch.token_ids, batch.cu_seqlens)
     assert prefixes.order == [0, 3, 1, 2, 4]
     assert prefixes.lengths.tolist() == [0, 2, 0, 3, 1]  # the last token of a copy is its own
@@ -55,8 +51,8 @@ def test_own_tokens_of_a_tree_are_computed_once() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(RANDOM)
-def test_places_stand_for_the_same_token_after_the_same_history(draw: random.Random) -> None:
-    batch = pack(random_tree(draw))
+def test_places_stand_for_one_token_and_history(draw: random.Random) -> None:
+    batch = RolloutBatch.of_sequences(random_tree(draw))
     shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
     histories: dict[int, list[int]] = {}
     bounds = batch.cu_seqlens.tolist()
@@ -117,10 +113,8 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None, phases=[Phase.generate])
 @given(draw=RANDOM)
-def test_loss_and_gradient_are_those_of_each_sequence_alone(
-    kind: str, draw: random.Random, policies: dict[str, Any]
-) -> None:
-    policy, batch = policies[kind], pack(random_tree(draw))
+def test_loss_and_gradient_are_of_sequences_alone(kind: str, draw: random.Random, policies: dict[str, Any]) -> None:
+    policy, batch = policies[kind], RolloutBatch.of_sequences(random_tree(draw))
     assert can_share_prefixes(policy.config)
     weights = torch.rand(2, batch.num_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     results = []
@@ -137,32 +131,24 @@ def test_loss_and_gradient_are_those_of_each_sequence_alone(
 
 
 class LongPrompts(ActorGenerator):
-    """Makes trajectories of two branches, the second of which goes on with the first one's history."""
+    """Makes every other trajectory of two branches, the second of which goes on with the first one's history."""
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, *others: Any) -> list[list[Trajectory]]:
         starts = [(prompt, number, others[0]) for prompt in prompts for number in range(num_samples)]
         firsts = self.complete(starts)
-        histories = [[*p.token_ids, *first.token_ids] for (p, *_), first in zip(starts, firsts, strict=True)]
         longer = [
-            (p._replace(index=p.index + 50, token_ids=history), number, sampling)
-            for (p, number, sampling), history in zip(starts, histories, strict=True)
+            (p._replace(index=p.index + 50, token_ids=[*p.token_ids, *first.token_ids]), number, sampling)
+            for (p, number, sampling), first in zip(starts, firsts, strict=True)
         ]
-        pairs = list(zip(starts, firsts, longer, self.complete(longer), strict=True))
-        return [list(starmap(continued, pairs[n : n + num_samples])) for n in range(0, len(pairs), num_samples)]
-
-
-def continued(start: Start, first: Sample, longer: Start, second: Sample) -> Trajectory:
-    """Every other one of a group has one branch only."""
-    prompt, number, _ = start
-    if number % 2:
-        return Trajectory.single_turn(prompt, first)
-    branches = (Branch(), Branch("history_edited"))
-    branches[0].append(prompt.token_ids)
-    branches[0].append_sample(first, 0)
-    branches[1].append(longer[0].token_ids)
-    branches[1].append_sample(second, 1)
-    turns = tuple(Turn({"role": "assistant", "content": one.text}, one) for one in (first, second))
-    return Trajectory(prompt, branches, turns)
+        made = [
+            Trajectory.single_turn(prompt, first)
+            if number % 2
+            else two_branches(prompt, first, again.token_ids, second)
+            for (prompt, number, _), first, (again, *_), second in zip(
+                starts, firsts, longer, self.complete(longer), strict=True
+            )
+        ]
+        return [made[n : n + num_samples] for n in range(0, len(made), num_samples)]
 
 
 def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **arguments: Any) -> dict[str, Any]:
@@ -213,7 +199,7 @@ def test_two_ranks_take_the_same_steps(model_folder: str, tmp_path: Path) -> Non
 
 @settings(max_examples=50, deadline=None)
 @given(RANDOM)
-def test_branches_are_cut_into_microbatches_that_have_each_once(draw: random.Random) -> None:
+def test_microbatches_have_each_branch_once(draw: random.Random) -> None:
     batch = RolloutBatch.pack(random_groups(draw))
     prefixes = find_prefixes(batch.token_ids, batch.cu_seqlens)
     families, tokens = join_families(prefixes, batch.lengths.tolist(), 30, 0.1)

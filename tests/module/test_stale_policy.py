@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small_steps import REWARDS, SMALL, ComputesAll, assert_close, train
-from tiny import (
-    ActorGenerator,
-    UseGenerator,
-    copy_weights,
-    share_of_ones,
-)
+from tiny import ActorGenerator, UseGenerator, copy_weights, share_of_ones
 from torch import Tensor
 
 from rlightning.algorithms import GRPO
@@ -91,7 +86,7 @@ class CopiedAverage(RLCallback):
 
 
 @pytest.mark.long
-def test_a_copy_of_the_module_in_a_callback_leaves_the_run_out(model_folder: str, tmp_path: Path) -> None:
+def test_copy_of_the_module_leaves_run_out(model_folder: str, tmp_path: Path) -> None:
     """The reward functions' loop and threads and the engine are at work when it is made."""
     rewards = [RewardFunction(share_of_ones), RewardFunction(lambda completion: float("1" in completion), name="one")]
     copied, module = CopiedAverage(), GRPO(model_folder, rewards=rewards, **SMALL)

@@ -16,6 +16,7 @@ from tiny import make_data, make_grpo, make_trainer, save_model
 
 from rlightning.callbacks import SaveHF
 from rlightning.errors import ConfigError
+from rlightning.module import RLModule
 from rlightning.module.start_block import describe_start
 from rlightning.parallel.device import use_tensor_cores
 
@@ -29,6 +30,7 @@ class Catch(Callback):
     """Keeps the block, without the lines' breaks."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, RLModule)
         self.rows = dict(re.split(r"\s+", row, maxsplit=1) for row in self.join(describe_start(trainer, pl_module)))
 
     def join(self, block: str) -> list[str]:
@@ -40,16 +42,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model") / "policy", **SIZES)
 
 
+def fit(
+    folder: Path, model: str, *callbacks: Callback, steps: int = 1, ckpt_path: Path | None = None, **kwargs: Any
+) -> None:
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    trainer = make_trainer(folder, steps, *callbacks, enable_checkpointing=saves, **kwargs)
+    trainer.fit(make_grpo(model), make_data(folder), ckpt_path=ckpt_path)
+
+
 def test_block_names_model_layout_batch_and_output(
     model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="rlightning")
     run, catch = tmp_path / "run", Catch()
+    run.mkdir()
     saver = ModelCheckpoint(run / "checkpoints", enable_version_counter=False)
-    trainer = make_trainer(
-        run, 1, catch, saver, SaveHF(), enable_checkpointing=True, logger=CSVLogger(run, name="metrics")
-    )
-    trainer.fit(make_grpo(model, prompts_per_step=4), make_data(tmp_path))
+    fit(run, model, catch, saver, SaveHF(), logger=CSVLogger(run, name="metrics"))
     assert sum(message.startswith("model ") for message in caplog.messages) == 1
     assert list(catch.rows) == ["model", "layout", "batch", "writes"]  # nothing is planned on a CPU
     assert catch.rows["model"].startswith(f"{model} (qwen3, {NUM_PARAMETERS:,} parameters); attention is padded to")
@@ -67,28 +75,22 @@ def test_block_names_model_layout_batch_and_output(
 def test_checkpoints_of_weights_alone_are_a_third(model: str, tmp_path: Path) -> None:
     catch = Catch()
     saver = ModelCheckpoint(tmp_path / "kept", save_weights_only=True, save_top_k=-1)
-    trainer = make_trainer(tmp_path, 1, catch, saver, enable_checkpointing=True)
-    trainer.fit(make_grpo(model, prompts_per_step=4), make_data(tmp_path))
+    fit(tmp_path, model, catch, saver)
     assert f"kept ({4 * NUM_PARAMETERS / 2**20:.1f} MiB each, all are kept; " in catch.rows["writes"]
 
 
 def test_resumed_run_names_its_checkpoint(model: str, tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path / "kept", "first")
-    trainer = make_trainer(tmp_path, 1, saver, enable_checkpointing=True)
-    trainer.fit(make_grpo(model, prompts_per_step=4), make_data(tmp_path))
-    catch = Catch()
-    again = make_trainer(tmp_path, 2, catch)
-    again.fit(make_grpo(model, prompts_per_step=4), make_data(tmp_path), ckpt_path=str(tmp_path / "kept/first.ckpt"))
-    assert catch.rows["resumes"] == str(tmp_path / "kept/first.ckpt")
+    catch, first = Catch(), tmp_path / "kept" / "first.ckpt"
+    fit(tmp_path, model, ModelCheckpoint(first.parent, first.stem))
+    fit(tmp_path, model, catch, steps=2, ckpt_path=first)
+    assert catch.rows["resumes"] == str(first)
     assert catch.rows["writes"] == f"{tmp_path}: no checkpoints"
 
 
-def test_warnings_that_do_not_apply_are_left_out_in_python(model: str, tmp_path: Path) -> None:
+def test_warnings_that_do_not_apply_are_omitted(model: str, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)
-        trainer = make_trainer(tmp_path, 2, saver, enable_checkpointing=True)
-        trainer.fit(make_grpo(model, prompts_per_step=4), make_data(tmp_path))
+        fit(tmp_path, model, ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1), steps=2)
     told = [str(warning.message) for warning in caught]
     wrong = ("manual optimization", "LeafSpec", "across ranks is zero", "eval mode", "many workers")
     assert [message for message in told if any(words in message for words in wrong)] == []
@@ -122,13 +124,11 @@ class Service(Logger):
         assert self.experiment
 
 
-def test_service_gets_a_run_when_the_setup_is_over(model: str, tmp_path: Path) -> None:
-    service = Service()
-    module = make_grpo(model, prompts_per_step=4)
+def test_service_gets_a_run_after_the_setup(model: str, tmp_path: Path) -> None:
+    service, module = Service(), make_grpo(model)
     trainer = make_trainer(tmp_path, 1, DeviceStatsMonitor(), logger=service)
-    data = make_data(tmp_path, prompt_column="promt")
     with pytest.raises(ConfigError, match="has no column 'promt'"):
-        trainer.fit(module, data)
+        trainer.fit(module, make_data(tmp_path, prompt_column="promt"))
     assert service.num_runs == 0
     assert trainer.loggers == [service]
     trainer.fit(module, make_data(tmp_path))
@@ -136,9 +136,7 @@ def test_service_gets_a_run_when_the_setup_is_over(model: str, tmp_path: Path) -
 
 
 def test_checkpoint_folder_is_named_by_the_services_run(model: str, tmp_path: Path) -> None:
-    service = Service()
-    trainer = make_trainer(tmp_path, 1, ModelCheckpoint(), logger=service, enable_checkpointing=True)
-    trainer.fit(make_grpo(model, prompts_per_step=4), make_data(tmp_path))
+    fit(tmp_path, model, ModelCheckpoint(), logger=Service())
     assert (tmp_path / "service" / "run-1" / "checkpoints").is_dir()
 
 

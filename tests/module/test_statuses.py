@@ -65,7 +65,7 @@ def test_what_was_not_sampled_reaches_no_update(
 
 
 @pytest.mark.long
-def test_mask_truncated_trains_no_token_of_what_was_cut(model_folder: str, tmp_path: Path) -> None:
+def test_mask_truncated_trains_no_token_of_cut_trajectory(model_folder: str, tmp_path: Path) -> None:
     seen, _ = train(model_folder, tmp_path, mask_truncated=True)
     assert seen.update[0] == "truncated" and seen.tokens[0] > 0
     assert sum(seen.is_sampled) == sum(seen.tokens[1:])

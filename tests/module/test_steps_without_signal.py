@@ -1,38 +1,27 @@
 """Failed rewards, groups and gradients cost what is theirs; a step that nothing can be learned from counts."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from small_steps import REWARDS, SMALL, Weights, assert_close, train
-from tiny import (
-    ActorGenerator,
-    UseGenerator,
-    copy_weights,
-    make_data,
-    make_trainer,
-)
+from small_steps import REWARDS, SMALL, StepMetrics, Weights, assert_close, train, two_optimizers
+from tiny import ActorGenerator, UseGenerator, copy_weights, make_data, make_trainer
 from torch import Tensor
 
 from rlightning.algorithms import DAPO, GRPO
 from rlightning.callbacks import Throughput
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback
 from rlightning.types import RolloutBatch, Trajectory
 
 
 class DropSamples(ActorGenerator):
-    """Samples like the actor, but some completions of a group never come."""
-
-    dropped: Sequence[int] = ()
+    """Samples like the actor, but every other completion of a group never comes."""
 
     def generate(self, *args: Any) -> list[list[Trajectory]]:
-        groups = super().generate(*args)
-        return [[c for i, c in enumerate(group) if i not in self.dropped] for group in groups]
+        return [group[::2] for group in super().generate(*args)]
 
 
 class FailSamples(GRPO):
@@ -47,12 +36,9 @@ class FailSamples(GRPO):
 
 @pytest.mark.long
 def test_a_failed_reward_costs_its_sample_only(model_folder: str, tmp_path: Path) -> None:
-    class Dropping(DropSamples):
-        dropped = (1, 3)
-
     arguments = SMALL | {"updates_per_rollout": 2}
     failed = train(FailSamples(model_folder, rewards=REWARDS, **arguments), tmp_path, 2)
-    dropped = train(GRPO(model_folder, rewards=REWARDS, **arguments), tmp_path, 2, UseGenerator(Dropping))
+    dropped = train(GRPO(model_folder, rewards=REWARDS, **arguments), tmp_path, 2, UseGenerator(DropSamples))
     whole = train(GRPO(model_folder, rewards=REWARDS, **arguments), tmp_path, 2)
     assert_close(failed, dropped)
     assert any(not torch.equal(failed[name], whole[name]) for name in whole)
@@ -89,11 +75,11 @@ class SometimesSilent(DAPO):
         return torch.ones_like(rewards) if self.weight_version in self.silent else rewards
 
 
-class Steps(RLCallback):
-    """Notes each step's metrics, weights and hooks."""
+class Steps(StepMetrics):
+    """Notes each step's weights and update, too."""
 
     def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
+        super().__init__()
         self.weights: list[Weights] = []
         self.updates: list[int] = []
 
@@ -101,7 +87,7 @@ class Steps(RLCallback):
         self.updates.append(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        super().on_train_batch_end(trainer, module)
         self.weights.append(copy_weights(module))
 
 
@@ -113,7 +99,7 @@ def make_silent(model_folder: str, *silent: int, **kwargs: Any) -> SometimesSile
 
 
 @pytest.mark.long
-def test_a_step_without_signal_skips_its_update_and_counts(
+def test_step_without_signal_skips_update_and_counts(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = Steps()
@@ -123,11 +109,11 @@ def test_a_step_without_signal_skips_its_update_and_counts(
     assert steps.updates == [0, 3]
     assert_close(steps.weights[2], steps.weights[0])
     assert any(not torch.equal(steps.weights[3][name], steps.weights[2][name]) for name in steps.weights[3])
-    assert [step["optim/skipped"] for step in steps.metrics] == [0.0, 1.0, 1.0, 0.0]
-    assert [step["optim/lr"] for step in steps.metrics] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
-    assert [step["step"] for step in steps.metrics] == [1.0, 2.0, 3.0, 4.0]
+    assert steps.column("optim/skipped") == [0.0, 1.0, 1.0, 0.0]
+    assert steps.column("optim/lr") == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert steps.column("step") == [1.0, 2.0, 3.0, 4.0]
     for name in ("policy/loss", "optim/grad_norm", "time/update"):
-        assert [math.isnan(step[name]) for step in steps.metrics] == [False, True, True, False], name
+        assert [math.isnan(value) for value in steps.column(name)] == [False, True, True, False], name
     # Two rollouts of four prompts with four completions each.
     warnings = [record.getMessage() for record in caplog.records if "can be learned from" in record.getMessage()]
     assert [line.partition(":")[0] for line in warnings] == ["Step 2", "Step 3"]
@@ -139,28 +125,24 @@ def test_a_step_without_signal_skips_its_update_and_counts(
 def test_skipped_update_steps_several_optimizers_without_schedules(model_folder: str, tmp_path: Path) -> None:
     class TwoOptimizers(SometimesSilent):
         silent = (1,)
-
-        def configure_optimizers(self) -> Any:
-            parameters = list(self.loaded_actor.parameters())
-            matrices, norms = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
-            return torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(norms, lr=1e-3)
+        configure_optimizers = two_optimizers
 
     steps = Steps()
     module = TwoOptimizers(model_folder, rewards=REWARDS, max_refills=1, overlong_cache=0, **SMALL)
     train(module, tmp_path, 3, steps)
     assert module.trainer.global_step == module.weight_version == 3
     assert_close(steps.weights[1], steps.weights[0])
-    assert [step["optim/skipped"] for step in steps.metrics] == [0.0, 1.0, 0.0]
+    assert steps.column("optim/skipped") == [0.0, 1.0, 0.0]
     for name, rate in (("optim/lr", 0.1), ("optim/lr/0", 0.1), ("optim/lr/1", 1e-3)):
-        assert [step[name] for step in steps.metrics] == pytest.approx([rate] * 3)
+        assert steps.column(name) == pytest.approx([rate] * 3)
 
 
 @pytest.mark.long
-def test_steps_without_signal_in_a_row_end_the_run(model_folder: str, tmp_path: Path) -> None:
+def test_successive_steps_without_signal_end_the_run(model_folder: str, tmp_path: Path) -> None:
     steps, limited = Steps(), {"max_steps_without_signal": 3}
     with pytest.raises(ConfigError, match=r"Step 6: none of .*; model\.max_steps_without_signal=3 such steps in a row"):
         train(make_silent(model_folder, 0, 1, 3, 4, 5, **limited), tmp_path, 8, steps)
-    assert [step["optim/skipped"] for step in steps.metrics] == [1.0, 1.0, 0.0, 1.0, 1.0]
+    assert steps.column("optim/skipped") == [1.0, 1.0, 0.0, 1.0, 1.0]
     resumed = make_silent(model_folder, 3, 4, 5, **limited)
     checkpoint = ModelCheckpoint(tmp_path, save_last=True)
     train(make_silent(model_folder, 1, 2, **limited), tmp_path, 3, checkpoint, enable_checkpointing=True)
@@ -169,7 +151,7 @@ def test_steps_without_signal_in_a_row_end_the_run(model_folder: str, tmp_path: 
         trainer.fit(resumed, make_data(tmp_path), ckpt_path=tmp_path / "last.ckpt")
 
 
-def test_a_limit_of_no_steps_without_signal_is_refused(model_folder: str) -> None:
+def test_limit_of_zero_steps_is_refused(model_folder: str) -> None:
     with pytest.raises(
         ConfigError, match=r"max_steps_without_signal=0 must be at least 1, which ends the run at the f"
     ):
@@ -187,23 +169,16 @@ def test_failed_rewards_alone_are_no_signal(model_folder: str, tmp_path: Path) -
 
 @pytest.mark.long
 def test_gradients_that_are_not_finite_skip_their_step(model_folder: str, tmp_path: Path) -> None:
-    metrics: list[dict[str, float]] = []
-    weights: list[Weights] = []
-
     class Explodes(GRPO):
         def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
             loss, values = super().policy_loss(logprobs, batch)
             return (loss * math.inf if self.weight_version == 1 else loss), values
 
-        def update(self, batch: RolloutBatch) -> dict[str, float]:
-            metrics.append(super().update(batch))
-            weights.append(copy_weights(self))
-            return metrics[-1]
-
+    steps = Steps()
     module = Explodes(model_folder, rewards=REWARDS, weight_decay=0.1, updates_per_rollout=2, **SMALL)
-    train(module, tmp_path, 3)
+    train(module, tmp_path, 3, steps)
     assert module.trainer.global_step == module.weight_version == 3
-    assert [one["optim/skipped"] for one in metrics] == [0.0, 1.0, 0.0]
-    assert_close(weights[1], weights[0])
-    assert any(not torch.equal(weights[2][name], weights[1][name]) for name in weights[1])
-    assert all(weight.isfinite().all() for weight in weights[2].values())
+    assert steps.column("optim/skipped") == [0.0, 1.0, 0.0]
+    assert_close(steps.weights[1], steps.weights[0])
+    assert any(not torch.equal(steps.weights[2][name], steps.weights[1][name]) for name in steps.weights[1])
+    assert all(weight.isfinite().all() for weight in steps.weights[2].values())

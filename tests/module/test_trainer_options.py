@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from trainer_witness import Witness, fit, make_module, make_rows
 from rlightning.algorithms import SFT
 from rlightning.data.stream import PromptBatches
 from rlightning.errors import ConfigError
-from rlightning.module.trainer_options import REFUSED_CALLBACKS, check_callbacks, check_trainer
+from rlightning.module.trainer_options import REFUSED_CALLBACKS, check_callbacks, check_trainer, check_unused_options
 from rlightning.parallel import DDP
 from rlightning.parallel.stop_signal import EndOnSigterm
 from rlightning.types import Prompt
@@ -138,23 +137,12 @@ WORKS: dict[str, tuple[dict[str, Any], Callable[[Any, Witness, Path], bool]]] = 
 }
 """Options that work, and what shows that each does."""
 
-TRAINER: dict[str, Any] = {
-    "precision": "bf16-mixed",
-    "accumulate_grad_batches": 1,
-    "gradient_clip_val": None,
-    "gradient_clip_algorithm": None,
-    "callbacks": [],
-    "_accelerator_connector": SimpleNamespace(_layer_sync=None),
-    "_model_registry": None,
-}
-"""What is read of a Trainer: on a CPU a real one turns float16 into bfloat16."""
-
-REFUSED_OPTIONS = {
-    "accumulate_grad_batches": 4,
-    "gradient_clip_val": 0.5,
-    "gradient_clip_algorithm": "norm",
-    "sync_batchnorm": True,
-    "model_registry": "me/model",
+REFUSED_OPTIONS: dict[str, tuple[Any, str]] = {
+    "accumulate_grad_batches": (4, r"=4 has no effect .* Lower model\.max_tokens_per_microbatch"),
+    "gradient_clip_val": (0.5, r"=0\.5 has no effect here.*\. Set model\.max_grad_norm=0\.5\."),
+    "gradient_clip_algorithm": ("norm", r"=norm has no effect .* set model\.max_grad_norm"),
+    "sync_batchnorm": (True, r"=true has no effect: language models have no such layer\."),
+    "model_registry": ("me/model", r"=me/model needs Lightning's cloud service\."),
 }
 
 CALLBACKS: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Any, Path], bool]]] = {
@@ -229,8 +217,9 @@ def test_trainer_option_has_its_effect(name: str, model: str, tmp_path: Path, mo
 
 @pytest.mark.parametrize("name", REFUSED_OPTIONS)
 def test_trainer_option_is_refused(name: str, model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"^trainer\.{name}=.*[^\n]*$"):
-        fit(tmp_path, model, **{name: REFUSED_OPTIONS[name]})
+    value, message = REFUSED_OPTIONS[name]
+    with pytest.raises(ConfigError, match=rf"^trainer\.{name}{message}[^\n]*$"):
+        fit(tmp_path, model, **{name: value})
 
 
 @pytest.mark.long
@@ -261,7 +250,7 @@ def test_callback_is_refused(kind: type[Callback]) -> None:
     ("command", "argument"),
     [("fit", "rows"), ("validate", "validation=rows"), ("test", "validation=rows"), ("predict", "predict=rows")],
 )
-def test_loader_in_place_of_a_data_module_is_refused(command: str, argument: str, model: str, tmp_path: Path) -> None:
+def test_loader_without_data_module_is_refused(command: str, argument: str, model: str, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2"}] * 4
     loaders: list[Any] = [DataLoader(rows, batch_size=2), rows]  # type: ignore[arg-type]
     said = ("is no data module, from which SFT takes them. Give the loader's rows as ", "[{'prompt': '1+1=', ")
@@ -335,24 +324,15 @@ def test_docs_table_has_every_option_and_callback() -> None:
     assert rows == works | dict.fromkeys((*REFUSED_OPTIONS, *refused), "refused")
 
 
-def test_weights_too_coarse_to_learn_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_too_coarse_to_learn_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weight, update = torch.tensor(0.02, dtype=torch.bfloat16), 1e-6
     assert weight - update == weight
     with caplog.at_level(logging.WARNING):
-        check_trainer(SimpleNamespace(**TRAINER | {"precision": "bf16-true"}))  # type: ignore[arg-type]
+        check_trainer(bare_trainer(tmp_path, 1, precision="bf16-true"))
     assert "Use bf16-mixed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"precision": "16-mixed"}, r"trainer\.precision=16-mixed .* Use bf16-mixed\."),
-        ({"precision": "16-true"}, r"trainer\.precision=16-true .* Use bf16-mixed\."),
-        ({"accumulate_grad_batches": 4}, r"batches=4 has no effect .* Lower model\.max_tokens_per_microbatch"),
-        ({"gradient_clip_val": 0.5}, r"gradient_clip_val=0\.5 has no effect here.*\. Set model\.max_grad_norm=0\.5\."),
-    ],
-)
-def test_settings_of_the_trainer_that_do_not_reach_here(setting: dict[str, Any], message: str) -> None:
-    check_trainer(SimpleNamespace(**TRAINER))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=message):
-        check_trainer(SimpleNamespace(**TRAINER | setting))  # type: ignore[arg-type]
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_float16_is_refused(precision: str) -> None:  # as it was given: on a CPU Lightning turns it into bfloat16
+    with pytest.raises(ConfigError, match=rf"trainer\.precision={precision} .* Use bf16-mixed\."):
+        check_unused_options({"precision": precision})
