@@ -74,9 +74,8 @@ def assert_alike(
     """Values, and the gradient of a random sum of the first terms."""
     torch.testing.assert_close(got, expected)
     factors = torch.randn(2, len(expected[0]), dtype=torch.float64)
-    gradients = [
-        torch.autograd.grad(sum(factors[i] @ terms[i] for i in range(num_terms)), inputs) for terms in (got, expected)
-    ]
+    sums = [torch.stack([factors[i] @ terms[i] for i in range(num_terms)]).sum() for terms in (got, expected)]
+    gradients = [torch.autograd.grad(total, inputs) for total in sums]
     torch.testing.assert_close(*gradients)
 
 
