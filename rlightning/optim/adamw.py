@@ -47,7 +47,7 @@ class StoredMomentsAdamW(AdamW):
         self.is_state_on_host = is_state_on_host
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As AdamW's."""
         loss = None
         if closure is not None:
