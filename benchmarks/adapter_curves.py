@@ -14,16 +14,14 @@ Writes --out/table.md, table.csv and pass.svg.
 """
 
 import argparse
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from draw import Line, draw
-from launch import Job, Rows, Run, benchmark_parser, finish, run_jobs
-from learning_curves import PASS, ROOT, grpo_job, read_curve, sft_job, thin
+from launch import Job, Rows, Run, finish, run_jobs
+from learning_curves import PASS, curve_parser, grpo_job, make_task, read_curve, thin, train_start
 
 
 @dataclass(frozen=True)
@@ -73,24 +71,14 @@ def draw_best(rows: Rows, curves: dict[Variant, list[Run]]) -> str:
 
 def main() -> None:
     """Stage one once, then every variant with every seed."""
-    parser = benchmark_parser(__doc__ or "", "adapter_curves", steps=250, model=None)
+    usual: dict[str, Any] = {"steps": 250, "seeds": [0, 1, 2], "runs_per_gpu": 6, "at_once": 12}
+    parser = curve_parser(__doc__ or "", "adapter_curves", **usual)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32], help="(8 32)")
     parser.add_argument("--lrs", type=float, nargs="+", default=[2e-4, 1e-3, 2e-3], help="of adapters (2e-4 1e-3 2e-3)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
-    parser.add_argument("--sft-steps", type=int, default=600, help="of stage one (600)")
-    parser.add_argument("--start", type=Path, help="a model of stage one, which is left out then")
-    parser.add_argument("--runs-per-gpu", type=int, default=6, help="that share a GPU (6)")
-    parser.add_argument("--utilization", type=float, default=0.06, help="gpu_memory_utilization of each (0.06)")
-    parser.set_defaults(at_once=12)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    make_task = [sys.executable, str(ROOT / "examples/arithmetic/make_task.py"), str(arguments.out / "task")]
-    subprocess.run(make_task, check=True)
-
-    start = arguments.start
-    if start is None:
-        [trained] = run_jobs([sft_job(arguments, arguments.seeds[0], 1)], arguments)
-        start = trained.require_success().folder / "hf"
+    make_task(arguments.out)
+    start = train_start(arguments)
     variants = [Variant(), *(Variant(rank, lr) for rank in arguments.ranks for lr in arguments.lrs)]
     jobs = [variant.job(arguments, seed, start) for variant in variants for seed in arguments.seeds]
     runs = [run.require_success() for run in run_jobs(jobs, arguments, runs_per_device=arguments.runs_per_gpu)]

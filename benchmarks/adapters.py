@@ -29,15 +29,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from defaults import device_memory, make_job, plan, read_plan, summarise
-from kept import KeptRows
 from launch import (
     BENCHMARKS,
+    GIB,
     RUN_TIMEOUT,
     Job,
+    KeptRows,
     Rows,
     Run,
     benchmark_parser,
@@ -45,14 +45,13 @@ from launch import (
     finish,
     fit,
     format_table,
+    middle,
     prepare,
     program_environment,
     run_logged,
     say,
 )
-from memory_table import describe_end, tabulate_phases
-
-GIB = 2**30
+from memory_table import tabulate_phases
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def describe(run: Run, planned: Any, variant: Variant, phases: Rows) -> dict[str
     seconds = [float(row["seconds_until_wake"] or row["seconds"]) for row in syncs]
     worst = max(phases, key=lambda row: float(row["needed"]), default=None)
     row = {key: value for key, value in told.items() if key not in ("devices", "engine's share")}
-    row["sync, ms"] = 1000 * median(seconds) if seconds else None
+    row["sync, ms"] = middle(1000 * value for value in seconds)
     row["most, GiB"] = worst and worst["needed"]
     row["planned"] = worst and worst["planned"]
     return row | {"end": row.pop("end")}
@@ -198,7 +197,7 @@ def main() -> None:
         runs.put(describe(run, planned, variant, peaks))
         say(format_table(runs.rows[-1:]))
         if run.exit_code:
-            notes.append(f"{name} ended early: {describe_end(run)} The plan: {read_plan(named, run)}")
+            notes.append(f"{name} ended early: {run.end} The plan: {read_plan(named, run)}")
     if arguments.trl:
         notes.append(run_trl(arguments, max(deadline - time.monotonic(), 1.0)))
     finish(arguments, compare(runs.rows), [format_table(phases.rows), *notes])

@@ -22,7 +22,7 @@ from itertools import product
 from statistics import mean, median
 from typing import Any
 
-from launch import Job, Run, benchmark_parser, finish, format_table, grpo_config, prepare, run_jobs, say
+from launch import Job, Run, benchmark_parser, finish, format_table, grpo_config, parse, prepare, run_jobs, say
 from weak_scaling import rare_tokens
 
 COLOCATED = "colocated"
@@ -68,19 +68,14 @@ def summarise(run: Run, warm_up: int, colocated: dict[tuple[int, int], float]) -
 
 def main() -> None:
     """Run each placement on each number of GPUs, one after the other, and compare."""
-    parser = benchmark_parser(__doc__ or "", "asynchronous", steps=12)
+    usual: dict[str, Any] = {"warm_up": 4, "prompts": [64], "samples": 8}
+    usual |= {"max_new_tokens": 1024, "microbatch_tokens": 16384}
+    parser = benchmark_parser(__doc__ or "", "asynchronous", steps=12, **usual)
     parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs (2)")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="of the runs (0 1 2 4)")
     parser.add_argument("--cache", choices=["keep", "recompute"], default="keep", help="cache_after_sync (keep)")
     parser.add_argument("--engines", type=int, default=1, help="on each GPU that has any (1)")
-    parser.add_argument("--warm-up", type=int, default=4, help="steps that do not count (4)")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64], help="a step (64)")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="the longest completion (1024)")
-    parser.add_argument("--microbatch-tokens", type=int, default=16384, help="max_tokens_per_microbatch (16384)")
-    arguments = parser.parse_args()
-    if arguments.steps <= arguments.warm_up:
-        parser.error(f"--steps {arguments.steps} leaves none after --warm-up {arguments.warm_up}")
+    arguments = parse(parser)
     if any(number < 2 or number % 2 for number in arguments.gpus):
         parser.error(f"--gpus {arguments.gpus}: half of them train, so each number must be even")
     prepare(arguments)

@@ -22,14 +22,12 @@ there are fewer where time is short. What an earlier call with the same --out ha
 import argparse
 import os
 import time
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from kept import KeptRows
 from launch import (
     RUN_TIMEOUT,
     Job,
+    KeptRows,
     Rows,
     Run,
     benchmark_parser,
@@ -38,7 +36,8 @@ from launch import (
     fit,
     format_table,
     grpo_config,
-    prepare,
+    middle,
+    models_in_time,
     say,
 )
 
@@ -78,7 +77,7 @@ def largest(rows: list[dict[str, str]], value: str, unit: str | None = None) -> 
 
 def milliseconds(rows: list[dict[str, str]]) -> float | None:
     """The median of a trace's seconds."""
-    return 1000 * median(float(row["seconds"]) for row in rows) if rows else None
+    return middle(1000 * float(row["seconds"]) for row in rows)
 
 
 def summarise(run: Run, model: str, precision: str) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def summarise(run: Run, model: str, precision: str) -> dict[str, Any]:
         "evaluate, ms": milliseconds([row for row in parts if row["part"] == "evaluate"]),
         "score, ms": milliseconds([row for row in parts if row["part"] == "score"]),
         "sync, ms": milliseconds(syncs[1:]),
-        "end": "ok" if run.exit_code == 0 else f"exit code {run.exit_code}",
+        "end": run.end,
     }
 
 
@@ -120,29 +119,18 @@ def list_strikes(run: Run, model: str, precision: str) -> Rows:
 
 def main() -> None:
     """Run each model, then print the tables."""
-    parser = benchmark_parser(__doc__ or "", "canary", steps=0, model=None)
-    parser.add_argument("--model", nargs="+", default=["0.6b", "1.7b", "4b"], help="shapes or folders (0.6b 1.7b 4b)")
-    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
+    usual: dict[str, Any] = {"model": ["0.6b", "1.7b", "4b"], "utilization": 0.3, "limit": 4 * RUN_TIMEOUT}
+    parser = benchmark_parser(__doc__ or "", "canary", steps=0, **usual)
     parser.add_argument("--syncs", type=int, default=200, help="of right weights (200)")
     parser.add_argument("--lr", type=float, default=1e-5, help="of the updates (1e-5)")
     parser.add_argument("--precision", help="bf16-mixed or 32-true (by the device)")
-    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization (0.3)")
-    parser.add_argument("--limit", type=float, default=4 * RUN_TIMEOUT, help="seconds of all (3600)")
     arguments = parser.parse_args()
     arguments.precision = arguments.precision or ("bf16-mixed" if arguments.device == "cuda" else "32-true")
-    deadline = time.monotonic() + arguments.limit
+    arguments.deadline, arguments.notes = time.monotonic() + arguments.limit, []
     os.environ["HF_HUB_OFFLINE"] = "1"
     runs = KeptRows(arguments.out, "model", "precision")
     strikes = KeptRows(arguments.out / "strikes", "model", "precision", "strike")
-    notes = []
-    for model in arguments.model:
-        name = Path(model).name
-        named = argparse.Namespace(**vars(arguments) | {"model": model})
-        prepare(named)
-        left = min(deadline - time.monotonic(), RUN_TIMEOUT)
-        if left <= ROOM:
-            notes.append(f"Left out, as --limit was over: {name}.")
-            continue
+    for name, named, left in models_in_time(arguments, ROOM):
         run = fit(make_job(named, name, left), named, [0], timeout=left)
         row = summarise(run, name, arguments.precision)
         runs.put(row)
@@ -150,8 +138,11 @@ def main() -> None:
         for strike in list_strikes(run, name, arguments.precision):
             strikes.put(strike)
         if run.exit_code:
-            notes += [f"{name} ended early:", *(run.folder / "run.log").read_text(errors="replace").splitlines()[-15:]]
-    finish(arguments, runs.rows, [format_table(strikes.rows), *notes])
+            arguments.notes += [
+                f"{name} ended early:",
+                *(run.folder / "run.log").read_text(errors="replace").splitlines()[-15:],
+            ]
+    finish(arguments, runs.rows, [format_table(strikes.rows), *arguments.notes])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 from draw import Line, draw
 from launch import (
+    GIB,
     Job,
     Rows,
     Run,
@@ -32,7 +33,6 @@ from launch import (
     write_csv,
 )
 
-GIB = 2**30
 ARMS: dict[str, dict[str, Any] | None] = {
     "without": None,
     "after_update": {"before_wake": False},
@@ -171,14 +171,11 @@ def describe_end(run: Run) -> str:
 
 def main() -> None:
     """Run the arms, then the two at the fatal setting."""
-    parser = benchmark_parser(__doc__ or "", "colocated_memory", steps=24)
+    usual: dict[str, Any] = {"prompts": 16, "samples": 8, "microbatch_tokens": 16384, "utilization": 0.3}
+    parser = benchmark_parser(__doc__ or "", "colocated_memory", steps=24, **usual)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="which runs (all)")
-    parser.add_argument("--prompts", type=int, default=16, help="a step (16)")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
     parser.add_argument("--shortest", type=int, default=64, help="tokens of a completion (64)")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a completion (1024)")
-    parser.add_argument("--microbatch-tokens", type=int, default=16384, help="max_tokens_per_microbatch (16384)")
-    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization of the arms (0.3)")
     parser.add_argument("--oom", action="store_true", help="find and try the setting that dies without the callback")
     parser.add_argument("--oom-utilization", type=float, help="the setting, where it is known already")
     arguments = parser.parse_args()

@@ -31,12 +31,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kept import KeptRows
 from launch import (
     BENCHMARKS,
+    GIB,
+    PHASES,
     PROMPT_TOKENS,
     RUN_TIMEOUT,
     Job,
+    KeptRows,
     Rows,
     Run,
     benchmark_parser,
@@ -45,6 +47,8 @@ from launch import (
     fit,
     format_table,
     grpo_config,
+    middle,
+    parse,
     prepare,
     run_logged,
     say,
@@ -52,9 +56,7 @@ from launch import (
 )
 from weak_scaling import rare_tokens
 
-GIB = 2**30
 WORKS = ("fixed", "variable")
-PHASES = ("generate", "reward", "update", "sync")
 TRL_VARIANTS = ["{}", '{"gradient_checkpointing": false, "vllm_importance_sampling_correction": false}']
 START_SECONDS = 60.0
 """With less time left no run is begun."""
@@ -185,22 +187,21 @@ def summarise(work: str, side: str, rows: Rows, warm_up: int) -> dict[str, Any]:
     """One line: medians over the steps after the warm-up, the largest of peaks."""
     counted = rows[warm_up:]
 
-    def middle(name: str) -> float | None:
-        values = [row[name] for row in counted if row.get(name) is not None]
-        return median(values) if values else None
+    def usual(name: str) -> float | None:
+        return middle(row[name] for row in counted if row.get(name) is not None)
 
     return {
         "work": work,
         "side": side,
-        "step, s": middle("seconds"),
-        **{f"{phase}, s": middle(phase) for phase in (*PHASES, "other")},
+        "step, s": usual("seconds"),
+        **{f"{phase}, s": usual(phase) for phase in (*PHASES, "other")},
         "outside, %": median(100 * (1 - (row["generate"] + row["update"]) / row["seconds"]) for row in counted),
         "tokens/s": median(row["tokens"] / row["seconds"] for row in counted),
-        "MFU": middle("mfu"),
-        "MFU, 6N": middle("six_n_mfu"),
+        "MFU": usual("mfu"),
+        "MFU, 6N": usual("six_n_mfu"),
         "update, GiB": max(row["allocated"] for row in counted) / GIB,
         "device, GiB": max(row["used"] for row in counted) / GIB,
-        "mean length": middle("mean_tokens"),
+        "mean length": usual("mean_tokens"),
         "longest": max(row["longest"] for row in counted),
         "steps": len(counted),
     }
@@ -218,20 +219,13 @@ def compare(lines: Rows) -> Rows:
 
 def main() -> None:
     """Run what there is time for; then the table of all that is there."""
-    parser = benchmark_parser(__doc__ or "", "compare_trl", steps=4)
+    usual: dict[str, Any] = {"prompts": 64, "samples": 8, "max_new_tokens": 1024, "utilization": 0.4, "warm_up": 1}
+    parser = benchmark_parser(__doc__ or "", "compare_trl", steps=4, limit=4 * RUN_TIMEOUT, **usual)
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS), help="fixed variable")
     parser.add_argument("--microbatch-tokens", type=int, nargs="*", default=[18432, 32768], help="18432 32768")
     parser.add_argument("--adapter", type=json.loads, default={}, metavar="JSON", help="rank and alpha of LoRA (none)")
     parser.add_argument("--trl", nargs="*", default=TRL_VARIANTS, metavar="JSON", help="see above")
-    parser.add_argument("--prompts", type=int, default=64, help="a step (64)")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of the longest completion (1024)")
-    parser.add_argument("--utilization", type=float, default=0.4, help="gpu_memory_utilization (0.4)")
-    parser.add_argument("--warm-up", type=int, default=1, help="steps that do not count (1)")
-    parser.add_argument("--limit", type=float, default=4 * RUN_TIMEOUT, help="seconds of all (3600)")
-    arguments = parser.parse_args()
-    if arguments.steps <= arguments.warm_up:
-        parser.error(f"--steps {arguments.steps} leaves none after --warm-up {arguments.warm_up}")
+    arguments = parse(parser)
     deadline = time.monotonic() + arguments.limit
     prepare(arguments)
     if not (arguments.out / "prompts.jsonl").is_file():

@@ -19,14 +19,23 @@ Writes --out/table.md and table.csv, a line a way: medians of the steps after th
 import json
 import time
 import zlib
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from typing import Any
 
-from launch import Job, Run, benchmark_parser, callback, count_gpus, finish, fit, grpo_config, prepare
-from memory_table import describe_end
-from weak_scaling import PHASES
+from launch import (
+    PHASES,
+    Job,
+    Run,
+    benchmark_parser,
+    callback,
+    count_gpus,
+    finish,
+    fit,
+    grpo_config,
+    middle,
+    parse,
+    prepare,
+)
 
 SPMD, FSDP = "SPMD", "rlightning.parallel.FSDP"
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -72,14 +81,8 @@ def summarise(run: Run, warm_up: int, spmd_seconds: float | None) -> dict[str, A
         **{f"{name}, kB": None if is_spmd else value for name, value in traffic.items()},
         "controller on GPU": None if is_spmd else describe_device(run),
         "steps": len(trace),
-        "end": {0: "ok", 124: "--limit was over"}.get(run.exit_code) or describe_end(run),
+        "end": run.end,
     }
-
-
-def middle(values: Iterable[float]) -> float | None:
-    """The median; None of nothing."""
-    found = list(values)
-    return median(found) if found else None
 
 
 def describe_device(run: Run) -> str | None:
@@ -110,19 +113,13 @@ def compare(spmd: Run, controller: Run, warm_up: int) -> list[str]:
 
 def main() -> None:
     """Run both ways, whatever becomes of either, and compare."""
-    parser = benchmark_parser(__doc__ or "", "controller", steps=7)
+    usual: dict[str, Any] = {"warm_up": 2, "samples": 8, "max_new_tokens": 512, "microbatch_tokens": 32768}
+    parser = benchmark_parser(__doc__ or "", "controller", steps=7, utilization=0.3, **usual)
     parser.add_argument("--gpus", type=int, default=2, help="ranks, and workers (2)")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count (2)")
     parser.add_argument("--prompts", type=int, default=32, help="a step and GPU (32)")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="the length of all completions (512)")
-    parser.add_argument("--microbatch-tokens", type=int, default=32768, help="max_tokens_per_microbatch (32768)")
-    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization (0.3)")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds of all, shared evenly between turns (570)")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     deadline = time.monotonic() + arguments.limit
-    if arguments.steps <= arguments.warm_up:
-        parser.error(f"--steps {arguments.steps} leaves none after --warm-up {arguments.warm_up}")
     needed = arguments.gpus * min(arguments.at_once, len(STRATEGIES))
     if arguments.device == "cuda" and (has := count_gpus()) < needed:
         parser.error(f"--gpus {arguments.gpus} --at-once {arguments.at_once} needs {needed} GPUs, and there are {has}")

@@ -28,16 +28,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
-from kept import KeptRows
 from launch import (
     BENCHMARKS,
+    PHASES,
     PROMPT_TOKENS,
     RUN_TIMEOUT,
     Job,
+    KeptRows,
     Rows,
     Run,
     benchmark_parser,
@@ -45,16 +45,16 @@ from launch import (
     finish,
     fit,
     format_table,
-    prepare,
+    middle,
+    models_in_time,
     program_environment,
     run_logged,
     say,
     write_run,
 )
-from memory_table import describe_end, tabulate_phases
+from memory_table import tabulate_phases
 from weak_scaling import rare_tokens
 
-PHASES = ("generate", "update", "sync", "reward")
 CHANCES_TO_END = 3
 
 
@@ -135,16 +135,15 @@ def summarise(run: Run, planned: Any, name: str) -> dict[str, Any]:
     steps = run.metrics()
     later = steps[1:] or steps
     row: dict[str, Any] = {"model": name, "devices": run.job.num_devices, "steps": len(steps)}
-    row["step, s"] = median([step["time/step"] for step in later]) if later else None
+    row["step, s"] = middle(step["time/step"] for step in later)
     for phase in PHASES:
-        seconds = [step[f"time/{phase}"] for step in later if f"time/{phase}" in step]
-        row[f"{phase}, s"] = median(seconds) if seconds else None
+        row[f"{phase}, s"] = middle(step[f"time/{phase}"] for step in later if f"time/{phase}" in step)
     row["first step, s"] = steps[0]["time/step"] if steps else None
     row["of it engine's start, s"] = steps[0].get("time/engine_start", 0.0) if steps else None
     row["engine's share"] = chosen_share(run)
     row["layers checkpointed"] = f"{planned.count_checkpointed_layers()} of {planned.trainer.num_layers}"
     row["planned to wait on the host"] = ", ".join(planned.moved().by_name()) or "nothing"
-    return row | {"end": "ok" if run.exit_code == 0 else describe_end(run)}
+    return row | {"end": run.end}
 
 
 def measure(arguments: argparse.Namespace, name: str, timeout: float) -> tuple[dict[str, Any], Rows, Run]:
@@ -158,15 +157,13 @@ def measure(arguments: argparse.Namespace, name: str, timeout: float) -> tuple[d
 
 def main() -> None:
     """Run each model, then print the tables."""
-    parser = benchmark_parser(__doc__ or "", "defaults", steps=5, model=None)
-    parser.add_argument("--model", nargs="+", default=["0.6b", "1.7b", "4b"], help="shapes or folders (0.6b 1.7b 4b)")
-    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
+    usual: dict[str, Any] = {"model": ["0.6b", "1.7b", "4b"], "limit": 4 * RUN_TIMEOUT}
+    parser = benchmark_parser(__doc__ or "", "defaults", steps=5, **usual)
     parser.add_argument("--devices", type=int, default=1, help="GPUs of a run (1)")
     parser.add_argument("--prompts", type=int, help="a step (the README's on each device)")
     parser.add_argument("--max-new-tokens", type=int, help="(the README's)")
-    parser.add_argument("--limit", type=float, default=4 * RUN_TIMEOUT, help="seconds of all (3600)")
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.limit
+    arguments.deadline, arguments.notes = time.monotonic() + arguments.limit, []
     sys.path[:0] = [str(BENCHMARKS.parent)]
     os.environ["HF_HUB_OFFLINE"] = "1"
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -174,23 +171,15 @@ def main() -> None:
         KeptRows(arguments.out, "model", "devices"),
         KeptRows(arguments.out / "phases", "model", "devices", "phase"),
     )
-    notes = []
-    for model in arguments.model:
-        name = Path(model).name
-        named = argparse.Namespace(**vars(arguments) | {"model": model})
-        prepare(named)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            notes.append(f"Left out, as --limit was over: {name}.")
-            continue
-        row, peaks, run = measure(named, name, min(left, RUN_TIMEOUT))
+    for name, named, seconds in models_in_time(arguments, 0.0):
+        row, peaks, run = measure(named, name, seconds)
         runs.put(row)
         say(format_table([row]))
         for peak in peaks:
             phases.put(peak)
         if run.exit_code:
-            notes.append(f"{name} ended early: {describe_end(run)} The plan: {read_plan(named, run)}")
-    finish(arguments, runs.rows, [format_table(phases.rows), *notes])
+            arguments.notes.append(f"{name} ended early: {run.end} The plan: {read_plan(named, run)}")
+    finish(arguments, runs.rows, [format_table(phases.rows), *arguments.notes])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from statistics import median
 from typing import Any
 
 from launch import (
+    GIB,
+    PHASES,
     PROMPT_TOKENS,
     RUN_TIMEOUT,
     Job,
@@ -30,9 +32,7 @@ from launch import (
     prepare,
 )
 
-PHASES = ("generate", "reward", "update", "sync")
 WARM_UP = 2
-GIB = 2**30
 
 
 def plan_sizes(lengths: list[int], sequences: list[int]) -> list[tuple[int, int]]:
@@ -102,13 +102,11 @@ def summarise(run: Run, sizes: list[tuple[int, int]], model: str) -> Rows:
 
 def main() -> None:
     """Run all sizes and tabulate."""
-    parser = benchmark_parser(__doc__ or "", "growth", steps=0)
+    usual: dict[str, Any] = {"samples": 8, "microbatch_tokens": 32768, "utilization": 0.5}
+    parser = benchmark_parser(__doc__ or "", "growth", steps=0, **usual)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], help="tokens (1024 4096 16384)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256, 1024], help="a step (64 256 1024)")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt (8)")
     parser.add_argument("--repeats", type=int, default=1, help="steps of each size (1)")
-    parser.add_argument("--microbatch-tokens", type=int, default=32768, help="of a micro-batch (32768)")
-    parser.add_argument("--utilization", type=float, default=0.5, help="gpu_memory_utilization (0.5)")
     parser.add_argument("--limit", type=float, default=RUN_TIMEOUT, help="seconds: what is done by then counts (900)")
     arguments = parser.parse_args()
     if min(arguments.lengths) <= PROMPT_TOKENS:

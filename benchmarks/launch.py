@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from threading import Condition
 from typing import Any
 
@@ -23,6 +24,20 @@ BENCHMARKS = Path(__file__).parent
 PROMPT_TOKENS = 128
 RUN_TIMEOUT = 900.0
 """Seconds that one run may take."""
+
+GIB = 2**30
+PHASES = ("generate", "reward", "update", "sync")
+"""Of a step, as its metrics time them."""
+WORK = {
+    "prompts": "a step",
+    "samples": "completions of each",
+    "max_new_tokens": "of the longest completion",
+    "microbatch_tokens": "max_tokens_per_microbatch",
+    "utilization": "gpu_memory_utilization",
+    "warm_up": "steps that do not count",
+    "limit": "seconds of all",
+}
+"""What several benchmarks let choose, by the names of the arguments."""
 
 Rows = list[dict[str, Any]]
 
@@ -80,6 +95,20 @@ class Run:
         with path.open(newline="") as file:
             return list(csv.DictReader(file))
 
+    @property
+    def end(self) -> str:
+        """How it ended: "ok", or why early."""
+        if self.exit_code == 0:
+            return "ok"
+        if self.exit_code == 124:
+            return "too slow"
+        log = self.read_log()
+        if "out of memory" in log or "OutOfMemoryError" in log:
+            return "out of memory"
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("error: ")]  # behind it, libraries may say more
+        return f"exit code {self.exit_code}: {(told or lines or [''])[-1][:200]}".replace("|", "/")
+
     def require_success(self) -> "Run":
         """This run; if it failed, the benchmark ends with the end of its log."""
         if self.exit_code:
@@ -88,14 +117,17 @@ class Run:
         return self
 
 
-def benchmark_parser(description: str, name: str, *, steps: int, model: str | None = "0.6b") -> argparse.ArgumentParser:
+def benchmark_parser(
+    description: str, name: str, *, steps: int, model: str | list[str] | None = "0.6b", **work: Any
+) -> argparse.ArgumentParser:
     """A parser with the arguments that all benchmarks have.
 
     Args:
         description: the script's docstring.
         name: the benchmark's, of its output folder.
         steps: the usual number of rollout steps of a run.
-        model: the usual one; None where there is no choice.
+        model: the usual one, or the usual ones where there may be several; None where there is no choice.
+        work: the usual values of arguments of :data:`WORK`, those that may be several as lists.
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -103,14 +135,31 @@ def benchmark_parser(description: str, name: str, *, steps: int, model: str | No
         epilog="What follows a lone -- goes to each `rlightning fit`, such as: -- --rollout.engine.enforce_eager true",
     )
     if model is not None:
-        parser.add_argument("--model", default=model, help=f"{', '.join(SHAPES)}, or a Hugging Face folder ({model})")
+        known = f"{', '.join(SHAPES)}, or a Hugging Face folder"
+        _add(parser, "--model", model, known)
         parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=steps, help=f"rollout steps of a run ({steps})")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time, each on GPUs of its own (1)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks") / name, help="gets tables, runs and logs")
+    for argument, value in work.items():
+        _add(parser, f"--{argument.replace('_', '-')}", value, WORK[argument])
     parser.add_argument("options", nargs="*", help=argparse.SUPPRESS)
     return parser
+
+
+def _add(parser: argparse.ArgumentParser, name: str, usual: Any, meaning: str) -> None:
+    several = isinstance(usual, list)
+    kind, shown = (type(usual[0]), " ".join(map(str, usual))) if several else (type(usual), usual)
+    parser.add_argument(name, type=kind, nargs="+" if several else None, default=usual, help=f"{meaning} ({shown})")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, of which warm-up leaves some steps."""
+    arguments = parser.parse_args()
+    if arguments.steps <= arguments.warm_up:
+        parser.error(f"--steps {arguments.steps} leaves none after --warm-up {arguments.warm_up}")
+    return arguments
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -121,6 +170,27 @@ def prepare(arguments: argparse.Namespace) -> None:
             subprocess.run([sys.executable, str(BENCHMARKS / "make_model.py"), shape, str(folder)], check=True)
         arguments.model = str(folder)
     arguments.out.mkdir(parents=True, exist_ok=True)
+
+
+def models_in_time(arguments: argparse.Namespace, least: float) -> Iterator[tuple[str, argparse.Namespace, float]]:
+    """Each of ``--model``, made.
+
+    Args:
+        arguments: with a time in seconds of `time.monotonic` as ``deadline``, and a list as ``notes``, which gets the
+            names of those for which no time is left.
+        least: seconds that a run needs.
+
+    Yields:
+        Its name, the arguments with its folder, and the seconds that its run may take.
+    """
+    for model in arguments.model:
+        name, left = Path(model).name, arguments.deadline - time.monotonic()
+        if left <= least:
+            arguments.notes.append(f"Left out, as --limit was over: {name}.")
+            continue
+        named = argparse.Namespace(**vars(arguments) | {"model": model})
+        prepare(named)
+        yield name, named, min(left, RUN_TIMEOUT)
 
 
 def write_prompts(path: Path, count: int, num_tokens: int = PROMPT_TOKENS) -> str:
@@ -292,6 +362,33 @@ def format_table(rows: Rows) -> str:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([_format(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+class KeptRows:
+    """Rows that are on disk as soon as they are there; a later call with the same ``--out`` has them too.
+
+    Args:
+        folder: of the benchmark's output; gets ``rows.json``.
+        keys: the columns that tell rows apart: a new row replaces the one that has the same values in them.
+    """
+
+    def __init__(self, folder: Path, *keys: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.keys = folder / "rows.json", keys
+        self.rows: Rows = json.loads(self.path.read_text()) if self.path.is_file() else []
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Add a row, or replace one."""
+        mine = [row[key] for key in self.keys]
+        self.rows = [old for old in self.rows if [old[key] for key in self.keys] != mine]
+        self.rows.append(row)
+        self.path.write_text(json.dumps(self.rows))
+
+
+def middle(values: Iterable[float]) -> float | None:
+    """The median; None of nothing."""
+    found = list(values)
+    return median(found) if found else None
 
 
 def finish(arguments: argparse.Namespace, rows: Rows, notes: Iterable[str] = ()) -> None:

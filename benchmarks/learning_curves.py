@@ -35,6 +35,33 @@ NUM_POINTS = 10
 Curve = list[tuple[int, float]]
 
 
+def curve_parser(
+    description: str, name: str, *, steps: int, seeds: list[int], runs_per_gpu: int, at_once: int
+) -> argparse.ArgumentParser:
+    """The arguments of all benchmarks that train the arithmetic task, with their usual values."""
+    parser = benchmark_parser(description, name, steps=steps, model=None, utilization=0.06)
+    parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help=f"({' '.join(map(str, seeds))})")
+    parser.add_argument("--sft-steps", type=int, default=600, help="of stage one (600)")
+    parser.add_argument("--start", type=Path, help="a model of stage one, which is left out then")
+    parser.add_argument("--runs-per-gpu", type=int, default=runs_per_gpu, help=f"that share a GPU ({runs_per_gpu})")
+    parser.set_defaults(at_once=at_once)
+    return parser
+
+
+def make_task(out: Path) -> Path:
+    """Make the task's rows and its untrained model in a folder of ``out``; the folder."""
+    subprocess.run([sys.executable, str(ROOT / "examples/arithmetic/make_task.py"), str(out / "task")], check=True)
+    return out / "task"
+
+
+def train_start(arguments: argparse.Namespace) -> Path:
+    """The model of stage one: ``--start``, or one that is trained with the first seed."""
+    if arguments.start is not None:
+        return Path(arguments.start)
+    [trained] = run_jobs([sft_job(arguments, arguments.seeds[0], 1)], arguments)
+    return trained.require_success().folder / "hf"
+
+
 def load_config(arguments: argparse.Namespace, stage: str, seed: int, num_gpus: int) -> dict[str, Any]:
     """configs/arithmetic_<stage>.yaml with other paths, devices and seed."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / f"arithmetic_{stage}.yaml").read_text())
@@ -146,18 +173,12 @@ def compare_losses(arguments: argparse.Namespace, runs: list[Run]) -> tuple[Rows
 
 def main() -> None:
     """Both stages for all seeds, on one and on several GPUs."""
-    parser = benchmark_parser(__doc__ or "", "learning_curves", steps=250, model=None)
+    usual: dict[str, Any] = {"steps": 250, "seeds": [0, 1, 2, 3], "runs_per_gpu": 5, "at_once": 8}
+    parser = curve_parser(__doc__ or "", "learning_curves", **usual)
     parser.add_argument("--gpus", type=int, default=4, help="that one GPU is compared with (4)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="(0 1 2 3)")
-    parser.add_argument("--sft-steps", type=int, default=600, help="of stage one (600)")
-    parser.add_argument("--start", type=Path, help="a model of stage one, which is left out then")
-    parser.add_argument("--runs-per-gpu", type=int, default=5, help="that share a GPU (5)")
-    parser.add_argument("--utilization", type=float, default=0.06, help="gpu_memory_utilization of each (0.06)")
-    parser.set_defaults(at_once=8)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    task = arguments.out / "task"
-    subprocess.run([sys.executable, str(ROOT / "examples/arithmetic/make_task.py"), str(task)], check=True)
+    make_task(arguments.out)
 
     sizes = [1, arguments.gpus]
     share = arguments.runs_per_gpu

@@ -3,11 +3,12 @@
     python benchmarks/memory_table.py --model 0.6b 1.7b
     python benchmarks/memory_table.py --part longest --fraction 0.9
 
-Part "phases" runs a few steps of 64 prompts x 8 completions. "device" is the most that all processes use at any time of
-a phase, "needed" the same without the unused blocks that PyTorch's allocator gives back when memory is short, beside
-what `rlightning plan` says of it; "tensors" what tensors of the trainer's process take at most, beside
-the planned parts that are such. A sync ends with an engine that is awake, so that the device is then as full as during
-generation, which is planned by itself. Activations are checkpointed where the plan asks for it.
+Part "phases" runs a few steps of 64 prompts x 8 completions, of --max-new-tokens and --microbatch-tokens. "device" is
+the most that all processes use at any time of a phase, "needed" the same without the unused blocks that PyTorch's
+allocator gives back when memory is short, beside what `rlightning plan` says of it; "tensors" what tensors of the
+trainer's process take at most, beside the planned parts that are such. A sync ends with an engine that is awake, so
+that the device is then as full as during generation, which is planned by itself. Activations are checkpointed where the
+plan asks for it.
 
 Part "longest" asks the plan for the longest sequence that 64 x 8 of them can have, with activation checkpointing and
 one sequence a micro-batch, whatever positions the model was made for. Then it runs some steps with an engine and a
@@ -26,12 +27,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kept import KeptRows
 from launch import (
     BENCHMARKS,
+    GIB,
     PROMPT_TOKENS,
     RUN_TIMEOUT,
     Job,
+    KeptRows,
     Rows,
     Run,
     benchmark_parser,
@@ -40,12 +42,11 @@ from launch import (
     fit,
     format_table,
     grpo_config,
-    prepare,
+    models_in_time,
     say,
     write_run,
 )
 
-GIB = 2**30
 BLOCK_TOKENS = 256
 START_SECONDS = 60.0
 """With less time left no run is begun."""
@@ -152,59 +153,37 @@ def measure_longest(arguments: argparse.Namespace, name: str, timeout: float) ->
     row: dict[str, Any] = {"model": name, "planned longest": longest, "tried": tried}
     for phase in ("generate", "update"):
         row |= {f"{phase}, GiB": used[phase] / GIB, f"{phase} planned": planned.phases()[phase].total / GIB}
-    return [row | {"steps": len(run.metrics()), "end": "ok" if run.exit_code == 0 else describe_end(run)}], run
-
-
-def describe_end(run: Run) -> str:
-    """Why a run ended early."""
-    log = run.read_log()
-    if "out of memory" in log or "OutOfMemoryError" in log:
-        return "out of memory"
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("error: ")]  # behind it, libraries may say more
-    return f"exit code {run.exit_code}: {(told or lines or [''])[-1][:200]}".replace("|", "/")
+    return [row | {"steps": len(run.metrics()), "end": run.end}], run
 
 
 def main() -> None:
     """Measure each model, then print the tables."""
-    parser = benchmark_parser(__doc__ or "", "memory_table", steps=3, model=None)
-    parser.add_argument("--model", nargs="+", default=["0.6b", "1.7b", "4b"], help="shapes or folders (0.6b 1.7b 4b)")
-    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
+    usual: dict[str, Any] = {"prompts": 64, "samples": 8, "max_new_tokens": 256, "microbatch_tokens": 16384}
+    usual |= {"model": ["0.6b", "1.7b", "4b"], "limit": 4 * RUN_TIMEOUT}
+    parser = benchmark_parser(__doc__ or "", "memory_table", steps=3, **usual)
     parser.add_argument("--part", nargs="+", choices=["phases", "longest"], default=["phases", "longest"], dest="parts")
     parser.add_argument("--device-memory", default="H200", help="as of `rlightning plan` (H200)")
-    parser.add_argument("--prompts", type=int, default=64, help="a step (64)")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="of part phases (256)")
-    parser.add_argument("--microbatch-tokens", type=int, default=16384, help="of part phases (16384)")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing in part phases too")
     parser.add_argument("--fraction", type=float, default=0.9, help="of the planned longest sequence, tried (0.9)")
     parser.add_argument("--positions", type=int, default=1 << 20, help="no sequence is longer (1048576)")
-    parser.add_argument("--limit", type=float, default=4 * RUN_TIMEOUT, help="seconds of all (3600)")
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.limit
+    arguments.deadline, arguments.notes = time.monotonic() + arguments.limit, []
     sys.path[:0] = [str(BENCHMARKS.parent)]
     os.environ["HF_HUB_OFFLINE"] = "1"
     parts = {"phases": measure_phases, "longest": measure_longest}
     arguments.out.mkdir(parents=True, exist_ok=True)
     phases, longest = KeptRows(arguments.out, "model", "phase"), KeptRows(arguments.out / "longest", "model")
-    notes = []
     for part in arguments.parts:
         kept = phases if part == "phases" else longest
-        for model in arguments.model:
-            left = deadline - time.monotonic()
-            name = Path(model).name
-            if left < START_SECONDS:
-                notes.append(f"Left out, as --limit was over: {part} of {name}.")
-                continue
-            named = argparse.Namespace(**vars(arguments) | {"model": model, "part": part})
-            prepare(named)
-            rows, run = parts[part](named, name, min(left, RUN_TIMEOUT))
+        arguments.part = part
+        for name, named, seconds in models_in_time(arguments, START_SECONDS):
+            rows, run = parts[part](named, name, seconds)
             for row in rows:
                 kept.put(row)
                 say(format_table([row]).splitlines()[-1])
             if run.exit_code:
-                notes.append(f"{part} of {name}: {describe_end(run)} ({run.folder / 'run.log'})")
-    finish(arguments, phases.rows, [format_table(longest.rows), *notes])
+                arguments.notes.append(f"{part} of {name}: {run.end} ({run.folder / 'run.log'})")
+    finish(arguments, phases.rows, [format_table(longest.rows), *arguments.notes])
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ Writes --out/table.md and table.csv: medians over the steps after the first.
 """
 
 import argparse
-from statistics import median
 from typing import Any
 
-from launch import Job, Run, benchmark_parser, callback, finish, grpo_config, prepare, run_jobs
+from launch import GIB, Job, Run, benchmark_parser, callback, finish, grpo_config, middle, prepare, run_jobs
 
-GIB = 2**30
 ARMS: dict[str, dict[str, Any] | None] = {
     "nothing": None,
     "optimizer": {"parameters": False},
@@ -48,11 +46,6 @@ def column(steps: list[dict[str, float]], name: str) -> list[float]:
     return [row[name] for row in steps if name in row]
 
 
-def middle(values: list[float]) -> float | None:
-    """Their median; None without any."""
-    return median(values) if values else None
-
-
 def summarise(run: Run) -> dict[str, Any]:
     """One arm's line; memory at the moment the engine begins to generate, rank 0."""
     steps = run.metrics()[1:]
@@ -71,10 +64,9 @@ def summarise(run: Run) -> dict[str, Any]:
 
 def main() -> None:
     """Run the arms."""
-    parser = benchmark_parser(__doc__ or "", "offload", model="1.7b", steps=5)
+    parser = benchmark_parser(__doc__ or "", "offload", model="1.7b", steps=5, utilization=0.3)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which runs (all)")
     parser.add_argument("--gpus", type=int, default=1, help="ranks; the actor is sharded over more than one (1)")
-    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization (0.3)")
     arguments = parser.parse_args()
     prepare(arguments)
     runs = run_jobs([make_job(arguments, arm) for arm in arguments.arms], arguments)

@@ -6,16 +6,14 @@ Trains configs/arithmetic_sft.yaml with each setting and each seed, which decide
 mean over the last tenth of the steps. Runs of one seed see the same data: they are compared with float32's one by one.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import yaml
 from launch import Job, Run, benchmark_parser, finish, run_jobs
+from learning_curves import ROOT, make_task
 
-ROOT = Path(__file__).parent.parent
 STATES = ("float32", "bfloat16", "8bit")
 
 
@@ -46,8 +44,7 @@ def main() -> None:
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES, help=f"({' '.join(STATES)})")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(0 1 2)")
     arguments = parser.parse_args()
-    task = arguments.out / "task"
-    subprocess.run([sys.executable, str(ROOT / "examples/arithmetic/make_task.py"), str(task)], check=True)
+    task = make_task(arguments.out)
     runs = [(states, seed) for states in arguments.states for seed in arguments.seeds]
     jobs = [make_job(task, arguments.device, arguments.steps, *run) for run in runs]
     losses = dict(zip(runs, map(final_loss, run_jobs(jobs, arguments)), strict=True))

@@ -12,14 +12,12 @@ rule); the mean age of what was trained on, and the oldest token.
 """
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from launch import Job, Run, benchmark_parser, finish, run_jobs
-from learning_curves import PASS, ROOT, compare, grpo_job, read_curve, sft_job
+from launch import Job, Run, finish, run_jobs
+from learning_curves import PASS, compare, curve_parser, grpo_job, make_task, read_curve, train_start
 
 TRAINER_AND_ENGINE = 2
 """GPUs of a run."""
@@ -62,23 +60,13 @@ def summarise(staleness: int, is_corrected: bool, runs: list[Run], first: list[R
 
 def main() -> None:
     """Stage one, and all arms of stage two."""
-    parser = benchmark_parser(__doc__ or "", "staleness", steps=250, model=None)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="(0 1 2 3)")
+    usual: dict[str, Any] = {"steps": 250, "seeds": [0, 1, 2, 3], "runs_per_gpu": 6, "at_once": 6}
+    parser = curve_parser(__doc__ or "", "staleness", **usual)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4], help="(0 1 4)")
-    parser.add_argument("--sft-steps", type=int, default=600, help="of stage one (600)")
-    parser.add_argument("--start", type=Path, help="a model of stage one, which is left out then")
-    parser.add_argument("--runs-per-gpu", type=int, default=6, help="that share two GPUs (6)")
-    parser.add_argument("--utilization", type=float, default=0.06, help="gpu_memory_utilization of each (0.06)")
-    parser.set_defaults(at_once=6)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    subprocess.run(
-        [sys.executable, str(ROOT / "examples/arithmetic/make_task.py"), str(arguments.out / "task")], check=True
-    )
-    start = arguments.start
-    if start is None:
-        [stage_one] = run_jobs([sft_job(arguments, 0, 1)], arguments)
-        start = stage_one.require_success().folder / "hf"
+    make_task(arguments.out)
+    start = train_start(arguments)
     arms = [(staleness, True) for staleness in arguments.staleness] + [(max(arguments.staleness), False)]
     jobs = [arm_job(arguments, *arm, seed, start) for arm in arms for seed in arguments.seeds]
     runs = [run.require_success() for run in run_jobs(jobs, arguments, runs_per_device=arguments.runs_per_gpu)]

@@ -38,6 +38,7 @@ from typing import Any
 from kernels import describe, read_trace
 from launch import (
     BENCHMARKS,
+    GIB,
     PROMPT_TOKENS,
     Job,
     Run,
@@ -54,7 +55,6 @@ from launch import (
 
 SAMPLES = 8
 PROFILED_MICROBATCHES = 3
-GIB = 2**30
 PR_SET_PDEATHSIG = 1
 """Linux's number for: send me a signal when my parent ends."""
 NO_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error")
@@ -193,36 +193,19 @@ def summarise(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
         "later": graphs[-1] - graphs[arguments.warm_up - 1] if rows else None,
         "first, s": float(updates[0]["seconds"]) if updates else None,
         "run, s": run.seconds,
-        "end": describe_end(run),
+        "end": run.end,
     }
-
-
-def describe_end(run: Run) -> str:
-    """How a run ended."""
-    if run.exit_code == 0:
-        return "ok"
-    log = run.read_log()
-    if "OutOfMemoryError" in log or "out of memory" in log:
-        return "out of memory"
-    if run.exit_code == 124:
-        return "too slow"
-    last = [line for line in log.splitlines() if line.strip()][-1:]
-    return f"failed: {''.join(last).strip()[:120]}".replace("|", "/")
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = benchmark_parser(__doc__ or "", "update", steps=5, model=None)
-    parser.add_argument("--model", nargs="+", default=["0.6b"], help="shapes, or Hugging Face folders (0.6b)")
-    parser.add_argument("--models", type=Path, default=Path("runs/models"), help="gets made shapes (runs/models)")
+    usual: dict[str, Any] = {"model": ["0.6b"], "microbatch_tokens": [32768], "max_new_tokens": 1024, "warm_up": 2}
+    parser = benchmark_parser(__doc__ or "", "update", steps=5, **usual)
     parser.add_argument("--strategy", nargs="+", default=["auto"], help="auto, fsdp2 (auto)")
-    parser.add_argument("--microbatch-tokens", type=int, nargs="+", default=[32768], help="of a micro-batch (32768)")
     parser.add_argument("--alike", type=float, nargs="+", default=[0.0], help="share of groups to skip (0)")
     parser.add_argument("--try", nargs="+", default=[""], dest="tries", metavar="KEYS", help="see above")
     parser.add_argument("--tokens", type=int, default=551000, help="a step, about (551000)")
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of the longest completion (1024)")
     parser.add_argument("--variable", action="store_true", help="completions end at random")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count (2)")
     parser.add_argument("--profile", action="store_true", help="two further, shorter steps")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of one variant (300)")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds of all: what is late is left out (570)")

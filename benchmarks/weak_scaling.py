@@ -15,9 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch import Job, Run, benchmark_parser, finish, format_table, grpo_config, prepare, run_jobs, say
-
-PHASES = ("generate", "reward", "update", "sync")
+from launch import PHASES, Job, Run, benchmark_parser, finish, format_table, grpo_config, parse, prepare, run_jobs, say
 
 
 def rare_tokens(model: str, mean_length: int) -> list[int]:
@@ -55,21 +53,15 @@ def summarise(run: Run, warm_up: int, baseline: float | None) -> dict[str, Any]:
 
 def main() -> None:
     """Run each size and compare."""
-    parser = benchmark_parser(__doc__ or "", "weak_scaling", steps=7)
+    usual: dict[str, Any] = {"warm_up": 2, "samples": 8, "max_new_tokens": 512, "microbatch_tokens": 16384}
+    parser = benchmark_parser(__doc__ or "", "weak_scaling", steps=7, utilization=0.3, **usual)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4], help="sizes, the baseline first (1 2 4)")
     parser.add_argument("--fsdp", type=json.loads, default={}, metavar="JSON", help="arguments of FSDP ({})")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps that do not count (2)")
     parser.add_argument("--prompts", type=int, default=32, help="a step and GPU (32)")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each (8)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="the length of all completions (512)")
     parser.add_argument(
         "--vary", action="store_true", help="let completions end at random, after a third of it in the mean"
     )
-    parser.add_argument("--microbatch-tokens", type=int, default=16384, help="max_tokens_per_microbatch (16384)")
-    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization (0.3)")
-    arguments = parser.parse_args()
-    if arguments.steps <= arguments.warm_up:
-        parser.error(f"--steps {arguments.steps} leaves none after --warm-up {arguments.warm_up}")
+    arguments = parse(parser)
     prepare(arguments)
     rollout: dict[str, Any] = {
         "max_new_tokens": arguments.max_new_tokens,

@@ -105,10 +105,8 @@ def summarise(run: Run, syncs: Rows, num_bytes: int, warm_up: int) -> Rows:
 
 def main() -> None:
     """Run each combination."""
-    parser = benchmark_parser(__doc__ or "", "weight_sync", steps=14)
+    parser = benchmark_parser(__doc__ or "", "weight_sync", steps=14, warm_up=2, utilization=0.2)
     parser.add_argument("--gpus", type=int, nargs="+", default=[2, 4], help="numbers of GPUs (2 4)")
-    parser.add_argument("--warm-up", type=int, default=2, help="syncs that do not count (2)")
-    parser.add_argument("--utilization", type=float, default=0.2, help="gpu_memory_utilization (0.2)")
     parser.add_argument(
         "--sleep", action="store_true", help="engines sleep between rollouts: with the seconds of waking"
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlightning.error_report import INTERRUPTED, exit_code, is_other_rank, show_error, yield_to_rank_0
 from rlightning.errors import ConfigError, did_you_mean, find_run_error
@@ -134,7 +134,7 @@ def check_options(args: list[str]) -> None:
     check_early(command, options)
 
 
-def load(args: list[str]) -> Callable[[], Any]:
+def load(args: list[str]) -> Callable[[], object]:
     """Import what runs the command of ``args``."""
     if args[0] == "plan":
         from rlightning.cli.plan import plan

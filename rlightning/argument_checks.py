@@ -97,7 +97,7 @@ def accepts(kind: type, name: str) -> bool:
 
 
 @cache
-def hints_of(kind: type) -> dict[str, Any] | None:
+def hints_of(kind: type) -> dict[str, object] | None:
     """Return the type hints of what a class takes, by name; None where they cannot be found out."""
     try:
         parameters = parameters_of(kind)
@@ -107,7 +107,7 @@ def hints_of(kind: type) -> dict[str, Any] | None:
     return {name: _annotation(kind, name) if isinstance(hint, dict) else hint for name, hint in parameters.items()}
 
 
-def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
+def parameters_of(source: type | ArgumentParser) -> dict[str, object]:
     """The parameters of a class's ``__init__``, those passed on through ``**kwargs`` included, with their type hints.
 
     Returns:
@@ -117,14 +117,14 @@ def parameters_of(source: type | ArgumentParser) -> dict[str, Any]:
 
 
 @cache
-def _parameters_of_class(kind: type) -> dict[str, Any]:
+def _parameters_of_class(kind: type) -> dict[str, object]:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, fail_untyped=False, instantiate=False)
     return _parameters_of_parser(parser)
 
 
-def _parameters_of_parser(parser: ArgumentParser) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+def _parameters_of_parser(parser: ArgumentParser) -> dict[str, object]:
+    tree: dict[str, object] = {}
     for action in parser._actions:
         *groups, name = action.dest.split(".")
         if name == "help":
@@ -270,7 +270,7 @@ def _annotation(kind: type, name: str) -> object:
     return None
 
 
-def _inits(kind: type) -> Iterator[Any]:
+def _inits(kind: type) -> Iterator[FunctionType]:
     """Each ``__init__`` of a class and its bases."""
     yield from (init for base in kind.__mro__ if inspect.isfunction(init := vars(base).get("__init__")))
 

@@ -69,12 +69,12 @@ def is_container(hint: object) -> bool:
     return inspect.isclass(origin) and issubclass(origin, Iterable)
 
 
-def item_hints(hint: object) -> list[Any]:
+def item_hints(hint: object) -> list[object]:
     """Return the type hints of a container's items; of named ones without that of their names."""
     hints = [item for item in get_args(hint) if item is not Ellipsis]
     return hints[1:] if is_mapping(hint) else hints
 
 
-def takes_null(options: Iterable[Any]) -> bool:
+def takes_null(options: Iterable[object]) -> bool:
     """Return whether one of a type hint's alternatives accepts None, or is not known."""
     return any(option in (None, type(None), Any, object, inspect.Parameter.empty) for option in options)

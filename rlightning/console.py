@@ -91,6 +91,8 @@ def quieten() -> None:
     show_log_lines()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(_OfCallbacks())
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # which kernels of its own fit neither this device nor Python
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
     for name in ("fabric.utilities.distributed", "fabric.utilities.seed", "pytorch.accelerators.cuda"):
         logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)  # a line of each rank
     ignore_warnings()

@@ -69,7 +69,7 @@ def is_amid_step(fit_loop: FitLoop) -> bool:
 
 def given_data(trainer: Trainer, command: str) -> object:
     """What a command of a Trainer was given in place of a data module; None for nothing."""
-    loops: dict[str, Any] = {
+    loops: dict[str, FitLoop | EvaluationLoop | PredictionLoop] = {
         "fit": trainer.fit_loop,
         "validate": trainer.validate_loop,
         "test": trainer.test_loop,

@@ -1,7 +1,6 @@
 """A run's settings: what differs from those that a checkpoint was written with."""
 
 from collections.abc import Mapping
-from typing import Any
 
 MISSING = "-"
 LONGEST = 60
@@ -11,9 +10,9 @@ OF_ONE_COMMAND = ("config", "ckpt_path")
 """Keys that say nothing of how a run trains."""
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Give nested settings dotted keys, as on the command line: without ``init_args``, list entries by their number."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in settings.items():
         key = prefix if name == "init_args" else f"{prefix}.{name}" if prefix else str(name)
         if key in OF_ONE_COMMAND:
@@ -27,7 +26,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+def describe_changes(old: Mapping[str, object], new: Mapping[str, object]) -> str | None:
     """Return a block of the keys whose values differ, with the old and the new one; None where none does.
 
     Args:
@@ -45,6 +44,6 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | No
     return "\n".join(["Settings that differ from the checkpoint's; those of this run apply:", *lines])
 
 
-def _shown(settings: Mapping[str, Any], key: str) -> str:
+def _shown(settings: Mapping[str, object], key: str) -> str:
     text = str(settings[key]) if key in settings else MISSING
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import is_dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from jsonargparse import Namespace
 
@@ -57,7 +57,7 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(words)) and not _OTHER.search(words)
 
 
-def mask_secrets(config: object) -> tuple[Any, dict[str, str]]:
+def mask_secrets(config: T) -> tuple[T, dict[str, str]]:
     """Replace the secrets of a configuration by references to environment variables, such as ``${ENV:API_KEY}``.
 
     What has a reference in it stays. A variable has the name of the secret; where several have that name and differ,
@@ -79,7 +79,8 @@ def mask_secrets(config: object) -> tuple[Any, dict[str, str]]:
         candidates = (name for name in _variables(secret, is_unique) if name not in taken)
         names[secret] = next(name for name in candidates if variables.get(name, secret.value) == secret.value)
         variables[names[secret]] = secret.value
-    return _replace(config, lambda secret: f"${{ENV:{names[secret]}}}"), variables
+    masked = _replace(config, lambda secret: f"${{ENV:{names[secret]}}}")
+    return cast(T, masked), variables
 
 
 def hide_secrets(variables: Mapping[str, str]) -> None:
@@ -102,8 +103,7 @@ def conceal(value: object) -> Any:
         return concealed
     if is_dataclass(value) and not isinstance(value, type):
         return {name: conceal(inner) for name, inner in field_values(value).items()}
-    items: Any = value
-    return type(items)(map(conceal, items)) if type(items) in (list, tuple) else value
+    return type(value)(map(conceal, value)) if type(value) is list or type(value) is tuple else value
 
 
 def check_references(config: object, known: Mapping[str, str]) -> None:
@@ -149,7 +149,7 @@ def _read_variable(name: str, where: str, known: Mapping[str, str]) -> str:
 
 def _replace(
     value: object, give: Callable[[_Secret], str], name: str = "", owner: str = "", *, inside: str = ""
-) -> Any:
+) -> object:
     """Return a value with what ``give`` returns in place of each secret.
 
     Args:
@@ -186,7 +186,7 @@ def _replace(
     )
 
 
-def _owner(entries: Mapping[str, Any]) -> str:
+def _owner(entries: Mapping[str, object]) -> str:
     """The name of the reward or class whose arguments a mapping has."""
     path = entries.get("name") or entries.get("function") or entries.get("class_path")
     return path.rpartition(".")[2] if isinstance(path, str) else ""

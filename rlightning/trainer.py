@@ -33,7 +33,7 @@ from rlightning.python_values import to_python
 from rlightning.run_dir import new_run_folder
 from rlightning.run_lock import check_writable
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     # The engine validates, and a run validates before its first step: a sanity check would be another validation.
     "num_sanity_val_steps": 0,
     # The run's own block at its start names the model and its size.
@@ -202,7 +202,7 @@ def settle_lengths(options: dict[str, Any] | Namespace) -> None:
         options["check_val_every_n_epoch"] = 1
 
 
-def add_checkpoint_io(plugins: object, strategy: object) -> list[Any]:
+def add_checkpoint_io(plugins: object, strategy: object) -> list[object]:
     """The Trainer's plugins, and one that saves single files atomically unless there is one for that already."""
     listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins] if plugins else []
     has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or getattr(strategy, "_checkpoint_io", None)
@@ -260,6 +260,6 @@ def find_callback(name: str) -> type[Any]:
     return kind
 
 
-def _lightning_defaults() -> dict[str, Any]:
+def _lightning_defaults() -> dict[str, object]:
     parameters = inspect.signature(lightning.pytorch.Trainer).parameters.values()
     return {parameter.name: parameter.default for parameter in parameters}

@@ -1,16 +1,26 @@
 """Folders that take no files for a while: on a full disk, on a read-only one, or gone."""
 
+import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Never
 
 import pytest
 
 Kind = Literal["full", "read-only", "removed"]
 DISK_BYTES = 2 << 20
+
+
+def failing(number: int) -> Callable[..., Never]:
+    """A call of the system's that raises its error of a number."""
+
+    def fail(*arguments: object) -> Never:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 class Disk:

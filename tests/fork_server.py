@@ -2,10 +2,10 @@
 
 A program that imports torch, transformers and vLLM spends 6 to 9 CPU seconds before its first line; tests start
 hundreds. While :func:`install` is in force, ``subprocess.Popen`` starts ``python script``, ``python -m module`` and the
-console scripts of this environment in some milliseconds instead: a fork server with the modules of ``PRELOADED`` forks,
-and the fork sets up what a fresh interpreter would have: arguments, environment, folder, file descriptors, session,
-``sys.path``, ``__main__``. The new process is the caller's child (it can be waited for and killed, and dies with its
-parent where it asks for that), and has a fork server of its own, so that what it starts is forked, too.
+console scripts of this environment in some milliseconds instead: a fork server (forks.py), which has imported them,
+forks, and the fork sets up what a fresh interpreter would have: arguments, environment, folder, file descriptors,
+session, ``sys.path``, ``__main__``. The new process is the caller's child (it can be waited for and killed, and dies
+with its parent where it asks for that), and has a fork server of its own, so that what it starts is forked, too.
 
 Programs given by ``-c``, and those with ``START_BY_EXEC`` in their environment, start as always; but for the workers of
 pytest-xdist, so that the heavy modules are imported once for all of them, and what multiprocessing spawns. Ray's
@@ -16,53 +16,32 @@ it has the fork server of the raylet's parent start the worker, and ends with it
        ^------------ the program's parent, once the fork between has ended -----------'
 """
 
-import atexit
-import contextlib
 import ctypes
-import faulthandler
-import fcntl
-import gc
 import hashlib
-import importlib
+import inspect
 import json
 import multiprocessing.util
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 START_BY_EXEC = "START_BY_EXEC"
 """A variable of a program's environment: set, it starts in an interpreter of its own."""
-PRELOADED = (
-    "rlightning.cli.lightning_cli",
-    "rlightning.rollout.vllm.process",
-    "rlightning.rollout.vllm.weight_receiver",
-    "rlightning.rollout.vllm.scheduler",
-    "transformers.models.qwen3.modeling_qwen3",
-    "vllm.model_executor.layers.quantization.online.base",
-    "vllm.model_executor.models.qwen3",
-    "vllm.v1.worker.cpu_worker",
-    "torch.distributed.run",
-)
 SCRIPTS = ("rlightning", "torchrun")
 XDIST_WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """How execnet starts a worker."""
 SPAWNED = "--multiprocessing-fork"
 """The last argument of what multiprocessing spawns, by ``-c``."""
-MAX_BYTES = 1 << 17
-"""Of a request, most of it the environment; a socket's buffer holds 208 KiB."""
-MAX_FILES = 64
 SERVER_VARIABLE = "FORK_SERVER"
 """Names the process whose fork server the stand-in asks."""
 STAND_IN = """\
@@ -82,9 +61,7 @@ signal.signal(signal.SIGTERM, lambda *_: signal.pidfd_send_signal(program, signa
 while not select.select([program], [], [], None)[0]:
     pass
 """
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-"""Signals whose handlers of the preloaded libraries a fork does not keep, as a new interpreter would not have them."""
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -210,25 +187,27 @@ class ForkServer:
             OSError: the server is gone.
         """
         with self.lock:
-            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
             try:
                 socket.send_fds(self.connection, [request.encode()], files)
                 answer = self.connection.recv(32)
             finally:
-                _prctl(PR_SET_CHILD_SUBREAPER, 0)
+                prctl(PR_SET_CHILD_SUBREAPER, 0)
         if not answer:
             raise ConnectionError("the fork server has ended")
         return int(answer)
 
 
 _start_by_multiprocessing = BaseProcess.start
-_exec_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_exec_child: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_CHILD = inspect.signature(_exec_child)
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+UNUSUAL = ("executable", "preexec_fn", "startupinfo", "gid", "gids", "uid")
+"""Arguments of Popen with which a program is started as always."""
 _exec_spawned = multiprocessing.util.spawnv_passfds
 num_started = 0
 """Python processes that this one has started; not tools such as compilers, which libraries start once in a while."""
 _server: ForkServer | None = None
-_set_by_imports: dict[str, str] = {}
-"""Variables of the environment that the preloaded modules have set."""
 
 
 def install() -> None:
@@ -262,79 +241,44 @@ def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         return _exec_spawned(path, args, passfds)
 
 
-def _execute_child(
-    self: "subprocess.Popen[Any]",
-    args: Any,
-    executable: Any,
-    preexec_fn: Any,
-    close_fds: bool,
-    pass_fds: Sequence[int],
-    cwd: Any,
-    env: Any,
-    startupinfo: Any,
-    creationflags: Any,
-    shell: bool,
-    p2cread: int,
-    p2cwrite: int,
-    c2pread: int,
-    c2pwrite: int,
-    errread: int,
-    errwrite: int,
-    restore_signals: bool,
-    gid: Any,
-    gids: Any,
-    uid: Any,
-    umask: int,
-    start_new_session: bool,
-    process_group: int,
-) -> None:
+def _execute_child(*values: Any) -> None:
     """Popen's own step of starting the child, which sets ``pid`` and closes the child's ends of the pipes."""
     global num_started
-
-    def start_by_exec() -> None:
-        _exec_child(
-            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
-            start_new_session, process_group,
-        )  # fmt: skip
-
+    given = _CHILD.bind(*values).arguments
+    self, args, env, cwd = (given[name] for name in ("self", "args", "env", "cwd"))
     first = Path(os.fsdecode(args if isinstance(args, str | bytes | os.PathLike) else args[0]))
     num_started += str(first) == sys.executable or first.name in (*SCRIPTS, "raylet")
-    if first.name == "raylet":
-        server = _find_server()
-        if server is not None:
-            stand_in = write_stand_in()
-            option = f"--python_worker_command={sys.executable} "
-            args = [os.fsdecode(word).replace(option, option.replace(sys.executable, stand_in)) for word in args]
-            env = {**(os.environ if env is None else env), SERVER_VARIABLE: str(server.pid)}
+    if first.name == "raylet" and (server := _find_server()) is not None:
+        option = f"--python_worker_command={sys.executable} "
+        by_stand_in = option.replace(sys.executable, write_stand_in())
+        args = given["args"] = [os.fsdecode(word).replace(option, by_stand_in) for word in args]
+        env = given["env"] = {**(os.environ if env is None else env), SERVER_VARIABLE: str(server.pid)}
     environment = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()}
-    unusual = (executable, preexec_fn, startupinfo, gid, gids, uid)
-    is_plain = close_fds and not shell and umask < 0 and all(option is None for option in unusual)
-    if not is_plain or isinstance(args, str | bytes | os.PathLike) or START_BY_EXEC in environment:
-        return start_by_exec()
-    program = parse_command([os.fsdecode(word) for word in args], environment)
+    is_plain = given["close_fds"] and not given["shell"] and given["umask"] < 0
+    is_plain = is_plain and all(given[name] is None for name in UNUSUAL) and START_BY_EXEC not in environment
+    is_plain = is_plain and not isinstance(args, str | bytes | os.PathLike)
+    program = parse_command([os.fsdecode(word) for word in args], environment) if is_plain else None
     server = _find_server() if program else None
     if program is None or server is None:
-        return start_by_exec()
-    streams = [
-        number if given == -1 else given for number, given in enumerate((p2cread, c2pwrite, errwrite))
-    ]  # -1: as this process's
+        return _exec_child(**given)
+    pipes = [given[name] for name in PIPES]
+    streams = [number if pipes[at] == -1 else pipes[at] for number, at in enumerate((0, 3, 5))]  # -1: this process's
     request = Request(
         program=program,
         parent=os.getpid(),
         cwd=str(Path.cwd() if cwd is None else Path(os.fsdecode(cwd)).absolute()),
         environment=environment,
-        targets=[0, 1, 2, *pass_fds],
-        starts_session=start_new_session,
-        group=process_group,
+        targets=[0, 1, 2, *given["pass_fds"]],
+        starts_session=given["start_new_session"],
+        group=given["process_group"],
         ignores_interrupt=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
     )
     try:
-        self.pid = server.start(request, [*streams, *pass_fds])
+        self.pid = server.start(request, [*streams, *given["pass_fds"]])
     except OSError:
-        return start_by_exec()
-    self._child_created = True  # type: ignore[attr-defined]
-    self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        return _exec_child(**given)
+    self._child_created = True
+    self._close_pipe_fds(*pipes)
 
 
 def _find_server() -> ForkServer | None:
@@ -342,7 +286,7 @@ def _find_server() -> ForkServer | None:
     global _server
     if _server is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-c", "import fork_server; fork_server.main()", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-c", "import forks; forks.main()", str(theirs.fileno())]
         paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
         variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", START_BY_EXEC: "1"}
         with theirs:
@@ -366,212 +310,5 @@ def write_stand_in() -> str:
     return str(path)
 
 
-def main() -> None:
-    """Serve the socket whose number is the last argument, until its other end closes."""
-    connection, listener = socket.socket(fileno=int(sys.argv[-1])), listen()
-    _die_with(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _name("fork server")  # while the arguments' memory is as the system laid it
-    before = dict(os.environ)
-    sys.modules["ray"] = None  # type: ignore[assignment]  # it reads its variables when it is loaded; vLLM does without
-    for name in PRELOADED:
-        importlib.import_module(name)
-    replace_kernels()
-    del sys.modules["ray"]
-    _set_by_imports.update({k: v for k, v in os.environ.items() if k not in before})
-    sys.path.remove(str(Path(__file__).parent))
-    install()
-    gc.collect()
-    gc.freeze()  # or each fork's collector would write to, and so copy, all that it has imported
-    end(serve(connection, listener))
-
-
-def replace_kernels() -> None:
-    """Do once what each of vLLM's workers on a CPU begins with: look through all modules for kernels to replace."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    CpuPlatform.register_triton_kernel_overrides()
-    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign,assignment]
-
-
-def end(program: Program) -> NoReturn:
-    """Run the program, and end this process as an interpreter ends, but without freeing object by object (3 s)."""
-    code: Any = 0
-    for number in CRASHES:  # of a library that describes a crash for seconds before the process ends
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        program.run()
-    except SystemExit as stop:
-        code = stop.code
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    if not isinstance(code, int | None):
-        sys.stderr.write(f"{code}\n")
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit((code or 0) & 0xFF)
-
-
-def listen() -> socket.socket:
-    """A socket under this process's number, for stand-ins."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0fork-server-{os.getpid()}")
-    listener.listen(64)
-    return listener
-
-
-def serve(connection: socket.socket, listener: socket.socket) -> Program:
-    """Fork for each request. Returns in the forks only, each a process as its request describes."""
-    while True:
-        ready, _, _ = select.select([connection, listener], [], [])
-        for one in ready:
-            asking = connection if one is connection else listener.accept()[0]
-            try:
-                text, files, _, _ = socket.recv_fds(asking, MAX_BYTES, MAX_FILES)
-            except ConnectionError:
-                text, files = b"", []
-            if text:
-                pid = _fork_orphan()
-                if not pid:
-                    for socket_ in {connection, listener, asking}:
-                        socket_.close()
-                    return become(Request.parse(text), files)
-                with contextlib.suppress(ConnectionError):
-                    asking.send(str(pid).encode())
-            elif asking is connection:
-                os._exit(0)
-            if asking is not connection:
-                asking.close()
-            for number in files:
-                os.close(number)
-
-
-def _fork_orphan() -> int:
-    """Fork twice: the process between ends at once. 0 in the fork, the fork's id in this process."""
-    reader, writer = os.pipe()
-    between = os.fork()
-    if not between:
-        pid = os.fork()
-        if pid:
-            os.write(writer, str(pid).encode())
-            os._exit(0)
-        os.close(reader)
-        os.close(writer)
-        return 0
-    os.waitpid(between, 0)
-    pid = int(os.read(reader, 32))
-    os.close(reader)
-    os.close(writer)
-    return pid
-
-
-def become(request: Request, files: list[int]) -> Program:
-    """Make this fork the process of the request, with a fork server of its own."""
-    global _server
-    while request.parent and os.getppid() != request.parent:
-        time.sleep(0.001)  # the fork between ends just now
-    if request.starts_session:
-        os.setsid()
-    elif request.group >= 0:
-        os.setpgid(0, request.group)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    owner = os.getpid()
-    server = os.fork()
-    if not server:
-        _die_with(owner)
-        ours.close()
-        for number in files:
-            os.close(number)
-        null = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):
-            os.dup2(null, number)
-        os.close(null)
-        _name(f"fork server of {owner}")
-        return serve(theirs, listen())
-    theirs.close()
-    above = max(request.targets) + 1
-    _server = ForkServer(_moved(ours, above), server)
-    held = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in files[len(request.targets) :]]
-    for number in files[len(request.targets) :]:
-        os.close(number)
-    del files[len(request.targets) :]
-    _place(files, request.targets, above)
-    os.chdir(request.cwd)
-    os.environ.clear()
-    os.environ.update(_set_by_imports | request.environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if request.ignores_interrupt else signal.default_int_handler)
-    for number in held:
-        threading.Thread(target=_end_with, args=(number,), daemon=True).start()
-    program = request.program
-    _set_up_interpreter(program, request.environment)
-    _name(" ".join([sys.executable, *(["-m"] if program.is_module else []), *program.arguments]))
-    return program
-
-
-def _set_up_interpreter(program: Program, environment: dict[str, str]) -> None:
-    """What an interpreter, torch and Hugging Face's libraries take from the environment while they start."""
-    sys.path[:0] = [entry or os.getcwd() for entry in program.search_path]
-    sys.path_importer_cache.clear()
-    importlib.invalidate_caches()
-    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
-    tempfile.tempdir = None
-    for stream, flushes_lines in ((sys.stdout, program.is_unbuffered or os.isatty(1)), (sys.stderr, True)):
-        stream.reconfigure(line_buffering=flushes_lines)  # type: ignore[union-attr]
-    if environment.get("PYTHONFAULTHANDLER"):
-        faulthandler.enable()
-    import torch
-    import torch._dynamo.config
-
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
-    torch._dynamo.config.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"
-    import huggingface_hub.constants
-
-    huggingface_hub.constants.HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE", "0") == "1"
-
-
-def _moved(connection: socket.socket, above: int) -> socket.socket:
-    """The same socket under a number that no target has."""
-    number = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
-    connection.close()
-    return socket.socket(fileno=number)
-
-
-def _place(files: list[int], targets: list[int], above: int) -> None:
-    """Give each file descriptor its target's number."""
-    aside = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in files]
-    for number in files:
-        os.close(number)
-    for number, target in zip(aside, targets, strict=True):
-        os.dup2(number, target, inheritable=True)
-        os.close(number)
-
-
-def _die_with(parent: int) -> None:
-    """End this process when its parent ends."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-def _end_with(pipe: int) -> None:
-    """End this process when no process holds the pipe's other end."""
-    os.read(pipe, 1)
-    os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value)
-
-
-def _name(command: str) -> None:
-    """Show this command line where processes are listed."""
-    import setproctitle
-
-    setproctitle.setproctitle(command)

@@ -21,6 +21,7 @@ SCRIPTS = (
     *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),
     *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table", "defaults"),
     *("optimizer_states", "asynchronous", "staleness", "controller", "host_side", "checksums", "canary", "adapters"),
+    *("adapter_curves", "agents", "attention_kernels", "decode_attention", "prompts", "scheduling", "shared_prefix"),
 )
 
 

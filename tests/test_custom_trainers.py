@@ -66,9 +66,7 @@ def test_callbacks_work_without_changing_custom_loop_training(script: str, monke
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [SCRIPTS[1], *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS[::2])]
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes(script: str, tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -148,6 +148,13 @@ def test_packages_import_only_what_is_below() -> None:
     assert found == set()
 
 
+def test_page_shows_the_layers() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = text.partition("## Layers\n")[2].partition("```\n")[2].partition("```")[0]
+    shown = [{*line.partition("  ")[0].split(", ")} for line in block.splitlines()]
+    assert shown == [packages - {"__main__"} for packages in LAYERS]
+
+
 def test_leaves_import_each_other_in_no_circle() -> None:
     leaves = {path.stem: path for path in PACKAGE.glob("*.py") if layer(f"rlightning.{path.stem}") == 0}
     del leaves["__init__"]

@@ -53,11 +53,7 @@ def test_the_script_of_the_first_screen_trains(tmp_path: Path) -> None:
     assert left == {"checkpoints", "completions", "engine.log", "metrics", "report.html"}
 
 
-def test_readme_links_and_make_targets_exist() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert len(links) > 8
-    assert [link for link in links if not (ROOT / link).exists()] == []
-    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert all(
-        re.search(rf"^{name}:", targets, re.MULTILINE) for name in re.findall(r"^make (\w+)", README, re.MULTILINE)
-    )
+def test_make_targets_of_the_readme_exist() -> None:
+    named = re.findall(r"^make (\w+)", README, re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert named and set(named) <= set(targets)

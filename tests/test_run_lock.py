@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import pytest
 from cli_project import environment, fit, fit_here, make_project, rlightning
+from disks import failing
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import make_data, make_grpo, make_trainer
@@ -91,21 +92,15 @@ def is_free(folder: Path) -> bool:
 def test_disk_without_locks_is_used_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     assert lock_run(tmp_path)
     assert f"{tmp_path}: this disk has no file locks." in caplog.text
     unlock_run(tmp_path)
 
 
 def test_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as full:
-        full.setattr(os, "write", refuse)
+        full.setattr(os, "write", failing(errno.ENOSPC))
         with pytest.raises(ConfigError, match=r"nothing can be written there, since No space left on device\."):
             lock_run(tmp_path)
     assert not (tmp_path / LOCK).exists()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disks import failing
 
 from rlightning.scratch import SHARED_MEMORY, ScratchFolder
 
@@ -67,10 +68,7 @@ def test_folder_of_a_long_parent_is_in_tmp(tmp_path: Path, monkeypatch: pytest.M
 def test_disk_without_locks_keeps_the_folders_of_others(
     number: int, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", failing(number))
     first, second = ScratchFolder("test"), ScratchFolder("test")
     assert sorted(parent.iterdir()) == sorted([first.path, second.path])
     for folder in (first, second):
@@ -79,9 +77,6 @@ def test_disk_without_locks_keeps_the_folders_of_others(
 
 
 def test_other_errors_of_a_lock_are_raised(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         ScratchFolder("test")

@@ -69,7 +69,7 @@ def test_mask_secrets_takes_all_that_is_in_a_container(name: str) -> None:
 
 
 def test_mask_secrets_goes_over_all_classes_and_into_urls() -> None:
-    config = {
+    config: dict[str, Any] = {
         "model": {"class_path": "a.Own", "init_args": {"api_key": "k"}},
         "trainer": {"logger": {"class_path": "b.Log", "init_args": {"hf_token": "t", "name": "n"}}},
         "urls": ["https://user:pw@host/a?x=1&api_key=q&z=2", "http://host:80/a@b?key=r", "see https://u:v@w"],

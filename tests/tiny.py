@@ -2,7 +2,8 @@
 
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlightning.algorithms import GRPO
 from rlightning.data import PromptDataModule
+from rlightning.errors import ConfigError
 from rlightning.models.attention import packed_inputs
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
@@ -28,6 +30,22 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% if enable_thinking %}{% endif %}{% endif %}"
 )
 """It takes the argument that the configurations for Qwen3 give, to no effect."""
+
+
+@contextmanager
+def refused(message: str) -> Iterator[None]:
+    """Within, a ConfigError of one line is raised, in which a regular expression is found."""
+    import pytest  # which processes that tests start do without
+
+    with pytest.raises(ConfigError, match=message) as error:
+        yield
+    assert "\n" not in str(error.value)
+
+
+def change_config(folder: str | Path, **changes: Any) -> None:
+    """Write other values into a model's config.json."""
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def heed_ctrl_c() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -121,7 +120,7 @@ class LoRA:
         base = f", the base in {self.quantize_base}" if self.quantize_base is not None else ""
         return f"{kind} of rank {self.rank}, alpha {self.alpha:g}, on {len(self.modules)} linear layers{start}{base}"
 
-    def peft_settings(self) -> dict[str, Any]:
+    def peft_settings(self) -> dict[str, object]:
         """The arguments of PEFT's LoraConfig."""
         return {
             "r": self.rank,
@@ -241,7 +240,7 @@ def is_match(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def shorten(modules: Mapping[str, Any], layers: Mapping[str, Any]) -> tuple[str, ...]:
+def shorten(modules: Mapping[str, object], layers: Mapping[str, object]) -> tuple[str, ...]:
     """Return the ends of names that stand for these modules among all layers; the names, if ends would not do."""
     ends = sorted({name.rpartition(".")[2] for name in modules})
     meant = {name for name in layers if name.rpartition(".")[2] in ends}
@@ -260,7 +259,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
         raise ConfigError(f"{where} has no readable {CONFIG_FILE}: {cut_line(error)}") from error
     if not isinstance(found, peft.LoraConfig):
         raise ConfigError(f"{where} is an adapter of the type {found.peft_type}, and only LoRA is trained here.")
-    _check_kind(where, found, peft.LoraConfig())
+    _check_kind(where, found.to_dict(), peft.LoraConfig().to_dict())
     _check_base_name(where, found.base_model_name_or_path, model)
     matches = peft.tuners.tuners_utils.check_target_module_exists
     if found.target_modules == ALL_LINEAR:
@@ -290,11 +289,10 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
     return lora
 
 
-def _check_kind(where: str, found: Any, usual: Any) -> None:
+def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, object]) -> None:
     """Refuse variants of LoRA, which compute something else, by what differs from the usual configuration."""
-    settings, usual_settings = found.to_dict(), usual.to_dict()
     for name, value in settings.items():
-        if name not in READ and value != usual_settings.get(name) and value not in (None, [], {}, False):
+        if name not in READ and value != usual.get(name) and value not in (None, [], {}, False):
             raise ConfigError(f"{where} has {name}={cut_line(value)}, which is not trained here: plain LoRA alone is.")
     init = str(settings.get("init_lora_weights")).lower()
     if init.startswith(CHANGES_BASE):

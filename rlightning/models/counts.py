@@ -29,7 +29,7 @@ attention.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -55,7 +55,7 @@ def cache_by_config(
     function: Callable[Concatenate[PreTrainedConfig, P], R],
 ) -> Callable[Concatenate[PreTrainedConfig, P], R]:
     """Remember a function's results by what a configuration says and by further arguments, which are hashable."""
-    results: dict[Any, R] = {}
+    results: dict[Hashable, R] = {}
 
     @wraps(function)
     def find(config: PreTrainedConfig, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,7 +78,7 @@ def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
 # Sizes
 
 
-def read_setting(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+def read_setting(config: PreTrainedConfig, name: str, default: object = None) -> Any:
     """Return what a model's configuration says under a name that not all architectures have."""
     return getattr(config.get_text_config(), name, default)
 

@@ -3,13 +3,16 @@
 transformers would ask at the terminal in the middle of a run.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from rlightning.errors import ConfigError
 from rlightning.protocols import TrustsRemoteCode, has
+
+T = TypeVar("T")
 
 TRUST = "trust_remote_code"
 """The argument of transformers, whose errors name it, and the key of ours."""
@@ -22,7 +25,7 @@ def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
         ConfigError: it needs code of its own, which is not trusted.
         OSError, ValueError: transformers cannot read it.
     """
-    config: PreTrainedConfig = _load(AutoConfig, model, "config.json", trust_remote_code)
+    config: PreTrainedConfig = _load(AutoConfig.from_pretrained, model, "config.json", trust_remote_code)
     own_classes = getattr(config, "auto_map", None) or {}
     if trust_remote_code and "AutoConfig" in own_classes:
         AutoConfig.register(config.model_type, type(config), exist_ok=True)
@@ -35,7 +38,9 @@ def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Read a model's tokenizer; see :func:`read_config`."""
-    tokenizer: PreTrainedTokenizerBase = _load(AutoTokenizer, model, "tokenizer_config.json", trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = _load(
+        AutoTokenizer.from_pretrained, model, "tokenizer_config.json", trust_remote_code
+    )
     return tokenizer
 
 
@@ -44,9 +49,9 @@ def trusts_remote_code(module: object) -> bool:
     return has(module, TrustsRemoteCode) and module.trust_remote_code
 
 
-def _load(kind: type[AutoConfig] | type[AutoTokenizer], model: str, file: str, trust_remote_code: bool) -> Any:
+def _load(read: Callable[..., T], model: str, file: str, trust_remote_code: bool) -> T:
     try:
-        return kind.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return read(model, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if TRUST not in str(error):
             raise

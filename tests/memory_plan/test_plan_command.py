@@ -9,6 +9,7 @@ import pytest
 from cli_project import environment
 from planned import QWEN3
 from programs import run_python
+from tiny import change_config
 
 from rlightning.cli.plan import count_devices, parse_work, plan
 from rlightning.errors import ConfigError
@@ -120,8 +121,7 @@ def test_sft_has_no_engine(project: Path) -> None:
 
 @pytest.mark.long
 def test_prompts_without_a_limit_are_planned_by_the_models_positions(project: Path) -> None:
-    config = {**json.loads((project / "model" / "config.json").read_text()), "max_position_embeddings": 1100}
-    (project / "model" / "config.json").write_text(json.dumps(config))
+    change_config(project / "model", max_position_embeddings=1100)
     options = ["--config", "run.yaml", "--data.max_prompt_tokens", "null"]
     assert parse_work(["fit", *options]).longest == 1100  # 76 of a prompt, 1,024 of a completion
     with pytest.raises(ConfigError, match=r"max_new_tokens=1100 leaves a model of 1100 positions no room for a prompt"):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import change_config, refused
 from tiny_models import packed_inputs, save_tiny, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,9 +33,8 @@ from rlightning.models.architecture import check_architecture, check_policy
 )
 def test_the_config_alone_tells(kind: str, config: dict[str, Any], reason: str, tmp_path: Path) -> None:
     AutoConfig.for_model(kind, **config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"\({kind}\) .*{reason}.* Choose a model") as error:
+    with refused(rf"\({kind}\) .*{reason}.* Choose a model"):
         load_config(str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,10 @@ def test_the_config_alone_tells(kind: str, config: dict[str, Any], reason: str, 
 )
 def test_a_quantized_model_is_refused_in_a_line(quantization: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    change_config(folder, quantization_config=quantization)
     method = quantization["quant_method"]
-    with pytest.raises(ConfigError, match=rf"is quantized .*'{method}'.*Use the unquantized model") as error:
+    with refused(rf"is quantized .*'{method}'.*Use the unquantized model"):
         load_config(folder)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.long
@@ -127,9 +125,8 @@ def test_a_head_that_does_more_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_is_no_config_is_said_in_a_line(tmp_path: Path) -> None:
     for text in ("{", "{}", '{"model_type": "nope"}', json.dumps({"model_type": "qwen3", "hidden_size": "x"})):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"has no readable config\.json: ") as error:
+        with refused(r"has no readable config\.json: "):
             load_config(str(tmp_path))
-        assert "\n" not in str(error.value)
 
 
 LONGROPE: dict[str, Any] = {

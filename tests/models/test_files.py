@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import save_model
+from tiny import change_config, refused, save_model
 from tiny_models import save_tiny
 
 from rlightning.algorithms import SFT
@@ -43,9 +43,8 @@ def test_stored_dtype_is_that_of_most_numbers(tmp_path: Path) -> None:
 def test_an_output_layer_of_its_own_under_a_tied_config_is_refused(tmp_path: Path) -> None:
     folder = save_with_head(tmp_path, 2.0)
     message = r"tie_word_embeddings=true in config\.json, but its files hold 'lm_head\.weight'.*Write tie_word_emb"
-    with pytest.raises(ConfigError, match=message) as error:
+    with refused(message):
         SFT(folder)  # before weights are loaded or an engine starts
-    assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="tie_word_embeddings=true"):
         load_policy(folder)
 
@@ -84,15 +83,11 @@ def save_as_several(folder: Path) -> None:
 @pytest.mark.parametrize("convert", [None, save_as_bin, save_as_several])
 def test_a_missing_output_layer_is_refused_before_weights_are_loaded(convert: Any, tmp_path: Path) -> None:
     save_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    change_config(tmp_path, tie_word_embeddings=False)
     if convert:
         convert(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"=false in config\.json, but its files hold no 'lm_head\.weight'\. Use"
-    ) as error:
+    with refused(r"=false in config\.json, but its files hold no 'lm_head\.weight'\. Use"):
         SFT(str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def test_a_bin_with_an_output_layer_of_its_own_is_refused_by_its_names(tmp_path: Path) -> None:
@@ -111,9 +106,7 @@ def test_layers_beyond_the_configs_are_counted(convert: Any, tmp_path: Path, cap
         convert(tmp_path)
     SFT(str(tmp_path))
     assert "layers" not in caplog.text
-    config = json.loads((tmp_path / "config.json").read_text())
-    fewer = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "max_window_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps(config | fewer))
+    change_config(tmp_path, num_hidden_layers=3, layer_types=["full_attention"] * 3, max_window_layers=3)
     SFT(str(tmp_path))
     assert "stores 4 layers, and config.json's num_hidden_layers=3 uses the first 3 of them; the other 1" in caplog.text
     assert "multi-token prediction" in caplog.text
@@ -134,9 +127,8 @@ def test_an_index_that_is_none_is_refused_in_a_line(index: str, message: str, tm
     save_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ConfigError, match=message) as error:
+    with refused(message):
         SFT(str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def test_a_single_file_counts_before_an_index(tmp_path: Path) -> None:
@@ -162,11 +154,9 @@ def test_a_single_file_counts_before_an_index(tmp_path: Path) -> None:
 )
 def test_a_config_that_does_not_fit_is_refused_in_a_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8, tie_word_embeddings=False)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ConfigError, match=message) as error:
+    change_config(folder, **change)
+    with refused(message):
         load_policy(folder)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +177,7 @@ def test_an_export_has_the_dtype_of_the_weights_not_of_the_config(dtype: str, tm
     path = folder / "model.safetensors"
     weights = {name: weight.to(getattr(torch, dtype)) for name, weight in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    other = {"bfloat16": {}, "float32": {"dtype": "bfloat16"}}[dtype]  # no key, and a wrong one
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": None} | other))
+    change_config(folder, dtype={"bfloat16": None, "float32": "bfloat16"}[dtype])  # none, and a wrong one
     module = SFT(str(folder))
     module.configure_model()
     module.save_hf(tmp_path / "saved")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
+from tiny import refused
 from tiny_models import make_sequences, packed_inputs, save_tiny
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedTokenizerFast
@@ -106,9 +107,8 @@ def test_dropout_is_gone(tmp_path: Path) -> None:
 def test_no_model(model: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=message) as error:
+    with refused(message):
         load_config(model.format(folder=tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def test_near_folder_of_a_path_is_named_without_the_hubs_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +148,8 @@ def test_near_folders_are_named_not_all(tmp_path: Path) -> None:
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
-    with pytest.raises(ConfigError, match=f"model='{folder}' has no readable tokenizer: ") as error:
+    with refused(f"model='{folder}' has no readable tokenizer: "):
         load_tokenizer(folder)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt_neox", "gemma2"])
@@ -161,9 +160,8 @@ def test_tokenizer_that_transformers_makes_up_is_refused(model_type: str, tmp_pa
     for content in (None, {"added_tokens_decoder": added}):
         if content is not None:
             (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match=r"has no tokenizer: none of its files has tokens\. Copy") as error:
+        with refused(r"has no tokenizer: none of its files has tokens\. Copy"):
             load_tokenizer(str(tmp_path))
-        assert "\n" not in str(error.value)
 
 
 def test_missing_and_broken_weights(tmp_path: Path) -> None:
@@ -178,9 +176,8 @@ def test_missing_and_broken_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no readable weights"):
         load_policy(folder)
     file.unlink()
-    with pytest.raises(ConfigError, match="has no readable weights") as error:
+    with refused("has no readable weights"):
         load_policy(folder)
-    assert "\n" not in str(error.value)
 
 
 def test_max_model_length(tmp_path: Path) -> None:

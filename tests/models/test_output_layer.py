@@ -3,6 +3,7 @@
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -67,6 +68,17 @@ def make_inputs(num_tokens: int, dtype: torch.dtype = torch.float64, size: int =
     )
 
 
+def assert_alike(
+    got: Sequence[Tensor], expected: Sequence[Tensor], inputs: Sequence[Tensor], num_terms: int = 2
+) -> None:
+    """Values, and the gradient of a random sum of the first terms."""
+    torch.testing.assert_close(got, expected)
+    factors = torch.randn(2, len(expected[0]), dtype=torch.float64)
+    sums = [torch.stack([factors[i] @ terms[i] for i in range(num_terms)]).sum() for terms in (got, expected)]
+    gradients = [torch.autograd.grad(total, inputs) for total in sums]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.5, None), (2.0, 1.5)])
 @pytest.mark.parametrize("needs_entropy_grad", [False, True])
@@ -76,19 +88,12 @@ def test_value_and_gradient(
     """Eleven tokens: in chunks of four at most, that is three of 4, 4 and 3."""
     set_chunk(monkeypatch, chunk, 8)
     hidden, weight, targets = make_inputs(11)
-    factors = torch.randn(2, 11, dtype=torch.float64)
     got = chunked_logprobs(
         hidden, weight, targets, temperature=temperature, softcap=softcap, needs_entropy_grad=needs_entropy_grad
     )
     expected = full_logprobs(hidden, weight, targets, temperature, softcap)
-    torch.testing.assert_close(got, expected)
     assert got[1].requires_grad == needs_entropy_grad
-    terms = 2 if needs_entropy_grad else 1
-    gradients, others = (
-        torch.autograd.grad(sum(f @ r for f, r in zip(factors[:terms], results[:terms], strict=True)), [hidden, weight])
-        for results in (got, expected)
-    )
-    torch.testing.assert_close(gradients, others)
+    assert_alike(got, expected, (hidden, weight), num_terms=2 if needs_entropy_grad else 1)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -96,18 +101,12 @@ def test_temperature_of_each_token_is_as_tokens_alone(softcap: float | None, mon
     set_chunk(monkeypatch, 4, 8)
     hidden, weight, targets = make_inputs(11)
     temperatures = torch.linspace(0.5, 2.0, 11, dtype=torch.float64)
-    factors = torch.randn(2, 11, dtype=torch.float64)
     got = chunked_logprobs(hidden, weight, targets, temperature=temperatures, softcap=softcap, needs_entropy_grad=True)
     alone = [
         full_logprobs(hidden[i : i + 1], weight, targets[i : i + 1], float(temperatures[i]), softcap) for i in range(11)
     ]
     expected = tuple(torch.cat(values) for values in zip(*alone, strict=True))
-    torch.testing.assert_close(got, expected)
-    gradients, others = (
-        torch.autograd.grad(sum(f @ r for f, r in zip(factors, results, strict=True)), [hidden, weight])
-        for results in (got, expected)
-    )
-    torch.testing.assert_close(gradients, others)
+    assert_alike(got, expected, (hidden, weight))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
