@@ -19,6 +19,10 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
 from rlightning.environments.tool_formats import (
     CLOSE_THOUGHT,
+    DEEPSEEK_ARGUMENTS,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALLS,
+    DEEPSEEK_END,
     MAX_CALLS,
     OPEN_THOUGHT,
     Family,
@@ -163,10 +167,11 @@ class ChatFormat:
         call_ids = (f"call{turn % 1000:03d}{number:02d}" for number in range(MAX_CALLS))
         if isinstance(self._parser, RenderersParser):
             return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
-        read = [token for token in token_ids if token not in self._hidden_ids]
-        text = self.tokenizer.decode(read, skip_special_tokens=False)
-        family = self._family if tools else None
-        return read_message(text, family, call_ids, in_thought=self._is_in_thought(prompt_ids))
+        family = self._family
+        hidden = frozenset[int]() if family is not None and family.has_channels else self._hidden_ids
+        text = self.tokenizer.decode([token for token in token_ids if token not in hidden], skip_special_tokens=False)
+        in_thought = self._is_in_thought(prompt_ids)
+        return read_message(text, family, call_ids, in_thought=in_thought, has_tools=bool(tools))
 
     def begin_message(
         self, tools: Sequence[Message] | None, *, prompt_ids: Sequence[int], stops: Sequence[str] = ()
@@ -179,7 +184,7 @@ class ChatFormat:
             stops: strings that end what the turn says.
         """
         family, is_read_elsewhere = self._family, isinstance(self._parser, RenderersParser)
-        if is_read_elsewhere and family is not None and family.call_start is None:
+        if family is not None and family.call_start is None:
             return None
         return PartialMessage(
             TokenText(lambda token_ids: str(self.tokenizer.decode(token_ids, skip_special_tokens=False))),
@@ -363,13 +368,13 @@ class ChatFormat:
             for kept in (answers, answers[-1:]):  # some templates take one call a message
                 with suppress(ConfigError):
                     return self._find_rest_of_calls(kept, messages)
-        text = self._apply([*_PLAIN, *messages], None, True).partition(_MARK)[2]
+        text = self._apply_after_mark([*_PLAIN, *messages], True)
         return self._plain_close if self._special_text.search(self._plain_close) else None, text
 
     @cached_property
     def _plain_close(self) -> str:
         """The text after the words of a turn without calls, if nothing follows."""
-        return self._apply(list(_PLAIN), None, False).partition(_MARK)[2]
+        return self._apply_after_mark(list(_PLAIN), False)
 
     def _find_rest_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
         assert self._call_style is not None
@@ -379,23 +384,20 @@ class ChatFormat:
             arguments: Any = {"word": _MARK if answer is answers[-1] else "x"}
             call = _make_call(answer.get("name", "look_up"), json.dumps(arguments) if is_text else arguments)
             calls.append({**call, "id": answer.get("tool_call_id", call["id"])})
-        history: list[Message] = [
-            {"role": "user", "content": ""},
-            {"role": "assistant", "content": content, "tool_calls": calls},
-        ]
-        close, text = self._follow(history, messages)
+        history: list[Message] = [_PLAIN[0], {"role": "assistant", "content": content, "tool_calls": calls}]
+        close, text = self._apply_after_mark(history, False), self._apply_after_mark([*history, *messages], True)
         if not text.startswith(close):
             raise ConfigError("The model's chat template changes a tool call once its answer follows.")
         specials = list(self._special_text.finditer(close))
         start = specials[-1].start() if specials else len(close.rstrip())
         return close[start:] if specials else None, text[start:]
 
-    def _follow(self, history: list[Message], messages: list[Message]) -> tuple[str, str]:
-        """Return the text after the policy's words, if nothing follows and if messages do."""
-        return (
-            self._apply(history, None, False).partition(_MARK)[2],
-            self._apply([*history, *messages], None, True).partition(_MARK)[2],
-        )
+    def _apply_after_mark(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        """Return the text that follows what stands for the policy's words."""
+        _, mark, text = self._apply(messages, None, add_generation_prompt).partition(_MARK)
+        if not mark:
+            raise ConfigError("The model's chat template leaves out what the policy wrote.")
+        return text
 
     def _end_of_special(self, text: str) -> int:
         found = self._special_text.search(text)
@@ -416,18 +418,18 @@ class ChatFormat:
 
 def find_rewrites(chat_format: ChatFormat) -> str | None:
     """Return what a chat template changes in earlier turns, found by rendering conversations; None if nothing."""
-    user = {"role": "user", "content": "question"}
+    user, other = {"role": "user", "content": "question"}, {"role": "user", "content": "another question"}
     call = _make_call("look_up", {"word": "x"})
     answer = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "found"}
     plain = {"role": "assistant", "content": "words"}
     thought = {**plain, "reasoning_content": _MARK}
-    for turn, follows in (
-        (thought, user),
-        (plain, user),
-        ({**plain, "tool_calls": [call]}, answer),
-        ({**thought, "tool_calls": [call]}, answer),
+    for turn, follows, tools in (
+        (thought, other, None),
+        (plain, other, None),
+        (plain, other, [_TOOL]),
+        ({**plain, "tool_calls": [call]}, answer, [_TOOL]),
+        ({**thought, "tool_calls": [call]}, answer, [_TOOL]),
     ):
-        tools = [_TOOL] if follows is answer else None
         begun = chat_format.try_text([user], tools, add_generation_prompt=True)
         said = chat_format.try_text([user, turn], tools, add_generation_prompt=False)
         after = chat_format.try_text([user, turn, follows], tools, add_generation_prompt=True)
@@ -443,7 +445,10 @@ def find_rewrites(chat_format: ChatFormat) -> str | None:
     return None
 
 
-_CALL_TOKENS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
+_CALL_TOKENS = (
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    *(DEEPSEEK_CALLS, DEEPSEEK_CALL, DEEPSEEK_ARGUMENTS, DEEPSEEK_END),
+)
 
 
 def _make_call(name: str, arguments: Any) -> Message:
