@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlightning.data.chats import CONTINUES, clean_messages
 from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
@@ -33,6 +33,9 @@ from rlightning.environments.tool_formats import (
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.types.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _MARK = "ANSWER OF THE POLICY"
 """Stands for what the policy has sampled where a chat template is asked what follows that."""
@@ -58,7 +61,6 @@ class ChatFormat:
     """The form in which a policy reads and writes chats. Without a chat template, contents follow each other.
 
     Args:
-        tokenizer: the policy's.
         template_arguments: of its chat template, such as ``{"enable_thinking": False}``; None: those of the prompts.
         prompt_format: how rows become prompts.
 
@@ -68,7 +70,7 @@ class ChatFormat:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: "Tokenizer",
         template_arguments: Mapping[str, Any] | None = None,
         *,
         prompt_format: PromptFormat = USUAL,
@@ -104,8 +106,6 @@ class ChatFormat:
         """Return the tokens of a conversation.
 
         Args:
-            messages: as in chat APIs.
-            tools: schemas of the tools, as in chat APIs.
             add_generation_prompt: whether the policy's turn begins at the end.
 
         Raises:
@@ -179,8 +179,6 @@ class ChatFormat:
         """Return a turn that is about to be sampled; None where its parts are known only when it is whole.
 
         Args:
-            tools: as of :meth:`parse`.
-            prompt_ids: as of it.
             stops: strings that end what the turn says.
         """
         family, is_read_elsewhere = self._family, isinstance(self._parser, RenderersParser)
@@ -451,5 +449,5 @@ _CALL_TOKENS = (
 )
 
 
-def _make_call(name: str, arguments: Any) -> Message:
+def _make_call(name: str, arguments: object) -> Message:
     return {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -45,9 +45,7 @@ class GroupRequest:
     """One prompt to attempt.
 
     Attributes:
-        prompt: the one.
         sampling: how; its seed is the group's own.
-        num_trajectories: attempts.
         saved: the trajectories as a checkpoint had them (:meth:`RecordedGroup.save`), to go on from; None: they begin.
     """
 
@@ -61,9 +59,6 @@ class RecordedPolicy:
     """A :class:`~rlightning.environments.environment.Policy` that records one trajectory.
 
     Args:
-        sampler: samples.
-        chat_format: the policy's.
-        request: the group's.
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
         attempt: at the trajectory, from 0; each draws other random numbers.
@@ -311,12 +306,7 @@ class RecordedPolicy:
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
-        """Return the trajectory; one that a limit on tokens has cut is truncated, and its reward may be of its parts.
-
-        Args:
-            outcome: what the environment has returned.
-            seconds: that it took.
-        """
+        """Return the trajectory, truncated if a limit on tokens has cut it; its reward may be of its parts."""
         prompt, turns = self._request.prompt, self.recorder.turns
         samples = [turn.sample for turn in turns if turn.sample is not None]
         is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
@@ -349,7 +339,6 @@ def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") ->
     """Return the outcome of a trajectory whose environment has failed, which counts as not sampled; log the error.
 
     Args:
-        prompt: of the trajectory.
         error: that its environment has raised, or a line that says what happened.
         details: the error as the trajectory has it, such as with its traceback; "": the line.
     """

@@ -63,9 +63,6 @@ class Mark(NamedTuple):
 class Recorder:
     """The turns and branches of one trajectory.
 
-    Args:
-        decode: returns the text of tokens.
-
     Attributes:
         branches: in the order in which they began.
         turns: in the order in which they ended.
@@ -130,7 +127,6 @@ class Recorder:
         """Add what was sampled: the first of the samples extends the branch, each other one begins a branch.
 
         Args:
-            reservation: of the request.
             samples: all after its history.
             observations: messages that the history ends with, which are no turns yet.
             messages: what the samples say; None: their texts.
@@ -157,7 +153,6 @@ class Recorder:
         """Add what another one has recorded, which it must not go on to record.
 
         Args:
-            other: the one.
             turns: its turns as they are to be, in any order, with others between them; None: as recorded.
         """
         turns = other.turns if turns is None else turns

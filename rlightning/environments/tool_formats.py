@@ -9,11 +9,15 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+
+if TYPE_CHECKING:
+    from renderers import ParsedResponse
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 MAX_CALLS = 32
@@ -27,14 +31,12 @@ class Family:
     """Models that write tool calls in one form.
 
     Attributes:
-        name: for users.
         markers: texts that its chat templates have, all of them.
         renderers: of the package ``renderers``, that read the form, of which the first is taken that knows the
             tokenizer; (): it is read here.
         call_start: what the calls of a turn begin with; None: its parts are known only when it is whole.
         find_calls: yields the calls in a text without reasoning; None: the package reads them, or channels have them.
         has_channels: whether each part of a turn is a message with a header (:func:`split_channels`).
-        example: of a call, for the policy.
     """
 
     name: str
@@ -51,7 +53,6 @@ class FoundCall:
     """A place in a text where a call begins.
 
     Attributes:
-        start: of it in the text.
         text: JSON, as the policy wrote it.
         is_closed: whether it came to its end.
         name: of the tool, where that stands outside of the JSON.
@@ -169,7 +170,7 @@ FAMILIES = (
         "gpt-oss",
         ("<|channel|>", "<|message|>"),
         has_channels=True,
-        example='<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>',
+        example="<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>",
     ),
     Family("Gemma 4", ("<|tool_call>",), ("gemma4",)),
     Family("GLM 4.5", ("<arg_key>", "<tool_call>"), ("glm-4.5",), re.compile("<tool_call>")),
@@ -215,7 +216,6 @@ def read_message(
     Args:
         text: of a turn, without the token that ends it, but for one in channels.
         family: that says how calls are written; None: there are none.
-        call_ids: of the calls.
         in_thought: whether the text begins inside of a thought.
         has_tools: whether calls are read, rather than text.
     """
@@ -266,7 +266,6 @@ def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | Non
     """Return the reasoning, None without any, and what follows it, None before it has ended.
 
     Args:
-        text: of a turn.
         in_thought: whether the text begins inside of a thought.
     """
     body = text.lstrip()
@@ -325,8 +324,6 @@ class RenderersParser:
     """Reads the tokens of a family's by the package ``renderers``.
 
     Args:
-        tokenizer: the policy's.
-        family: that the package knows.
         arguments: of the chat template; the package is told those that it knows.
 
     Raises:
@@ -334,7 +331,7 @@ class RenderersParser:
         ConfigError: it refuses the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, family: Family, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", family: Family, arguments: Mapping[str, Any]) -> None:
         from renderers import config_from_name, create_renderer
 
         self._tokenizer, self._call_start = tokenizer, family.call_start
@@ -373,7 +370,7 @@ class RenderersParser:
                 read.refuse(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
         return read.finish(parsed.content, parsed.reasoning_content or None, len(parsed.tool_calls))
 
-    def _with_calls(self, parsed: Any, token_ids: Sequence[int]) -> str:
+    def _with_calls(self, parsed: "ParsedResponse", token_ids: Sequence[int]) -> str:
         """Return what a turn says with its calls as text: there are no tools, or they cannot be read."""
         text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
         text = text.removesuffix(self._tokenizer.eos_token or "")

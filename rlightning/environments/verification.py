@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +76,6 @@ class TrajectoryVerifier:
     """Compares what trajectories have recorded with what the sampler says of it.
 
     Args:
-        sampler: that has sampled them, and scores.
         max_length: tokens of the longest sequence.
         dtype: what the sampler computes in.
 
@@ -94,8 +93,6 @@ class TrajectoryVerifier:
         """Score trajectories again; those that other weights than the sampler's have a part in are left out.
 
         Args:
-            trajectories: with their branches.
-            sampling: of the rollout.
             version: of the sampler's weights; None: of the newest tokens.
 
         Returns:
@@ -192,18 +189,16 @@ def check_verifiable(sampling: Sampling) -> None:
     Raises:
         ConfigError: names what changes it.
     """
-    if changed := _changed_settings(sampling):
+    for name, value in _changed_settings(sampling).items():
         raise ConfigError(
             f"rollout.verify_trajectories needs log-probabilities of the model's own distribution, which rollout."
-            f"{changed[0]}={getattr(sampling, changed[0])} changes. Verify with temperature 1 and without top_p, top_k "
-            "and min_p."
+            f"{name}={value} changes. Verify with temperature 1 and without top_p, top_k and min_p."
         )
 
 
-def _changed_settings(sampling: Sampling) -> list[str]:
-    usual = Sampling()
-    names = ("temperature", "top_p", "top_k", "min_p")
-    return [name for name in names if getattr(sampling, name) != getattr(usual, name)]
+def _changed_settings(sampling: Sampling) -> dict[str, object]:
+    own, usual = asdict(sampling), asdict(Sampling())
+    return {name: own[name] for name in ("temperature", "top_p", "top_k", "min_p") if own[name] != usual[name]}
 
 
 def _is_comparable(trajectory: Trajectory, sampling: Sampling, version: int) -> bool:

@@ -259,7 +259,10 @@ def test_calls_in_a_thought_are_none() -> None:
         ("mistral", '[TOOL_CALLS] [{"arguments": {"a": 2}, "name": "add", "id": "abcdefghi"}]'),
         ("mistral", 'So[TOOL_CALLS]add[ARGS]{"a": 2}</s>'),
         ("mistral", '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a":2}</s>'),
-        ("deepseek", with_wide_marks('So<|tool_calls_begin|><|tool_call_begin|>add<|tool_sep|>{ "a" : 2 }\n<|tool_call_end|>')),
+        (
+            "deepseek",
+            with_wide_marks('So<|tool_calls_begin|><|tool_call_begin|>add<|tool_sep|>{ "a" : 2 }\n<|tool_call_end|>'),
+        ),
         (
             "deepseek r1",
             "</think>So:"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_cases import ScriptedSampler
 from cli_project import resolve_config
 from test_chat_format import get_tokenizer
 
@@ -24,26 +25,25 @@ TOKENIZER = get_tokenizer("qwen2.5")
 PROMPT = Prompt(3, "2+2=", TOKENIZER("2+2=").input_ids, {"prompt": "2+2=", "answer": "4"})
 
 
-class Sampler:
-    """Says what a function makes of the text that it is asked to continue; counts the answers of judges."""
+class Sampler(ScriptedSampler):
+    """Says 5, and its verdict where it is asked for one; counts the verdicts."""
 
     def __init__(self, verdict: str, finish_reason: Any = "stop") -> None:
+        super().__init__(TOKENIZER)
         self.verdict, self.finish_reason = verdict, finish_reason
         self.judged: list[tuple[str, Sampling]] = []
 
-    async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: Any = None
-    ) -> list[Sample]:
-        asked, text = TOKENIZER.decode(list(token_ids)), "5"
-        reason: Any = "stop"
-        if "Said:" in asked:
-            self.judged.append((asked, sampling))
-            text, reason = self.verdict, self.finish_reason
-        tokens = TOKENIZER(text).input_ids
-        return [Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), text, reason)]
+    async def sample(self, token_ids: Sequence[int], sampling: Sampling, **settings: Any) -> list[Sample]:
+        asked = TOKENIZER.decode(list(token_ids))
+        if "Said:" not in asked:
+            return [self.make_sample("5")]
+        self.judged.append((asked, sampling))
+        sample = self.make_sample(self.verdict)
+        sample.finish_reason = self.finish_reason
+        return [sample]
 
 
-def attempt(environment: Environment, sampler: Any, max_length: int = 500) -> list[Trajectory]:
+def attempt(environment: Environment, sampler: Sampler, max_length: int = 500) -> list[Trajectory]:
     request = GroupRequest(PROMPT, Sampling(max_new_tokens=64, seed=1), 2)
     group = RecordedGroup(sampler, ChatFormat(TOKENIZER), request, max_length, 60.0)
 

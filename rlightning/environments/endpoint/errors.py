@@ -17,14 +17,7 @@ TYPES = {
 
 
 class APIError(Exception):
-    """A request that is not served; nothing of it reaches the trajectory.
-
-    Args:
-        message: what the client is told, in a line.
-        status: of HTTP.
-        param: the parameter that is at fault.
-        code: OpenAI's word for it.
-    """
+    """A request that is not served; nothing of it reaches the trajectory."""
 
     def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,11 +36,7 @@ class APIError(Exception):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise an APIError for a part of a request that is not of the API's form.
-
-    Args:
-        what: the part, for the error.
-    """
+    """Raise an APIError for a part of a request that is not of the API's form."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -101,8 +101,6 @@ def read_asked(
     """Return what a request asks for.
 
     Args:
-        body: of the request.
-        sampling: the run's.
         ignored: parameters that are passed over, whatever they say.
         others: parameters that the route reads by itself.
 
@@ -145,7 +143,6 @@ def to_sampling(asked: Asked, own: Sampling, stream: int, temperature: float | N
     """Return how a request is sampled.
 
     Args:
-        asked: by the request.
         own: the run's, in this trajectory.
         stream: number of the trajectory's random stream, so that the same seed draws something else in each.
         temperature: that the trajectory's earlier turns were sampled at; None: there are none.

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
@@ -14,10 +15,9 @@ from rlightning.environments.endpoint import anthropic_api, openai_api, response
 from rlightning.environments.endpoint.address import find_address, make_url
 from rlightning.environments.endpoint.asgi import GONE, ClientGoneError, Receive, Request, Send, send_json, send_text
 from rlightning.environments.endpoint.errors import APIError
-from rlightning.environments.endpoint.openai_api import Reply
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
-from rlightning.environments.endpoint.streaming import Emit, Event
+from rlightning.environments.endpoint.streaming import Emit, Event, Reply
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
@@ -167,9 +167,6 @@ class Endpoint:
     async def open(self, policy: Policy) -> AsyncIterator[Session]:
         """Serve a trajectory's session until the context ends.
 
-        Args:
-            policy: of the trajectory.
-
         Raises:
             LimitReachedError: what used the session failed by the answer that a sequence had no more room.
             Exception: the policy could not be sampled from, whatever was made of that.
@@ -304,14 +301,7 @@ class RouteWork:
 
 
 async def send_events(send: Send, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
-    """Send the events of a stream as they come, all of them or until the client has gone.
-
-    Args:
-        send: ASGI's.
-        work: that makes them.
-        first: of them.
-        to_error: returns the event of an error.
-    """
+    """Send the events of a stream as they come, all of them or until the client has gone."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     event: Event | None = first
@@ -357,7 +347,7 @@ def _write_event(event: Event) -> bytes:
     return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
 
 
-def _import_server() -> Any:
+def _import_server() -> ModuleType:
     try:
         import uvicorn
     except ImportError as error:
