@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
 from rlightning.data.chats import CONTINUES, clean_messages
@@ -100,6 +100,10 @@ class ChatFormat:
         """Whether the tokenizer has a chat template."""
         return self.tokenizer.chat_template is not None or "chat_template" in self._arguments
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
@@ -139,7 +143,7 @@ class ChatFormat:
             return self._encode("".join(message["content"] for message in cleaned))
         close, text = self._find_rest(cleaned)
         if ended and sampled and sampled[-1] in self._hidden_ids and close is not None:
-            last = self.tokenizer.convert_ids_to_tokens(int(sampled[-1]))
+            last = self._name_token(sampled[-1])
             is_known = last in close and text.startswith(close)
             end = close.find(last) + len(last) if is_known else self._end_of_special(text)
             return self._encode(text[end:])
@@ -169,7 +173,7 @@ class ChatFormat:
             return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
         family = self._family
         hidden = frozenset[int]() if family is not None and family.has_channels else self._hidden_ids
-        text = self.tokenizer.decode([token for token in token_ids if token not in hidden], skip_special_tokens=False)
+        text = self.decode([token for token in token_ids if token not in hidden])
         in_thought = self._is_in_thought(prompt_ids)
         return read_message(text, family, call_ids, in_thought=in_thought, has_tools=bool(tools))
 
@@ -185,7 +189,7 @@ class ChatFormat:
         if family is not None and family.call_start is None:
             return None
         return PartialMessage(
-            TokenText(lambda token_ids: str(self.tokenizer.decode(token_ids, skip_special_tokens=False))),
+            TokenText(self.decode),
             hidden_ids=self._unread_ids,
             in_thought=self._is_in_thought(prompt_ids),
             is_stripped=is_read_elsewhere,
@@ -227,14 +231,11 @@ class ChatFormat:
         """Return in a line how tool calls are read, and what the template changes in earlier turns."""
         if not self.has_template:
             return "Chats: the tokenizer has no chat template, so that contents follow each other as they are."
-        if self._family is None or self._call_style is None:
-            reader = "no tools"
-        elif not self._family.renderers:
-            reader = f"tool calls as {self._family.name}'s"
-        else:
-            reader = f"tool calls as {self._family.name}'s, by the package renderers"
-            if isinstance(self._parser, str):
-                reader += f", {self._parser.rstrip('.')}"
+        reader = "no tools"
+        if self._family is not None and self._call_style is not None:
+            package = ", by the package renderers" if self._family.renderers else ""
+            missing = f", {self._parser.rstrip('.')}" if isinstance(self._parser, str) else ""
+            reader = f"tool calls as {self._family.name}'s{package}{missing}"
         if self.rewrites is None:
             return f"Chats: {reader}; the chat template is append-only, so that histories are what it renders."
         for name, value in _KEEPS_REASONING.items():
@@ -286,8 +287,11 @@ class ChatFormat:
         """As :attr:`_hidden_ids`, but for those that calls begin with."""
         if self._family is None or self._family.call_start is None:
             return self._hidden_ids
-        names = {token: self.tokenizer.convert_ids_to_tokens(token) for token in self._hidden_ids}
-        return frozenset(token for token, name in names.items() if not self._family.call_start.search(name))
+        search = self._family.call_start.search
+        return frozenset(token for token in self._hidden_ids if not search(self._name_token(token)))
+
+    def _name_token(self, token_id: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
     @cached_property
     def _special_text(self) -> re.Pattern[str]:
@@ -297,15 +301,11 @@ class ChatFormat:
     @cached_property
     def _call_style(self) -> tuple[str | None, bool] | None:
         """How the template takes messages with calls: their content, and whether arguments are JSON text."""
-        for content in ("", None):
-            for is_text in (False, True):
-                arguments: Any = {"word": _MARK}
-                call = _make_call("look_up", json.dumps(arguments) if is_text else arguments)
-                message = {"role": "assistant", "content": content, "tool_calls": [call]}
-                try:
-                    text = self._apply([{"role": "user", "content": "hi"}, message], [_TOOL], False)
-                except ConfigError:
-                    continue
+        for content, is_text in product(("", None), (False, True)):
+            call = _make_call("look_up", _MARK, is_text)
+            message = {"role": "assistant", "content": content, "tool_calls": [call]}
+            with suppress(ConfigError):
+                text = self._apply([{"role": "user", "content": "hi"}, message], [_TOOL], False)
                 if _MARK in text and "{'word'" not in text:
                     return content, is_text
         return None
@@ -355,15 +355,12 @@ class ChatFormat:
         return token_ids
 
     def _find_rest(self, messages: list[Message]) -> tuple[str | None, str]:
-        """Return what closes the policy's turn, and the text from there to the beginning of its next one.
-
-        Returns:
-            The text that closes it where nothing follows, None where that has no special token; and the text with what
-            closes it where the messages follow.
+        """Return what closes the policy's turn if nothing follows, None if that has no special token, and the text from
+        there to the beginning of its next turn, with what closes it where the messages follow.
         """
         answers = list(takewhile(lambda message: message["role"] == "tool", messages))
         if answers and self._call_style is not None:
-            for kept in (answers, answers[-1:]):  # some templates take one call a message
+            for kept in (answers, answers[-1:]):  # some templates take one call a message, or write the first alone
                 with suppress(ConfigError):
                     return self._find_rest_of_calls(kept, messages)
         text = self._apply_after_mark([*_PLAIN, *messages], True)
@@ -379,8 +376,7 @@ class ChatFormat:
         content, is_text = self._call_style
         calls = []
         for answer in answers:
-            arguments: Any = {"word": _MARK if answer is answers[-1] else "x"}
-            call = _make_call(answer.get("name", "look_up"), json.dumps(arguments) if is_text else arguments)
+            call = _make_call(answer.get("name", "look_up"), _MARK if answer is answers[-1] else "x", is_text)
             calls.append({**call, "id": answer.get("tool_call_id", call["id"])})
         history: list[Message] = [_PLAIN[0], {"role": "assistant", "content": content, "tool_calls": calls}]
         close, text = self._apply_after_mark(history, False), self._apply_after_mark([*history, *messages], True)
@@ -404,8 +400,7 @@ class ChatFormat:
     def _is_in_thought(self, prompt_ids: Sequence[int] | None) -> bool:
         if prompt_ids is None:
             return self._opens_thought
-        end = self.tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False)
-        return bool(end.rstrip().endswith(OPEN_THOUGHT))
+        return self.decode(prompt_ids[-16:]).rstrip().endswith(OPEN_THOUGHT)
 
     @cached_property
     def _opens_thought(self) -> bool:
@@ -417,7 +412,7 @@ class ChatFormat:
 def find_rewrites(chat_format: ChatFormat) -> str | None:
     """Return what a chat template changes in earlier turns, found by rendering conversations; None if nothing."""
     user, other = {"role": "user", "content": "question"}, {"role": "user", "content": "another question"}
-    call = _make_call("look_up", {"word": "x"})
+    call = _make_call("look_up", "x")
     answer = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "found"}
     plain = {"role": "assistant", "content": "words"}
     thought = {**plain, "reasoning_content": _MARK}
@@ -449,5 +444,7 @@ _CALL_TOKENS = (
 )
 
 
-def _make_call(name: str, arguments: object) -> Message:
-    return {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
+def _make_call(name: str, word: str, is_text: bool = False) -> Message:
+    arguments = {"word": word}
+    function = {"name": name, "arguments": json.dumps(arguments) if is_text else arguments}
+    return {"id": "call00000", "type": "function", "function": function}

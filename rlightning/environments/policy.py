@@ -84,7 +84,7 @@ class RecordedPolicy:
         max_length: int,
         attempt: int = 0,
     ) -> None:
-        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(self._decode)
+        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(chat_format.decode)
         self.temperature: float | None = None
         self.has_reached_limit = False
         self.num_constrained, self.has_snapshots = 0, False
@@ -221,9 +221,6 @@ class RecordedPolicy:
         branches, turns = self.recorder.until(mark)
         trajectory = to_plain(Trajectory(self._request.prompt, tuple(branches), tuple(turns)))
         return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": outcome_to_plain(outcome)}
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self.chat_format.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _settings(self) -> dict[str, Any]:
         return {

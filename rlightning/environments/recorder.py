@@ -47,6 +47,11 @@ class RecordedTurn(NamedTuple):
     branch: Branch
     end: int
 
+    @property
+    def token_ids(self) -> "array[int]":
+        """[L], the branch up to its end, as sampled and rendered."""
+        return self.branch.token_ids[: self.end]
+
 
 class Mark(NamedTuple):
     """How much a recorder had recorded at some time.

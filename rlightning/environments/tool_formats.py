@@ -372,7 +372,7 @@ class RenderersParser:
 
     def _with_calls(self, parsed: "ParsedResponse", token_ids: Sequence[int]) -> str:
         """Return what a turn says with its calls as text: there are no tools, or they cannot be read."""
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
         text = text.removesuffix(self._tokenizer.eos_token or "")
         calls = None if self._call_start is None else self._call_start.search(text)
         return str(parsed.content or "") + (

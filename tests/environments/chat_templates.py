@@ -37,7 +37,7 @@ CHATML = (
     + "{% elif message.role == 'user' %}{{ '<|im_start|>user\n' + content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Of Qwen2.5: append-only."""
+"""Of Qwen2.5 and of Qwen3-Instruct: append-only."""
 QWEN3 = (
     TOOLS_OF_CHATML.strip("\n") + "{% set ns = namespace(last=-1) %}"
     "{% for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"

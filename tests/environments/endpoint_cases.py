@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import openai
 import pytest
@@ -11,7 +11,6 @@ from chat_templates import make_tokenizer
 
 from rlightning.environments.policy import RecordedPolicy
 
-S = TypeVar("S", bound=ScriptedSampler)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
 END = "<|im_end|>"
 USER: dict[str, Any] = {"role": "user", "content": "1+2?"}
@@ -21,8 +20,8 @@ MORE = {"role": "user", "content": "More."}
 
 
 def make(
-    *said: str, family: str = "qwen3", kind: type[S] = ScriptedSampler, delay: float = 0.0, **arguments: Any
-) -> tuple[RecordedPolicy, S, Any]:
+    *said: str, family: str = "qwen3", kind: Any = ScriptedSampler, delay: float = 0.0, **arguments: Any
+) -> tuple[RecordedPolicy, Any, Any]:
     tokenizer = make_tokenizer(family)
     sampler = kind(tokenizer, *said, end=END, delay=delay)
     return make_policy(sampler, tokenizer, **arguments), sampler, tokenizer

@@ -34,7 +34,7 @@ class Client:
         messages = read(words)
         found = self.histories.find(messages, tools)
         new = [hash(one) for one in messages[len(messages) - found.num_new :]]
-        past = [] if found.past is None else list(found.past.token_ids)
+        past = [] if found.past is None else list(found.past.turn.token_ids)
         history = [*past, *new] if found.past else [hash((one, tools)) for one in messages]
         content, *thought = said.split(":")
         reply = AssistantMessage(content, "".join(thought))

@@ -139,16 +139,6 @@ def test_a_turn_is_closed_once_whatever_ended_it(family: str, said: str, follows
     assert decode(family, added).startswith(follows)
 
 
-def test_reasoning_stays_where_a_template_would_drop_it() -> None:
-    chat_format = get_format("qwen3")
-    start, sampled = chat_format.render([USER]), encode("qwen3", "<think>\nhm\n</think>\n\nfour<|im_end|>")
-    added = chat_format.render_observations([USER], sampled=sampled, ended=True)
-    follows = "four<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
-    assert decode("qwen3", [*start, *sampled, *added]).endswith(f"<think>\nhm\n</think>\n\n{follows}")
-    full = chat_format.render_text([USER, {**PLAIN, "reasoning_content": "hm"}, USER])
-    assert "hm" not in full and full.endswith(follows)
-
-
 @pytest.mark.parametrize(
     ("family", "arguments", "beginning"),
     [
@@ -217,33 +207,34 @@ def test_calls_are_read_as_the_template_writes_them(family: str, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "reasoning"),
+    ("family", "text", "content", "reasoning"),
     [
-        ("four<|im_end|>", "four", None),
-        ("<|im_end|>", "", None),
-        ("", "", None),
-        ("<think>\nhm\n</think>\n\nfour<|im_end|>", "four", "hm"),
-        ("<think>\nhm", "", "hm"),
-        ("a </think> b", "a </think> b", None),
+        ("qwen3", "four<|im_end|>", "four", None),
+        ("qwen3", "<|im_end|>", "", None),
+        ("qwen3", "", "", None),
+        ("qwen3", "<think>\nhm\n</think>\n\nfour<|im_end|>", "four", "hm"),
+        ("qwen3", "<think>\nhm", "", "hm"),
+        ("qwen3", "a </think> b", "a </think> b", None),
+        ("qwen3", "<think>\n<tool_call>{}</tool_call>\n</think>\n\nno", "no", "<tool_call>{}</tool_call>"),
+        ("qwen3 thinking", "hm\n</think>\n\nfour<|im_end|>", "four", "hm"),
+        ("qwen3 thinking", "hm", "", "hm"),
+        ("deepseek r1", with_wide_marks("hm\n</think>\n\nfour<|end_of_sentence|>"), "four", "hm"),
+        ("gpt-oss", "<|channel|>final<|message|>four<|return|>", "four", None),
+        ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|mess", "", "hm"),
+        ("gpt-oss", "<|channel|>analysis<|message|>hm", "", "hm"),
+        ("gpt-oss", "<|channel|>anal", "", None),
+        ("gpt-oss", "four<|return|>", "four", None),
     ],
 )
-def test_reasoning_and_content(text: str, content: str, reasoning: str | None) -> None:
-    message = parse("qwen3", text)
+def test_reasoning_and_content(family: str, text: str, content: str, reasoning: str | None) -> None:
+    message = parse(family, text)
     assert (message.content, message.reasoning, message.tool_calls, message.errors) == (content, reasoning, (), ())
 
 
-def test_thought_that_the_prompt_begins() -> None:
-    message = parse("qwen3 thinking", "hm\n</think>\n\nfour<|im_end|>")
-    assert (message.content, message.reasoning) == ("four", "hm")
-    assert parse("qwen3 thinking", "hm").reasoning == "hm"
-    closed = get_tokenizer("qwen3 thinking")("<|im_start|>assistant\n<think>\n\n</think>\n\n").input_ids
+def test_prompt_with_closed_thought_is_followed_by_content() -> None:
+    closed = encode("qwen3 thinking", "<|im_start|>assistant\n<think>\n\n</think>\n\n")
     message = parse("qwen3 thinking", "four", prompt_ids=closed)
     assert (message.content, message.reasoning) == ("four", None)
-
-
-def test_calls_in_a_thought_are_none() -> None:
-    message = parse("qwen3", '<think>\n<tool_call>{"name": "add", "arguments": {}}</tool_call>\n</think>\n\nno')
-    assert message.tool_calls == () and message.content == "no"
 
 
 @pytest.mark.parametrize(
@@ -307,6 +298,12 @@ def test_a_call_in_other_words_is_the_same(family: str, text: str) -> None:
         ("llama3", '{"name": "add", "parameters": {"a"', "A tool call is no JSON (Expecting ':'"),
         ("mistral", "[TOOL_CALLS]add(2)", "A tool call is no JSON (Expecting value"),
         ("mistral", "[TOOL_CALLS]add[ARGS]{", "A tool call is no JSON (Expecting property name"),
+        ("gpt-oss", '<|channel|>commentary to=functions.add<|message|>{"a', "A tool call has no end."),
+        (
+            "deepseek",
+            with_wide_marks("<|tool_calls_begin|><|tool_call_begin|>add<|tool_sep|>{"),
+            "A tool call has no end.",
+        ),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(family: str, text: str, reason: str) -> None:

@@ -37,17 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny.save_byte_model(tmp_path_factory.mktemp("model"), **sizes)
 
 
-def make_sampler(folder: str, dtype: torch.dtype) -> TransformersSampler:
-    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "max_length": MAX_LENGTH}
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def sampler(folder: str, request: pytest.FixtureRequest) -> Iterator[TransformersSampler]:
+    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": request.param, "max_length": MAX_LENGTH}
     sampler = TransformersSampler(load_config(folder), ModelFiles.read(folder), **options)
     actor = load_policy(folder)
     sampler.update_weights(SimpleNamespace(named_weights=lambda: named_weights(actor)), 3)
-    return sampler
-
-
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def sampler(folder: str, request: pytest.FixtureRequest) -> Iterator[TransformersSampler]:
-    sampler = make_sampler(folder, request.param)
     yield sampler
     sampler.close()
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
 
 TYPES = {
@@ -36,8 +37,10 @@ class APIError(Exception):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise an APIError for a part of a request that is not of the API's form."""
+    """Raise an APIError for a part of a request that is not of the API's form, or that the chat template refuses."""
     try:
         yield
+    except ConfigError as error:
+        raise APIError(error.line, param=what) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise APIError(f"{what}: it is not of the API's form ({describe_error(error)}).", param=what) from error

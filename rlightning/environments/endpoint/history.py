@@ -2,7 +2,6 @@
 
 import json
 import re
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
-from rlightning.types.trajectory import BranchReason, Sample
+from rlightning.types.trajectory import BranchReason
 
 THOUGHT = re.compile(r"\s*(?:<think>)?.*?</think>", re.DOTALL)
 """At the start of a text whose reasoning was not read apart."""
@@ -53,16 +52,6 @@ class Past(NamedTuple):
     tools: str
     messages: tuple[Known, ...]
     turn: RecordedTurn
-
-    @property
-    def token_ids(self) -> "array[int]":
-        """[L], as they were sampled and rendered."""
-        return self.turn.branch.token_ids[: self.turn.end]
-
-    @property
-    def sample(self) -> Sample:
-        """Of its last turn."""
-        return self.turn.sample
 
 
 class Found(NamedTuple):
@@ -243,7 +232,7 @@ def _clean(message: object, where: str) -> Message:
 
 def _clean_call(call: object, where: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise APIError(f"{where}: {cut_value(call)} is no call of a function.", param=where)
     arguments = _read_arguments(function.get("arguments"))
     if not isinstance(arguments, Mapping):

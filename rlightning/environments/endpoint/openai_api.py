@@ -5,6 +5,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
@@ -131,6 +132,9 @@ class CompletionWriter(EventWriter):
             yield self._chunk(usage=count_usage(answers))
         yield DONE
 
+    def _decode(self, token_id: int) -> str:
+        return self._session.policy.chat_format.decode([token_id])
+
     def _chunk(self, *choices: dict[str, Any], **fields: object) -> Event:
         return None, {**self._head, "object": self.chunk_kind, "choices": choices, **fields}
 
@@ -153,7 +157,7 @@ class ChatWriter(CompletionWriter):
         message = turn.message.to_message()
         if "tool_calls" in message:
             message["content"] = message["content"] or None
-        logprobs = {"content": _token_logprobs(turn, self._session.decode)} if self._asked.wants_logprobs else None
+        logprobs = {"content": _token_logprobs(turn, self._decode)} if self._asked.wants_logprobs else None
         is_call = "tool_calls" in message and turn.sample.finish_reason == "stop"
         reason = "tool_calls" if is_call else turn.sample.finish_reason
         return {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
@@ -180,7 +184,7 @@ class TextWriter(CompletionWriter):
             yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})
 
     def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
-        logprobs = _text_logprobs(self._session, turn) if self._asked.wants_logprobs else None
+        logprobs = _text_logprobs(turn, self._decode) if self._asked.wants_logprobs else None
         reason = turn.sample.finish_reason
         return {"index": index, "text": turn.message.content, "finish_reason": reason, "logprobs": logprobs}
 
@@ -196,10 +200,9 @@ def _token_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> list[dict
     ]
 
 
-def _text_logprobs(session: Session, turn: RecordedTurn) -> dict[str, Any]:
-    tokens = [session.decode(token) for token in turn.sample.token_ids]
-    starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-    logprobs = list(turn.sample.logprobs)
+def _text_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> dict[str, Any]:
+    tokens, logprobs = [name(token) for token in turn.sample.token_ids], list(turn.sample.logprobs)
+    starts = list(accumulate(map(len, tokens), initial=0))[:-1]
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": starts}
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -42,7 +42,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
 }
 """Parameters that no engine of ours has, by the values with which they change nothing."""
-T = TypeVar("T", bound=BaseModel)
 Count = Annotated[int, Field(ge=1)]
 Stop = Annotated[str, Field(min_length=1)]
 
@@ -120,13 +119,9 @@ def read_asked(
             raise APIError(
                 f"{name}={cut_value(value)} {rule}. {_way_out(name)}", param=name, code="unsupported_parameter"
             )
-    return validate(Asked, {name: value for name, value in given.items() if name in Asked.model_fields})
-
-
-def validate(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a model of these values; an APIError names the first wrong one."""
+    values = {name: value for name, value in given.items() if name in Asked.model_fields}
     try:
-        return kind.model_validate(values, strict=True)
+        return Asked.model_validate(values, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part) in values)

@@ -50,8 +50,8 @@ async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Repl
 
 def _read_format(text: object) -> dict[str, Any]:
     """Return the parameter ``text`` as chat completions have it."""
-    given = text.get("format") if isinstance(text, Mapping) else None
-    if not isinstance(given, Mapping) or set(text) != {"format"}:
+    given = text["format"] if isinstance(text, Mapping) and set(text) == {"format"} else None
+    if not isinstance(given, Mapping):
         raise APIError(f"text={cut_value(text)} is not supported, other than text.format.", param="text")
     return {"type": given.get("type")} | ({"json_schema": dict(given)} if given.get("type") == "json_schema" else {})
 

@@ -88,11 +88,8 @@ class Endpoint:
         self.ignored, self.allowed = frozenset(ignored), frozenset(allowed)
         if self.allowed - {RESPONSE_FORMAT}:
             raise ConfigError(f"endpoint.allowed={sorted(self.allowed)} may have '{RESPONSE_FORMAT}' alone.")
-        self.max_request_bytes, self.max_connections, self.max_requests = (
-            max_request_bytes,
-            max_connections,
-            max_requests,
-        )
+        self.max_request_bytes, self.max_connections = max_request_bytes, max_connections
+        self.max_requests = max_requests
         self._sessions: dict[str, Session] = {}
         self._shared_keys: dict[str, SharedKey] = {}
         self._serving: tuple[Any, asyncio.Task[None]] | None = None
@@ -212,7 +209,7 @@ class Endpoint:
                 body = await request.read_json(self.max_request_bytes)
                 await self._run(route, session, body, request, send)
         except APIError as error:
-            shape = error.to_anthropic() if request.path == ANTHROPIC else error.to_openai()
+            _, shape = _error_event(error, request.path)
             # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
             is_over = error.status >= 500
             await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
@@ -244,7 +241,7 @@ class Endpoint:
         try:
             event = await work.next_event()
             if event is not None:
-                await send_events(send, work, event, _anthropic_error if request.path == ANTHROPIC else _openai_error)
+                await send_events(send, work, event, lambda error: _error_event(error, request.path))
                 return
             reply = work.result()
         finally:
@@ -315,12 +312,8 @@ async def send_events(send: Send, work: RouteWork, first: Event, to_error: Calla
     await send({"type": "http.response.body", "body": b""})
 
 
-def _anthropic_error(error: APIError) -> Event:
-    return "error", error.to_anthropic()
-
-
-def _openai_error(error: APIError) -> Event:
-    return None, error.to_openai()
+def _error_event(error: APIError, path: str) -> Event:
+    return ("error", error.to_anthropic()) if path == ANTHROPIC else (None, error.to_openai())
 
 
 async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:

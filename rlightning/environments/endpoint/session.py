@@ -19,7 +19,7 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.recorder import RecordedTurn
-from rlightning.errors import ConfigError, RequestRefusedError, StreamLostError
+from rlightning.errors import RequestRefusedError, StreamLostError
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_tokens
 from rlightning.types.trajectory import BranchReason, Sample
 
@@ -140,10 +140,6 @@ class Session:
         text = TokenText(partial(decode_tokens, self.policy.chat_format.tokenizer), history[-CONTEXT_TOKENS:])
         return PartialMessage(text, reads_thought=False, stops=stops)
 
-    def decode(self, token_id: int) -> str:
-        """Return the text of a token."""
-        return str(self.policy.chat_format.tokenizer.decode([token_id], skip_special_tokens=False))
-
     def _tokenize(self, text: str) -> list[int]:
         tokenizer = self.policy.chat_format.tokenizer
         seen = [one for one in self._texts if text.startswith(one[0])]
@@ -155,7 +151,7 @@ class Session:
         sampled, rest = turn.sample.text[len(turn.message.content) :], text[len(known) :]
         ended = next((stop for stop in stops if sampled.startswith(stop) and rest.startswith(stop)), "")
         added = tokenizer(rest.removeprefix(ended), add_special_tokens=False).input_ids
-        return [*turn.branch.token_ids[: turn.end], *added]
+        return [*turn.token_ids, *added]
 
     async def _sample(
         self,
@@ -217,7 +213,10 @@ class Session:
         if self._keeps_reasoning or found.past is None:
             return found
         thoughts = [message.reasoning for message in found.past.messages if message.reasoning]
-        if not thoughts or all(thought in self._render_text(messages, tools) for thought in thoughts):
+        if not thoughts:
+            return found
+        text = self.policy.chat_format.render_text(messages, tools)
+        if all(thought in text for thought in thoughts):
             return found
         return Found(None, found.num_new, "reasoning_dropped")
 
@@ -225,25 +224,16 @@ class Session:
         self, found: Found, messages: list[Message], new: list[Message], tools: Sequence[Message] | None
     ) -> list[int]:
         chat_format = self.policy.chat_format
-        try:
-            if tools:
-                chat_format.check_tools()
-            if found.past is None:
-                if self.policy.recorder.branches:
-                    return chat_format.render(messages, tools)
-                return list(render_beginning(chat_format, messages, tools))
-            sample = found.past.sample
-            ended = sample.finish_reason == "stop"
-            added = chat_format.render_observations(new, sampled=sample.token_ids, ended=ended)
-            return [*found.past.token_ids, *added]
-        except ConfigError as error:
-            raise APIError(error.line, param="messages") from error
-
-    def _render_text(self, messages: list[Message], tools: Sequence[Message] | None) -> str:
-        try:
-            return self.policy.chat_format.render_text(messages, tools)
-        except ConfigError as error:
-            raise APIError(error.line, param="messages") from error
+        if tools:
+            chat_format.check_tools()
+        if found.past is None:
+            if self.policy.recorder.branches:
+                return chat_format.render(messages, tools)
+            return list(render_beginning(chat_format, messages, tools))
+        turn = found.past.turn
+        ended = turn.sample.finish_reason == "stop"
+        added = chat_format.render_observations(new, sampled=turn.sample.token_ids, ended=ended)
+        return [*turn.token_ids, *added]
 
     def _read(
         self, sample: Sample, history: list[int], tools: Sequence[Message] | None, stops: Sequence[str], number: int
@@ -270,21 +260,17 @@ def render_beginning(
 
 def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:
     """Raise an APIError if turns cannot be sampled by a schema, or must not be."""
+    if RESPONSE_FORMAT in allowed and policy.follows_schemas:
+        return
+    reason = ": what samples from the policy has no structured output. vLLM's engine has."
     if RESPONSE_FORMAT not in allowed:
-        raise APIError(
-            "response_format other than text is not supported by default: it leaves out tokens that training counts "
-            "on. Leave it out, add 'response_format' to the endpoint's ignored parameters "
-            "(environment.endpoint.ignored), or to those that it honours all the same (environment.endpoint.allowed).",
-            param=RESPONSE_FORMAT,
-            code="unsupported_parameter",
+        reason = (
+            " by default: it leaves out tokens that training counts on. Leave it out, add 'response_format' to the "
+            "endpoint's ignored parameters (environment.endpoint.ignored), or to those that it honours all the same "
+            "(environment.endpoint.allowed)."
         )
-    if not policy.follows_schemas:
-        raise APIError(
-            "response_format other than text is not supported: what samples from the policy has no structured output. "
-            "vLLM's engine has.",
-            param=RESPONSE_FORMAT,
-            code="unsupported_parameter",
-        )
+    text = f"response_format other than text is not supported{reason}"
+    raise APIError(text, param=RESPONSE_FORMAT, code="unsupported_parameter")
 
 
 def name_model(policy: RecordedPolicy) -> str:
