@@ -122,7 +122,7 @@ def test_tokens_tell_a_text_that_was_tokenized_anew() -> None:
     assert find(6) == "started_over"
 
 
-def test_only_what_follows_the_first_other_token_is_decoded() -> None:
+def test_tokens_are_decoded_from_the_first_difference() -> None:
     decoded: list[list[int]] = []
 
     def decode(tokens: list[int]) -> str:

@@ -157,7 +157,7 @@ def test_later_turns_begin_as_the_first_does(family: str, arguments: dict[str, A
         assert decode(family, tokens).endswith(beginning)
 
 
-def test_stop_token_of_the_runs_own_leaves_the_turn_to_be_closed() -> None:
+def test_own_stop_token_leaves_turn_to_be_closed() -> None:
     tokenizer = make_tokenizer("qwen2.5")
     tokenizer.add_special_tokens({"additional_special_tokens": ["</tool_call>"]})
     sampled = tokenizer('<tool_call>{"name": "add"}</tool_call>').input_ids

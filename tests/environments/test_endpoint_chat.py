@@ -14,7 +14,7 @@ from endpoint_cases import CALL, END, MORE, SAID, SYSTEM, USER, ask, get_refusal
 from rlightning.environments import AssistantMessage
 
 
-def test_openai_sdk_with_tools_is_one_branch_as_sampled() -> None:
+def test_openai_sdk_with_tools_is_one_branch() -> None:
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}\n{CALL}", " It is 3. ", "Yes.")
 
     async def use(client: openai.AsyncOpenAI) -> None:
@@ -106,7 +106,7 @@ def test_reasoning_stays_or_goes_with_the_template(keeps: bool) -> None:
     assert ("hm" in texts(trajectory, tokenizer)[-1]) == keeps
 
 
-def test_reasoning_that_a_client_cut_off_is_told_apart() -> None:
+def test_reasoning_that_a_client_cut_begins_a_branch() -> None:
     policy, _, _ = make("<think>hm</think>One.", "Two.", family="qwen2.5")
     policy.chat_format.parse = lambda token_ids, *_, **__: _plain(policy, token_ids)  # type: ignore[method-assign]
 
@@ -121,7 +121,7 @@ def _plain(policy: Any, token_ids: Any) -> Any:
     return AssistantMessage(policy.chat_format.tokenizer.decode(token_ids).removesuffix(END))
 
 
-def test_parallel_requests_and_choices_are_branches_of_their_own() -> None:
+def test_parallel_requests_and_choices_are_own_branches() -> None:
     policy, sampler, tokenizer = make(*(f"Number {i}." for i in range(6)), delay=0.05)
 
     async def use(client: openai.AsyncOpenAI) -> None:
@@ -208,7 +208,7 @@ def test_calls_that_cannot_be_read_are_text() -> None:
 @pytest.mark.parametrize(
     "message", [{"role": "assistant", "content": "1", "tool_calls": 5}, {"role": "user", "content": "\ud800"}]
 )
-def test_a_malformed_message_is_the_clients_error_and_the_session_goes_on(message: dict[str, Any]) -> None:
+def test_session_goes_on_after_a_malformed_message(message: dict[str, Any]) -> None:
     policy, _, _ = make("One.")
 
     async def use(client: openai.AsyncOpenAI) -> None:
@@ -221,7 +221,7 @@ def test_a_malformed_message_is_the_clients_error_and_the_session_goes_on(messag
     assert run(policy, use).status == "finished"
 
 
-def test_the_tokens_of_a_trajectorys_beginning_alone_are_kept() -> None:
+def test_tokens_of_beginnings_alone_are_kept() -> None:
     policy, _, _ = make("One.", "Two.")
 
     async def use(client: openai.AsyncOpenAI) -> None:

@@ -56,7 +56,7 @@ def test_texts_go_on_from_their_tokens() -> None:
     assert texts(trajectory, tokenizer) == ["A:One.\nB:Two."] and trained(trajectory, tokenizer) == ["One.Two."]
 
 
-def test_a_stop_string_that_the_client_writes_itself_is_read_once() -> None:
+def test_stop_string_of_the_client_is_read_once() -> None:
     policy, sampler, tokenizer = make("Thought\nObservation:", "Two.")
     sampler.end = ""
 

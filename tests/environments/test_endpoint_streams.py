@@ -150,7 +150,7 @@ def test_a_streamed_turn_is_continued() -> None:
 
 
 @pytest.mark.parametrize("read", [read_chat, read_messages])
-def test_a_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
+def test_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
     policy, sampler, tokenizer = make("Never more.", "One.")
 
     async def talk() -> None:
@@ -173,7 +173,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
     ("read", "kind"),
     [(read_chat, openai.APIError), (read_responses, openai.APIError), (read_messages, anthropic.APIError)],
 )
-def test_a_failure_amid_a_stream_is_the_clients_error_and_the_sessions(read: Read, kind: type[Exception]) -> None:
+def test_failure_amid_a_stream_ends_request_and_session(read: Read, kind: type[Exception]) -> None:
     policy, sampler, _ = make(SAID)
     sampler.error = EngineError("The engine is gone.")
     got: list[str] = []

@@ -70,7 +70,7 @@ def test_channels_are_read_when_the_turn_is_whole() -> None:
     assert ChatFormat(make_tokenizer("gpt-oss")).begin_message([ADD], prompt_ids=[1]) is None
 
 
-def test_calls_that_are_not_read_are_text_at_once() -> None:
+def test_calls_without_tools_are_text_at_once() -> None:
     tokenizer = make_tokenizer("qwen3")
     message = ChatFormat(tokenizer).begin_message(None, prompt_ids=[1])
     assert message is not None
@@ -78,7 +78,7 @@ def test_calls_that_are_not_read_are_text_at_once() -> None:
     assert message.content == HERMES
 
 
-def test_stop_strings_are_no_part_and_neither_is_their_beginning() -> None:
+def test_stop_strings_and_their_beginnings_are_held_back() -> None:
     message = PartialMessage(TokenText(bytes_to_text), reads_thought=False, stops=["END", "\n\n"])
     parts = read_parts([[byte] for byte in b"a EN b\nc END d"], message)
     contents = [content for _, content in parts]
@@ -86,14 +86,14 @@ def test_stop_strings_are_no_part_and_neither_is_their_beginning() -> None:
     assert {content.rstrip() for content in contents[8:]} == {"a EN b\nc"}
 
 
-def test_a_parser_that_reads_otherwise_continues_what_was_given() -> None:
+def test_parser_that_differs_continues_what_was_given() -> None:
     message = PartialMessage(TokenText(bytes_to_text))
     message.add(b"One two")
     assert message.finish(AssistantMessage("Something else")).content == "One two"
     assert message.finish(AssistantMessage("One two three", "why")) == AssistantMessage("One two three", "why")
 
 
-def test_invalid_bytes_are_held_back_until_they_are_decided() -> None:
+def test_invalid_bytes_are_held_back_until_decided() -> None:
     text = TokenText(bytes_to_text)
     pieces = [b"a", b"\xf0\x9f", b"\xa4\x94", b"\xff", b"b", b"\xc2"]
     assert [text.add(piece) for piece in pieces] == ["a", "", "\U0001f914", "", "\ufffdb", ""]

@@ -57,7 +57,7 @@ class TwoParts(Environment):
         return outcomes
 
 
-def test_a_checkpoint_in_the_second_of_two_parts_repeats_no_turn() -> None:
+def test_checkpoint_in_a_second_part_repeats_no_turn() -> None:
     environment = TwoParts()
     whole = finish(environment, make_group())
     assert [len(one.samples) for one in whole] == [2, 2]
@@ -68,7 +68,7 @@ def test_a_checkpoint_in_the_second_of_two_parts_repeats_no_turn() -> None:
     assert len(sampler.samplings) == 2, "the first part is known"
 
 
-def test_a_single_turn_begins_anew_on_what_another_environment_has_made() -> None:
+def test_single_turn_ignores_another_environments_checkpoint() -> None:
     environment = TwoParts()
     finish(environment, make_group())
     for one in finish(SingleTurn(), make_group(environment.saved[0])):
@@ -86,7 +86,7 @@ class Bonus(Environment):
         return outcomes
 
 
-def test_a_checkpoint_keeps_outcomes_without_what_a_group_adds() -> None:
+def test_checkpoint_keeps_outcomes_without_the_groups_changes() -> None:
     sampler = make_sampler()
     group = make_group(sampler=sampler)
     for _ in range(3):
@@ -114,7 +114,7 @@ class Lossy(Environment):
         return await turn(policy.split(), {"role": "user", "content": "part"})
 
 
-def test_each_attempt_draws_other_random_numbers_after_a_resume_too() -> None:
+def test_attempts_draw_other_numbers_after_a_resume_too() -> None:
     sampler = make_sampler()
     first, second = Lossy(1), Lossy(1)
     group = make_group(sampler=sampler, max_requeues=1, size=1)

@@ -77,9 +77,7 @@ def test_reward_of_several_agents_is_their_mean(sampler: TransformersSampler, pr
     assert trajectory.reward == 0.75 and trajectory.traces == traces
 
 
-def test_turns_are_one_branch_of_exactly_what_was_sampled(
-    sampler: TransformersSampler, prompt: Prompt, actor: Any
-) -> None:
+def test_turns_are_one_branch_as_they_were_sampled(sampler: TransformersSampler, prompt: Prompt, actor: Any) -> None:
     policy = make_policy(sampler, prompt)
 
     async def talk() -> list[Sample]:

@@ -111,7 +111,7 @@ def test_a_trajectory_that_a_limit_ends_is_judged() -> None:
     assert (one.status, one.reward) == ("failed", None)
 
 
-def test_a_question_without_room_is_no_limit_of_the_trajectory() -> None:
+def test_question_without_room_does_not_limit_the_trajectory() -> None:
     class Asks(Environment):
         async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
             await policy.chat()
@@ -136,7 +136,7 @@ def test_environments_in_workers_are_judged() -> None:
     ("rubric", "message"),
     [("Said: {completion} {colour}", r"\{colour\} is no column of prompt 3"), ("Said: what?", "nothing of the sample")],
 )
-def test_a_rubric_that_cannot_be_written_is_an_error(rubric: str, message: str) -> None:
+def test_rubric_that_cannot_be_written_is_refused(rubric: str, message: str) -> None:
     judged = SelfJudged(rubric)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(judged.check())
