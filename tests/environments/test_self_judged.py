@@ -43,7 +43,7 @@ class Sampler(ScriptedSampler):
         return [sample]
 
 
-def attempt(environment: Environment, sampler: Sampler, max_length: int = 500) -> list[Trajectory]:
+def attempt(environment: Environment, sampler: Any, max_length: int = 500) -> list[Trajectory]:
     request = GroupRequest(PROMPT, Sampling(max_new_tokens=64, seed=1), 2)
     group = RecordedGroup(sampler, ChatFormat(TOKENIZER), request, max_length, 60.0)
 
