@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import takewhile
-from typing import Any
+from itertools import product, takewhile
+from typing import TYPE_CHECKING, Any
 
 from rlightning.data.chats import CONTINUES, clean_messages
 from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
@@ -19,6 +19,10 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
 from rlightning.environments.tool_formats import (
     CLOSE_THOUGHT,
+    DEEPSEEK_ARGUMENTS,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALLS,
+    DEEPSEEK_END,
     MAX_CALLS,
     OPEN_THOUGHT,
     Family,
@@ -29,6 +33,9 @@ from rlightning.environments.tool_formats import (
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.types.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _MARK = "ANSWER OF THE POLICY"
 """Stands for what the policy has sampled where a chat template is asked what follows that."""
@@ -54,7 +61,6 @@ class ChatFormat:
     """The form in which a policy reads and writes chats. Without a chat template, contents follow each other.
 
     Args:
-        tokenizer: the policy's.
         template_arguments: of its chat template, such as ``{"enable_thinking": False}``; None: those of the prompts.
         prompt_format: how rows become prompts.
 
@@ -64,7 +70,7 @@ class ChatFormat:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: "Tokenizer",
         template_arguments: Mapping[str, Any] | None = None,
         *,
         prompt_format: PromptFormat = USUAL,
@@ -94,14 +100,16 @@ class ChatFormat:
         """Whether the tokenizer has a chat template."""
         return self.tokenizer.chat_template is not None or "chat_template" in self._arguments
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
         """Return the tokens of a conversation.
 
         Args:
-            messages: as in chat APIs.
-            tools: schemas of the tools, as in chat APIs.
             add_generation_prompt: whether the policy's turn begins at the end.
 
         Raises:
@@ -135,7 +143,7 @@ class ChatFormat:
             return self._encode("".join(message["content"] for message in cleaned))
         close, text = self._find_rest(cleaned)
         if ended and sampled and sampled[-1] in self._hidden_ids and close is not None:
-            last = self.tokenizer.convert_ids_to_tokens(int(sampled[-1]))
+            last = self._name_token(sampled[-1])
             is_known = last in close and text.startswith(close)
             end = close.find(last) + len(last) if is_known else self._end_of_special(text)
             return self._encode(text[end:])
@@ -163,10 +171,11 @@ class ChatFormat:
         call_ids = (f"call{turn % 1000:03d}{number:02d}" for number in range(MAX_CALLS))
         if isinstance(self._parser, RenderersParser):
             return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
-        read = [token for token in token_ids if token not in self._hidden_ids]
-        text = self.tokenizer.decode(read, skip_special_tokens=False)
-        family = self._family if tools else None
-        return read_message(text, family, call_ids, in_thought=self._is_in_thought(prompt_ids))
+        family = self._family
+        hidden = frozenset[int]() if family is not None and family.has_channels else self._hidden_ids
+        text = self.decode([token for token in token_ids if token not in hidden])
+        in_thought = self._is_in_thought(prompt_ids)
+        return read_message(text, family, call_ids, in_thought=in_thought, has_tools=bool(tools))
 
     def begin_message(
         self, tools: Sequence[Message] | None, *, prompt_ids: Sequence[int], stops: Sequence[str] = ()
@@ -174,15 +183,13 @@ class ChatFormat:
         """Return a turn that is about to be sampled; None where its parts are known only when it is whole.
 
         Args:
-            tools: as of :meth:`parse`.
-            prompt_ids: as of it.
             stops: strings that end what the turn says.
         """
         family, is_read_elsewhere = self._family, isinstance(self._parser, RenderersParser)
-        if is_read_elsewhere and family is not None and family.call_start is None:
+        if family is not None and family.call_start is None:
             return None
         return PartialMessage(
-            TokenText(lambda token_ids: str(self.tokenizer.decode(token_ids, skip_special_tokens=False))),
+            TokenText(self.decode),
             hidden_ids=self._unread_ids,
             in_thought=self._is_in_thought(prompt_ids),
             is_stripped=is_read_elsewhere,
@@ -224,14 +231,11 @@ class ChatFormat:
         """Return in a line how tool calls are read, and what the template changes in earlier turns."""
         if not self.has_template:
             return "Chats: the tokenizer has no chat template, so that contents follow each other as they are."
-        if self._family is None or self._call_style is None:
-            reader = "no tools"
-        elif not self._family.renderers:
-            reader = f"tool calls as {self._family.name}'s"
-        else:
-            reader = f"tool calls as {self._family.name}'s, by the package renderers"
-            if isinstance(self._parser, str):
-                reader += f", {self._parser.rstrip('.')}"
+        reader = "no tools"
+        if self._family is not None and self._call_style is not None:
+            package = ", by the package renderers" if self._family.renderers else ""
+            missing = f", {self._parser.rstrip('.')}" if isinstance(self._parser, str) else ""
+            reader = f"tool calls as {self._family.name}'s{package}{missing}"
         if self.rewrites is None:
             return f"Chats: {reader}; the chat template is append-only, so that histories are what it renders."
         for name, value in _KEEPS_REASONING.items():
@@ -283,8 +287,11 @@ class ChatFormat:
         """As :attr:`_hidden_ids`, but for those that calls begin with."""
         if self._family is None or self._family.call_start is None:
             return self._hidden_ids
-        names = {token: self.tokenizer.convert_ids_to_tokens(token) for token in self._hidden_ids}
-        return frozenset(token for token, name in names.items() if not self._family.call_start.search(name))
+        search = self._family.call_start.search
+        return frozenset(token for token in self._hidden_ids if not search(self._name_token(token)))
+
+    def _name_token(self, token_id: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
     @cached_property
     def _special_text(self) -> re.Pattern[str]:
@@ -294,15 +301,11 @@ class ChatFormat:
     @cached_property
     def _call_style(self) -> tuple[str | None, bool] | None:
         """How the template takes messages with calls: their content, and whether arguments are JSON text."""
-        for content in ("", None):
-            for is_text in (False, True):
-                arguments: Any = {"word": _MARK}
-                call = _make_call("look_up", json.dumps(arguments) if is_text else arguments)
-                message = {"role": "assistant", "content": content, "tool_calls": [call]}
-                try:
-                    text = self._apply([{"role": "user", "content": "hi"}, message], [_TOOL], False)
-                except ConfigError:
-                    continue
+        for content, is_text in product(("", None), (False, True)):
+            call = _make_call("look_up", _MARK, is_text)
+            message = {"role": "assistant", "content": content, "tool_calls": [call]}
+            with suppress(ConfigError):
+                text = self._apply([{"role": "user", "content": "hi"}, message], [_TOOL], False)
                 if _MARK in text and "{'word'" not in text:
                     return content, is_text
         return None
@@ -352,50 +355,43 @@ class ChatFormat:
         return token_ids
 
     def _find_rest(self, messages: list[Message]) -> tuple[str | None, str]:
-        """Return what closes the policy's turn, and the text from there to the beginning of its next one.
-
-        Returns:
-            The text that closes it where nothing follows, None where that has no special token; and the text with what
-            closes it where the messages follow.
+        """Return what closes the policy's turn if nothing follows, None if that has no special token, and the text from
+        there to the beginning of its next turn, with what closes it where the messages follow.
         """
         answers = list(takewhile(lambda message: message["role"] == "tool", messages))
         if answers and self._call_style is not None:
-            for kept in (answers, answers[-1:]):  # some templates take one call a message
+            for kept in (answers, answers[-1:]):  # some templates take one call a message, or write the first alone
                 with suppress(ConfigError):
                     return self._find_rest_of_calls(kept, messages)
-        text = self._apply([*_PLAIN, *messages], None, True).partition(_MARK)[2]
+        text = self._apply_after_mark([*_PLAIN, *messages], True)
         return self._plain_close if self._special_text.search(self._plain_close) else None, text
 
     @cached_property
     def _plain_close(self) -> str:
         """The text after the words of a turn without calls, if nothing follows."""
-        return self._apply(list(_PLAIN), None, False).partition(_MARK)[2]
+        return self._apply_after_mark(list(_PLAIN), False)
 
     def _find_rest_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
         assert self._call_style is not None
         content, is_text = self._call_style
         calls = []
         for answer in answers:
-            arguments: Any = {"word": _MARK if answer is answers[-1] else "x"}
-            call = _make_call(answer.get("name", "look_up"), json.dumps(arguments) if is_text else arguments)
+            call = _make_call(answer.get("name", "look_up"), _MARK if answer is answers[-1] else "x", is_text)
             calls.append({**call, "id": answer.get("tool_call_id", call["id"])})
-        history: list[Message] = [
-            {"role": "user", "content": ""},
-            {"role": "assistant", "content": content, "tool_calls": calls},
-        ]
-        close, text = self._follow(history, messages)
+        history: list[Message] = [_PLAIN[0], {"role": "assistant", "content": content, "tool_calls": calls}]
+        close, text = self._apply_after_mark(history, False), self._apply_after_mark([*history, *messages], True)
         if not text.startswith(close):
             raise ConfigError("The model's chat template changes a tool call once its answer follows.")
         specials = list(self._special_text.finditer(close))
         start = specials[-1].start() if specials else len(close.rstrip())
         return close[start:] if specials else None, text[start:]
 
-    def _follow(self, history: list[Message], messages: list[Message]) -> tuple[str, str]:
-        """Return the text after the policy's words, if nothing follows and if messages do."""
-        return (
-            self._apply(history, None, False).partition(_MARK)[2],
-            self._apply([*history, *messages], None, True).partition(_MARK)[2],
-        )
+    def _apply_after_mark(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        """Return the text that follows what stands for the policy's words."""
+        _, mark, text = self._apply(messages, None, add_generation_prompt).partition(_MARK)
+        if not mark:
+            raise ConfigError("The model's chat template leaves out what the policy wrote.")
+        return text
 
     def _end_of_special(self, text: str) -> int:
         found = self._special_text.search(text)
@@ -404,8 +400,7 @@ class ChatFormat:
     def _is_in_thought(self, prompt_ids: Sequence[int] | None) -> bool:
         if prompt_ids is None:
             return self._opens_thought
-        end = self.tokenizer.decode(list(prompt_ids[-16:]), skip_special_tokens=False)
-        return bool(end.rstrip().endswith(OPEN_THOUGHT))
+        return self.decode(prompt_ids[-16:]).rstrip().endswith(OPEN_THOUGHT)
 
     @cached_property
     def _opens_thought(self) -> bool:
@@ -416,18 +411,18 @@ class ChatFormat:
 
 def find_rewrites(chat_format: ChatFormat) -> str | None:
     """Return what a chat template changes in earlier turns, found by rendering conversations; None if nothing."""
-    user = {"role": "user", "content": "question"}
-    call = _make_call("look_up", {"word": "x"})
+    user, other = {"role": "user", "content": "question"}, {"role": "user", "content": "another question"}
+    call = _make_call("look_up", "x")
     answer = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "found"}
     plain = {"role": "assistant", "content": "words"}
     thought = {**plain, "reasoning_content": _MARK}
-    for turn, follows in (
-        (thought, user),
-        (plain, user),
-        ({**plain, "tool_calls": [call]}, answer),
-        ({**thought, "tool_calls": [call]}, answer),
+    for turn, follows, tools in (
+        (thought, other, None),
+        (plain, other, None),
+        (plain, other, [_TOOL]),
+        ({**plain, "tool_calls": [call]}, answer, [_TOOL]),
+        ({**thought, "tool_calls": [call]}, answer, [_TOOL]),
     ):
-        tools = [_TOOL] if follows is answer else None
         begun = chat_format.try_text([user], tools, add_generation_prompt=True)
         said = chat_format.try_text([user, turn], tools, add_generation_prompt=False)
         after = chat_format.try_text([user, turn, follows], tools, add_generation_prompt=True)
@@ -443,8 +438,13 @@ def find_rewrites(chat_format: ChatFormat) -> str | None:
     return None
 
 
-_CALL_TOKENS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
+_CALL_TOKENS = (
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    *(DEEPSEEK_CALLS, DEEPSEEK_CALL, DEEPSEEK_ARGUMENTS, DEEPSEEK_END),
+)
 
 
-def _make_call(name: str, arguments: Any) -> Message:
-    return {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
+def _make_call(name: str, word: str, is_text: bool = False) -> Message:
+    arguments = {"word": word}
+    function = {"name": name, "arguments": json.dumps(arguments) if is_text else arguments}
+    return {"id": "call00000", "type": "function", "function": function}

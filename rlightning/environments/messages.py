@@ -16,7 +16,6 @@ class ToolCall(NamedTuple):
 
     Attributes:
         id: that the tool's answer refers to.
-        name: of the tool.
         arguments: JSON of an object.
     """
 

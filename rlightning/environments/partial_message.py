@@ -15,7 +15,6 @@ class TokenText:
     """The text of tokens that come one after the other, without halves of characters.
 
     Args:
-        decode: returns the text of tokens.
         context: tokens before them, which some tokenizers decode the first ones by.
     """
 
@@ -39,7 +38,6 @@ class PartialMessage:
     """A turn of the policy's of which the first tokens are there.
 
     Args:
-        text: of its tokens.
         hidden_ids: tokens that are no part of the text.
         reads_thought: whether reasoning is told apart.
         in_thought: whether the turn begins inside of a thought.

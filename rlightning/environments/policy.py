@@ -47,9 +47,7 @@ class GroupRequest:
     """One prompt to attempt.
 
     Attributes:
-        prompt: the one.
         sampling: how; its seed is the group's own.
-        num_trajectories: attempts.
         saved: the trajectories as a checkpoint had them (:meth:`RecordedGroup.save`), to go on from; None: they begin.
     """
 
@@ -63,9 +61,6 @@ class RecordedPolicy:
     """A :class:`~rlightning.environments.environment.Policy` that records one trajectory.
 
     Args:
-        sampler: samples.
-        chat_format: the policy's.
-        request: the group's.
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
         attempt: at the trajectory, from 0; each draws other random numbers.
@@ -92,7 +87,7 @@ class RecordedPolicy:
         max_length: int,
         attempt: int = 0,
     ) -> None:
-        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(self._decode)
+        self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(chat_format.decode)
         self.temperature: float | None = None
         self.has_reached_limit = False
         self.num_constrained, self.has_snapshots = 0, False
@@ -232,9 +227,6 @@ class RecordedPolicy:
         ended = None if outcome is None else outcome_to_plain(outcome)
         return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": ended}
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self.chat_format.tokenizer.decode(token_ids, skip_special_tokens=False))
-
     def _settings(self) -> dict[str, Any]:
         return {
             "tools": self._tools,
@@ -316,12 +308,7 @@ class RecordedPolicy:
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
-        """Return the trajectory; one that a limit on tokens has cut is truncated, and its reward may be of its parts.
-
-        Args:
-            outcome: what the environment has returned.
-            seconds: that it took.
-        """
+        """Return the trajectory, truncated if a limit on tokens has cut it; its reward may be of its parts."""
         prompt, turns = self._request.prompt, self.recorder.turns
         samples = [turn.sample for turn in turns if turn.sample is not None]
         is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
@@ -354,7 +341,6 @@ def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") ->
     """Return the outcome of a trajectory whose environment has failed, which counts as not sampled; log the error.
 
     Args:
-        prompt: of the trajectory.
         error: that its environment has raised, or a line that says what happened.
         details: the error as the trajectory has it, such as with its traceback; "": the line.
     """

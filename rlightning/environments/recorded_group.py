@@ -27,10 +27,7 @@ class RecordedGroup:
     """A :class:`~rlightning.environments.environment.PolicyGroup` that records the trajectories of a prompt.
 
     Args:
-        sampler: as of :class:`RecordedPolicy`.
-        chat_format: as of it.
-        request: as of it.
-        max_length: as of it.
+        sampler, chat_format, request, max_length: as of :class:`RecordedPolicy`.
         timeout: seconds that a trajectory may take; None: any time.
         max_requeues: how often a trajectory that was lost with its worker is made again.
         turn_timeout: seconds that one of its turns may take; None: any time.
@@ -194,12 +191,7 @@ class RecordedGroup:
         return failed_outcome(self._request.prompt, error, details)
 
     def finish(self, outcomes: Sequence[Outcome], seconds: float) -> list[Trajectory]:
-        """Return the trajectories.
-
-        Args:
-            outcomes: of each.
-            seconds: that the group took.
-        """
+        """Return the trajectories."""
         errors = (outcome.error or "" for outcome in outcomes if outcome.status == "failed")
         if self.first_failure is None and (error := next(errors, None)) is not None:
             self.first_failure = error.strip().rpartition("\n")[2], error

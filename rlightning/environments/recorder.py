@@ -47,6 +47,11 @@ class RecordedTurn(NamedTuple):
     branch: Branch
     end: int
 
+    @property
+    def token_ids(self) -> "array[int]":
+        """[L], the branch up to its end, as sampled and rendered."""
+        return self.branch.token_ids[: self.end]
+
 
 class Mark(NamedTuple):
     """How much a recorder had recorded at some time.
@@ -62,9 +67,6 @@ class Mark(NamedTuple):
 
 class Recorder:
     """The turns and branches of one trajectory.
-
-    Args:
-        decode: returns the text of tokens.
 
     Attributes:
         branches: in the order in which they began.
@@ -130,7 +132,6 @@ class Recorder:
         """Add what was sampled: the first of the samples extends the branch, each other one begins a branch.
 
         Args:
-            reservation: of the request.
             samples: all after its history.
             observations: messages that the history ends with, which are no turns yet.
             messages: what the samples say; None: their texts.
@@ -157,7 +158,6 @@ class Recorder:
         """Add what another one has recorded, which it must not go on to record.
 
         Args:
-            other: the one.
             turns: its turns as they are to be, in any order, with others between them; None: as recorded.
         """
         turns = other.turns if turns is None else turns

@@ -15,7 +15,6 @@ class TimedSampler(TokenSampler):
     """The sampler of one trajectory, which counts the seconds in which a request is under way.
 
     Args:
-        sampler: samples.
         before: timings of the part of the trajectory that an earlier run has made.
     """
 

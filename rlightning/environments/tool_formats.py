@@ -1,19 +1,23 @@
 """How families of models write tool calls and reasoning, and how to read them from sampled tokens.
 
-Three forms, in which calls are JSON, are read here: Hermes's (Qwen2.5, Qwen3 and others), Llama 3's and Mistral's. The
-package ``renderers`` reads those with a grammar of their own. vLLM's parsers are not used: importing them changes
-torch's compiler settings and the environment variables of the trainer's process.
+Forms in which the arguments of calls are JSON are read here: Hermes's (Qwen2.5, Qwen3 and others), Llama 3's,
+Mistral's, DeepSeek's and gpt-oss's. The package ``renderers`` reads those with a grammar of their own. vLLM's parsers
+are not used: importing them changes torch's compiler settings and the environment variables of the trainer's process.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+
+if TYPE_CHECKING:
+    from renderers import ParsedResponse
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 MAX_CALLS = 32
@@ -27,14 +31,12 @@ class Family:
     """Models that write tool calls in one form.
 
     Attributes:
-        name: for users.
         markers: texts that its chat templates have, all of them.
         renderers: of the package ``renderers``, that read the form, of which the first is taken that knows the
             tokenizer; (): it is read here.
         call_start: what the calls of a turn begin with; None: its parts are known only when it is whole.
-        find_calls: yields the place and the text of each call in a text, and the names that JSON objects in it have;
-            None: the package reads them.
-        example: of a call, for the policy.
+        find_calls: yields the calls in a text without reasoning; None: the package reads them, or channels have them.
+        has_channels: whether each part of a turn is a message with a header (:func:`split_channels`).
     """
 
     name: str
@@ -42,6 +44,7 @@ class Family:
     renderers: tuple[str, ...] = ()
     call_start: re.Pattern[str] | None = None
     find_calls: "Callable[[str], Iterator[FoundCall]] | None" = None
+    has_channels: bool = False
     example: str = ""
 
 
@@ -50,7 +53,6 @@ class FoundCall:
     """A place in a text where a call begins.
 
     Attributes:
-        start: of it in the text.
         text: JSON, as the policy wrote it.
         is_closed: whether it came to its end.
         name: of the tool, where that stands outside of the JSON.
@@ -89,11 +91,11 @@ def find_llama_calls(text: str) -> Iterator[FoundCall]:
 
 
 def find_mistral_calls(text: str) -> Iterator[FoundCall]:
-    """Yield the calls ``[TOOL_CALLS][{...}, ...]``, or of newer models ``[TOOL_CALLS]name[ARGS]{...}``."""
+    """Yield the calls ``[TOOL_CALLS][{...}, ...]``, or of newer models ``[TOOL_CALLS]name[CALL_ID]...[ARGS]{...}``."""
     for found in re.finditer(r"\[TOOL_CALLS\]\s*(.*?)\s*(?=\[TOOL_CALLS\]|\Z)", text, re.DOTALL):
-        name, separator, arguments = found[1].partition("[ARGS]")
+        head, separator, arguments = found[1].partition("[ARGS]")
         if separator:
-            yield FoundCall(found.start(), arguments.strip(), name=name.strip())
+            yield FoundCall(found.start(), arguments.strip(), name=head.partition("[CALL_ID]")[0].strip())
             continue
         try:
             calls = json.loads(found[1])
@@ -105,7 +107,56 @@ def find_mistral_calls(text: str) -> Iterator[FoundCall]:
             yield FoundCall(found.start(), found[1])
 
 
-DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"  # noqa: RUF001
+DEEPSEEK_CALLS, DEEPSEEK_CALL, DEEPSEEK_ARGUMENTS, DEEPSEEK_END = (
+    f"<｜tool▁{name}｜>"  # noqa: RUF001
+    for name in ("calls▁begin", "call▁begin", "sep", "call▁end")
+)
+
+
+def find_deepseek_calls(text: str) -> Iterator[FoundCall]:
+    """Yield the calls of DeepSeek V3.1, a name and JSON, or of V3, ``function``, a name, and JSON in a code block."""
+    place = text.find(DEEPSEEK_CALLS)
+    end = rf"({DEEPSEEK_END}|(?={DEEPSEEK_CALL})|\Z)"
+    for found in re.finditer(rf"{DEEPSEEK_CALL}(.*?){DEEPSEEK_ARGUMENTS}(.*?){end}", text, re.DOTALL):
+        block = re.fullmatch(r"\s*(\S*)\s*```json\s*(.*?)\s*(?:```)?\s*", found[2], re.DOTALL)
+        name, arguments = (found[1], found[2]) if block is None else (block[1], block[2])
+        yield FoundCall(place, arguments.strip(), bool(found[3]), name.strip())
+
+
+CHANNEL = re.compile(
+    r"(?:<\|start\|>assistant)?((?:(?!<\|start\|>).)*?)<\|message\|>(.*?)"
+    r"(<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+"""A message of gpt-oss's: its header, its text, and what ends it. The prompt has the beginning of the first header."""
+
+
+def split_channels(text: str) -> tuple[str | None, str, str, list[FoundCall]]:
+    """Return the reasoning of a turn of messages with headers, what else it says, that with its calls, and the calls.
+
+    The header of a call names its tool (``to=functions.add``), any other its channel. A text without headers is one.
+    """
+    messages = list(CHANNEL.finditer(text))
+    if not messages and "<|channel|>" not in text:
+        messages = list(CHANNEL.finditer(f"<|channel|>final<|message|>{text}"))
+    thoughts: list[str] = []
+    said: list[str] = []
+    written: list[str] = []
+    calls: list[FoundCall] = []
+    for message in messages:
+        header, body, end = message.groups()
+        recipient = re.search(r"\bto=([^\s<]+)", header)
+        if recipient is not None:
+            calls.append(FoundCall(0, body.strip(), bool(end), recipient[1].removeprefix("functions.")))
+            written.append(message[0])
+        elif "analysis" in header:
+            thoughts.append(body)
+        else:
+            said.append(body)
+            written.append(body)
+    return "\n".join(thoughts) if thoughts else None, "\n".join(said), "\n".join(written), calls
+
+
 KIMI_CALLS = "<|tool_calls_section_begin|>"
 HERMES = Family(
     "Hermes",
@@ -115,12 +166,23 @@ HERMES = Family(
     example='<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>',
 )
 FAMILIES = (
-    Family("gpt-oss", ("<|channel|>", "<|message|>"), ("gpt-oss",)),
+    Family(
+        "gpt-oss",
+        ("<|channel|>", "<|message|>"),
+        has_channels=True,
+        example="<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>",
+    ),
     Family("Gemma 4", ("<|tool_call>",), ("gemma4",)),
     Family("GLM 4.5", ("<arg_key>", "<tool_call>"), ("glm-4.5",), re.compile("<tool_call>")),
     Family("MiniMax M2", ("<minimax:tool_call>",), ("minimax-m2",), re.compile("<minimax:tool_call>")),
     Family("Qwen3-Coder", ("<function=", "<parameter="), ("qwen3.5", "nemotron-3"), re.compile("<tool_call>")),
-    Family("DeepSeek V3", (DEEPSEEK_CALLS,), ("deepseek-v3",), re.compile(DEEPSEEK_CALLS)),
+    Family(
+        "DeepSeek V3",
+        (DEEPSEEK_CALLS,),
+        call_start=re.compile(DEEPSEEK_CALLS),
+        find_calls=find_deepseek_calls,
+        example=f"{DEEPSEEK_CALLS}{DEEPSEEK_CALL}name{DEEPSEEK_ARGUMENTS}{{...}}{DEEPSEEK_END}",
+    ),
     Family("Kimi K2", (KIMI_CALLS,), ("kimi-k2",), re.compile(re.escape(KIMI_CALLS))),
     HERMES,
     Family(
@@ -146,41 +208,64 @@ def find_family(chat_template: str) -> Family | None:
     return next((f for f in FAMILIES if all(marker in chat_template for marker in f.markers)), None)
 
 
-def read_message(text: str, family: Family | None, call_ids: Iterator[str], *, in_thought: bool) -> AssistantMessage:
+def read_message(
+    text: str, family: Family | None, call_ids: Iterator[str], *, in_thought: bool, has_tools: bool
+) -> AssistantMessage:
     """Return what a text of the policy's says.
 
     Args:
-        text: of a turn, without the token that ends it.
+        text: of a turn, without the token that ends it, but for one in channels.
         family: that says how calls are written; None: there are none.
-        call_ids: of the calls.
         in_thought: whether the text begins inside of a thought.
+        has_tools: whether calls are read, rather than text.
     """
-    reasoning, rest = split_thought(text, in_thought=in_thought)
-    text = rest or ""
-    found = list(family.find_calls(text)) if family is not None and family.find_calls is not None else []
-    if not found:
+    if family is not None and family.has_channels:
+        reasoning, content, text, found = split_channels(text)
+    else:
+        reasoning, rest = split_thought(text, in_thought=in_thought)
+        text = rest or ""
+        found = list(family.find_calls(text)) if has_tools and family is not None and family.find_calls else []
+        content = text[: found[0].start].rstrip() if found else text
+    if family is None or not (found and has_tools):
         return AssistantMessage(text, reasoning)
-    calls: list[ToolCall] = []
-    errors: list[str] = []
-    places: list[int] = []
+    read = CallReader()
     for one in found[:MAX_CALLS]:
         try:
             name, arguments = read_call(one)
         except ToolCallError as error:
-            errors.append(f"{error} It began: {one.text[:MAX_QUOTED]}\nWrite calls as {family.example}")  # type: ignore[union-attr]
-            places.append(len(calls))
+            read.refuse(f"{error} It began: {one.text[:MAX_QUOTED]}\nWrite calls as {family.example}")
         else:
-            calls.append(ToolCall(next(call_ids), name, arguments))
-    errors += describe_surplus(len(found))
-    places += [len(calls)] * (len(errors) - len(places))
-    return AssistantMessage(text[: found[0].start].rstrip(), reasoning, tuple(calls), tuple(errors), tuple(places))
+            read.calls.append(ToolCall(next(call_ids), name, arguments))
+    return read.finish(content, reasoning, len(found))
+
+
+class CallReader:
+    """The calls of a turn, and what is wrong with those that cannot be read.
+
+    Attributes:
+        calls: so far.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[ToolCall] = []
+        self._errors: list[tuple[int, str]] = []
+
+    def refuse(self, error: str) -> None:
+        """Add what is wrong with the next call."""
+        self._errors.append((len(self.calls), error))
+
+    def finish(self, content: str, reasoning: str | None, num_written: int) -> AssistantMessage:
+        """Return the turn, of which the policy wrote so many calls."""
+        if num_written > MAX_CALLS:
+            self.refuse(f"A turn has at most {MAX_CALLS} tool calls: {num_written - MAX_CALLS} more were not made.")
+        places, errors = zip(*self._errors, strict=True) if self._errors else ((), ())
+        return AssistantMessage(content, reasoning, tuple(self.calls), errors, places)
 
 
 def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | None]:
     """Return the reasoning, None without any, and what follows it, None before it has ended.
 
     Args:
-        text: of a turn.
         in_thought: whether the text begins inside of a thought.
     """
     body = text.lstrip()
@@ -188,12 +273,6 @@ def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | Non
         return None, text
     thought, end, rest = body.removeprefix(OPEN_THOUGHT).partition(CLOSE_THOUGHT)
     return thought.strip("\n"), rest.lstrip("\n") if end else None
-
-
-def describe_surplus(number: int) -> list[str]:
-    """Return what is wrong with a turn of that many calls, if anything is."""
-    surplus = number - MAX_CALLS
-    return [f"A turn has at most {MAX_CALLS} tool calls: {surplus} more were not made."] if surplus > 0 else []
 
 
 def read_call(found: FoundCall) -> tuple[str, str]:
@@ -245,8 +324,6 @@ class RenderersParser:
     """Reads the tokens of a family's by the package ``renderers``.
 
     Args:
-        tokenizer: the policy's.
-        family: that the package knows.
         arguments: of the chat template; the package is told those that it knows.
 
     Raises:
@@ -254,7 +331,7 @@ class RenderersParser:
         ConfigError: it refuses the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, family: Family, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", family: Family, arguments: Mapping[str, Any]) -> None:
         from renderers import config_from_name, create_renderer
 
         self._tokenizer, self._call_start = tokenizer, family.call_start
@@ -284,24 +361,18 @@ class RenderersParser:
         )
         if not tools and parsed.tool_calls:
             return AssistantMessage(self._with_calls(parsed, token_ids), parsed.reasoning_content or None)
-        calls: list[ToolCall] = []
-        errors: list[str] = []
-        places: list[int] = []
+        read = CallReader()
         for call in parsed.tool_calls[:MAX_CALLS]:
             if call.name and isinstance(call.arguments, dict) and call.status in ("ok", "unknown_tool"):
-                calls.append(ToolCall(call.id or next(call_ids), call.name, dump_arguments(call.arguments)))
+                read.calls.append(ToolCall(call.id or next(call_ids), call.name, dump_arguments(call.arguments)))
             else:
                 kind = str(call.status).replace("_", " ")
-                errors.append(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
-                places.append(len(calls))
-        errors += describe_surplus(len(parsed.tool_calls))
-        places += [len(calls)] * (len(errors) - len(places))
-        reasoning = parsed.reasoning_content or None
-        return AssistantMessage(parsed.content, reasoning, tuple(calls), tuple(errors), tuple(places))
+                read.refuse(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
+        return read.finish(parsed.content, parsed.reasoning_content or None, len(parsed.tool_calls))
 
-    def _with_calls(self, parsed: Any, token_ids: Sequence[int]) -> str:
+    def _with_calls(self, parsed: "ParsedResponse", token_ids: Sequence[int]) -> str:
         """Return what a turn says with its calls as text: there are no tools, or they cannot be read."""
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
         text = text.removesuffix(self._tokenizer.eos_token or "")
         calls = None if self._call_start is None else self._call_start.search(text)
         return str(parsed.content or "") + (

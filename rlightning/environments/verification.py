@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -58,25 +58,17 @@ class Gap(NamedTuple):
 
     def add(self, distances: NDArray[np.float64]) -> "Gap":
         """Return the gap with some more tokens."""
-        return Gap(self.total + float(distances.sum()), self.num_tokens + len(distances))
+        return self.merge(Gap(float(distances.sum()), len(distances)))
 
     def merge(self, other: "Gap") -> "Gap":
         """Return the gap of the tokens of both."""
         return Gap(self.total + other.total, self.num_tokens + other.num_tokens)
 
 
-class _Worst(NamedTuple):
-    """The token that is furthest off."""
-
-    distance: float
-    place: str
-
-
 class TrajectoryVerifier:
     """Compares what trajectories have recorded with what the sampler says of it.
 
     Args:
-        sampler: that has sampled them, and scores.
         max_length: tokens of the longest sequence.
         dtype: what the sampler computes in.
 
@@ -94,8 +86,6 @@ class TrajectoryVerifier:
         """Score trajectories again; those that other weights than the sampler's have a part in are left out.
 
         Args:
-            trajectories: with their branches.
-            sampling: of the rollout.
             version: of the sampler's weights; None: of the newest tokens.
 
         Returns:
@@ -117,7 +107,7 @@ class TrajectoryVerifier:
                 )
             return Gap()
         await self._roll_out_single_turns(chosen, sampling)
-        begun, later, worst = Gap(), Gap(), _Worst(-1.0, "")
+        begun, later, worst = Gap(), Gap(), (-1.0, "")
         pairs = [(one, branch) for one in chosen for branch in one.branches if any(branch.is_sampled)]
         for (one, branch), distances in zip(
             pairs, await asyncio.gather(*(self._compare(branch) for _, branch in pairs)), strict=True
@@ -125,23 +115,23 @@ class TrajectoryVerifier:
             turns = np.asarray(branch.turns)[np.asarray(branch.is_sampled, np.bool_)][: len(distances)]
             is_first = turns == next(place for place, turn in enumerate(one.turns) if turn.sample is not None)
             begun, later = begun.add(distances[is_first]), later.add(distances[~is_first])
-            if len(distances) and distances.max() > worst.distance:
+            if len(distances) and distances.max() > worst[0]:
                 turn = int(turns[distances.argmax()])
                 place = f"prompt {one.prompt.index}, message {turn} after the prompt, branch '{branch.reason}'"
-                worst = _Worst(float(distances.max()), place)
+                worst = float(distances.max()), place
         self._check(begun, "first turns", worst)
         self._check(later, "later turns", worst)
         return begun.merge(later)
 
-    def _check(self, gap: Gap, what: str, worst: _Worst) -> None:
-        """Raise a VerificationError if a gap is not that of single-turn rollouts."""
+    def _check(self, gap: Gap, what: str, worst: tuple[float, str]) -> None:
+        """Raise a VerificationError that names the worst token if a gap is not that of single-turn rollouts."""
         limit = self._limit(gap)
         if gap.num_tokens and not gap.mean <= limit:
             raise VerificationError(
                 f"Trajectories do not train on what was sampled: scored again by one prefill of each branch, "
                 f"log-probabilities of their {what} differ by {gap.mean:.3g} nats in the mean of {gap.num_tokens} "
                 f"tokens, and those of single-turn rollouts by {self.single_turns.mean:.3g}, so that {limit:.3g} are "
-                f"allowed. The token that is furthest off, by {worst.distance:.3g}: {worst.place}. Look at how the "
+                f"allowed. The token that is furthest off, by {worst[0]:.3g}: {worst[1]}. Look at how the "
                 "environment or its client hands on the history; rollout.verify_trajectories: false goes on unverified."
             )
 
@@ -192,18 +182,16 @@ def check_verifiable(sampling: Sampling) -> None:
     Raises:
         ConfigError: names what changes it.
     """
-    if changed := _changed_settings(sampling):
+    for name, value in _changed_settings(sampling).items():
         raise ConfigError(
             f"rollout.verify_trajectories needs log-probabilities of the model's own distribution, which rollout."
-            f"{changed[0]}={getattr(sampling, changed[0])} changes. Verify with temperature 1 and without top_p, top_k "
-            "and min_p."
+            f"{name}={value} changes. Verify with temperature 1 and without top_p, top_k and min_p."
         )
 
 
-def _changed_settings(sampling: Sampling) -> list[str]:
-    usual = Sampling()
-    names = ("temperature", "top_p", "top_k", "min_p")
-    return [name for name in names if getattr(sampling, name) != getattr(usual, name)]
+def _changed_settings(sampling: Sampling) -> dict[str, object]:
+    own, usual = asdict(sampling), asdict(Sampling())
+    return {name: own[name] for name in ("temperature", "top_p", "top_k", "min_p") if own[name] != usual[name]}
 
 
 def _is_comparable(trajectory: Trajectory, sampling: Sampling, version: int) -> bool:

@@ -1,8 +1,11 @@
 """Tokenizers of the forms that families of models have: special tokens, and what their templates write and refuse.
 
-The templates are short, and write what the models' own do for the conversations of the tests.
+The templates are short, and write what the models' own do for the conversations of the tests. With the traps of these:
+Qwen2.5, Qwen3 (hybrid, thinking, instruct), Llama 3.1 and 3.2, Gemma 3, Mistral Nemo and Small 3, GLM 4.5 and 4.6,
+DeepSeek R1 and V3.1, gpt-oss.
 """
 
+import re
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,7 +37,7 @@ CHATML = (
     + "{% elif message.role == 'user' %}{{ '<|im_start|>user\n' + content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Of Qwen2.5: append-only."""
+"""Of Qwen2.5 and of Qwen3-Instruct: append-only."""
 QWEN3 = (
     TOOLS_OF_CHATML.strip("\n") + "{% set ns = namespace(last=-1) %}"
     "{% for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -60,8 +63,9 @@ QWEN3_THINKING = QWEN3.replace(
 LLAMA3 = (
     "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\n{% if tools %}Environment: ipython\n"
     'Write {"name": function name, "parameters": dictionary of argument name and its value}.'
-    "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}<|eot_id|>"
-    "{% for message in messages %}"
+    "{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+    "<|eot_id|>{% for message in messages %}"
     "{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}"
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
     "{% set call = message.tool_calls[0].function %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
@@ -73,17 +77,31 @@ LLAMA3 = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 """One call a turn."""
-GEMMA3 = (
-    "{{ bos_token }}{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+ALTERNATES = (
+    "{% if (message.role == 'user') != (turns.number % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% set role = 'model' if message.role == 'assistant' else message.role %}"
-    "{{ '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% set turns.number = turns.number + 1 %}"
+)
+GEMMA3 = (
+    "{{ bos_token }}{% set turns = namespace(number=0, first='') %}{% if messages[0].role == 'system' %}"
+    "{% set turns.first = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for message in messages %}"
+    + ALTERNATES
+    + "{% set role = 'model' if message.role == 'assistant' else message.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + (turns.first if loop.first else '') + message.content | trim }}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-"""No tools, and nobody speaks twice."""
+"""No tools, and nobody speaks twice; the system message is the beginning of the user's first one."""
 MISTRAL = (
-    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
-    "{% for message in messages %}{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]"
+    "{{ bos_token }}{% set turns = namespace(number=0) %}{% if messages[0].role == 'system' %}"
+    "[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]{% set messages = messages[1:] %}{% endif %}"
+    "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for message in messages %}{% if not message.tool_calls and message.role != 'tool' %}"
+    + ALTERNATES
+    + "{% endif %}{% if message.role == 'user' %}"
+    "{% if tools and message == asked[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST]{{ message.content }}[/INST]"
     "{% elif message.role == 'tool' %}{% if message.tool_call_id | length != 9 %}"
     "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
     '[TOOL_RESULTS]{"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]'
@@ -92,10 +110,10 @@ MISTRAL = (
     "{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}"
     "{% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""No generation prompt; ids of calls are text."""
+"""No generation prompt; ids of calls are text; the user's last message has the tools."""
 GLM = (
     "[gMASK]<sop>{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}{% for message in messages %}"
-    "{% if message.role == 'user' %}{{ '<|user|>\n' + message.content }}"
+    "{% if message.role in ('user', 'system') %}{{ '<|' + message.role + '|>\n' + message.content }}"
     "{% elif message.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
     "{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
     "{% else %}{{ '<|assistant|>\n<think></think>' }}{% if message.content %}{{ '\n' + message.content }}{% endif %}"
@@ -107,19 +125,52 @@ GLM = (
 )
 """No token ends a turn: the one that begins the next does."""
 DEEPSEEK = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}<｜User｜>{{ message.content }}"  # noqa: RUF001
-    "{% elif message.role == 'tool' %}"
-    "{% if messages[loop.index0 - 1].role != 'tool' %}<｜tool▁outputs▁begin｜>{% endif %}"  # noqa: RUF001
-    "<｜tool▁output▁begin｜>{{ message.content }}<｜tool▁output▁end｜>"  # noqa: RUF001
-    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<｜tool▁outputs▁end｜>{% endif %}"  # noqa: RUF001
-    "{% elif message.tool_calls and message.content is none %}<｜Assistant｜><｜tool▁calls▁begin｜>"  # noqa: RUF001
-    "{% for call in message.tool_calls %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"  # noqa: RUF001
-    "{{ call.function.name + '\n```json\n' + call.function.arguments + '\n```' }}<｜tool▁call▁end｜>{% endfor %}"  # noqa: RUF001
-    "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"  # noqa: RUF001
-    "{% else %}<｜Assistant｜>{{ message.content }}<｜end▁of▁sentence｜>{% endif %}{% endfor %}"  # noqa: RUF001
-    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<｜Assistant｜>{% endif %}"  # noqa: RUF001
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}"
+    "{% endif %}{% for message in messages %}{% if message.role == 'user' %}<|User|>{{ message.content }}"
+    "{% elif message.role == 'tool' %}<|tool_output_begin|>{{ message.content }}<|tool_output_end|>"
+    "{% elif message.tool_calls %}{% if messages[loop.index0 - 1].role == 'user' %}<|Assistant|></think>{% endif %}"
+    "{{ message.content or '' }}<|tool_calls_begin|>{% for call in message.tool_calls %}<|tool_call_begin|>"
+    "{{ call.function.name + '<|tool_sep|>' + call.function.arguments }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_end|><|end_of_sentence|>"
+    "{% else %}{% if messages[loop.index0 - 1].role == 'user' %}<|Assistant|></think>{% endif %}"
+    "{{ message.content }}<|end_of_sentence|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role == 'user' %}<|Assistant|></think>{% endif %}"
 )
-"""Calls only with the content null, and their arguments as text."""
+"""Of V3.1, with plain bars and spaces: no turn begins after answers of tools; arguments of calls are text."""
+DEEPSEEK_R1 = (
+    DEEPSEEK.replace(
+        "messages[-1].role == 'user' %}<|Assistant|></think>", "messages[-1].role == 'user' %}<|Assistant|><think>\n"
+    )
+    .replace("</think>", "")
+    .replace("{{ call.function.name", "function<|tool_sep|>{{ call.function.name")
+    .replace("'<|tool_sep|>' + call.function.arguments", "'\n```json\n' + call.function.arguments + '\n```'")
+)
+"""The generation prompt begins a thought, none of which is rendered again; calls have code blocks."""
+GPT_OSS = (
+    "<|start|>system<|message|># Valid channels: analysis, commentary, final.<|end|>"
+    "{% set last = namespace(name='') %}{% if messages[0].role == 'system' or tools %}<|start|>developer<|message|>"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+    "{{ tools | tojson if tools else '' }}<|end|>{% endif %}"
+    "{% for message in messages %}{% if message.role == 'user' %}<|start|>user<|message|>{{ message.content }}<|end|>"
+    "{% elif message.role == 'tool' %}{{ '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary' }}"
+    "<|message|>{{ message.content | tojson }}<|end|>"
+    "{% elif message.tool_calls %}{% set call = message.tool_calls[0].function %}{% set last.name = call.name %}"
+    "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
+    "{{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ call.arguments | tojson }}<|call|>"
+    "{% elif loop.last and not add_generation_prompt %}"
+    "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|return|>"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""Channels; what ends a turn is another token once a message follows; the first call of a turn alone is written."""
+
+
+def with_wide_marks(text: str) -> str:
+    """Return a text with DeepSeek's bars and spaces in the marks of its template."""
+    return re.sub(r"<\|([A-Za-z_]+)\|>", lambda mark: f"<｜{mark[1].replace('_', '▁')}｜>", text)  # noqa: RUF001
+
 
 TEMPLATES = {
     "qwen2.5": CHATML,
@@ -129,24 +180,39 @@ TEMPLATES = {
     "gemma3": GEMMA3,
     "mistral": MISTRAL,
     "glm": GLM,
-    "deepseek": DEEPSEEK,
+    "deepseek": with_wide_marks(DEEPSEEK),
+    "deepseek r1": with_wide_marks(DEEPSEEK_R1),
+    "gpt-oss": GPT_OSS,
 }
+OF_CHATML = "<|im_end|> <|im_start|> <|endoftext|>"
+OF_DEEPSEEK = with_wide_marks(
+    "<|end_of_sentence|> <|begin_of_sentence|> <|User|> <|Assistant|> <|tool_calls_begin|> <|tool_calls_end|> "
+    "<|tool_call_begin|> <|tool_call_end|> <|tool_sep|> <|tool_output_begin|> <|tool_output_end|> "
+    "<|tool_outputs_begin|> <|tool_outputs_end|>"
+)
 SPECIAL = {
-    "qwen2.5": "<|im_end|> <|im_start|> <|endoftext|>",
-    "qwen3": "<|im_end|> <|im_start|> <|endoftext|>",
-    "qwen3 thinking": "<|im_end|> <|im_start|> <|endoftext|>",
+    "qwen2.5": OF_CHATML,
+    "qwen3": OF_CHATML,
+    "qwen3 thinking": OF_CHATML,
     "llama3": "<|eot_id|> <|begin_of_text|> <|end_of_text|> <|eom_id|> <|python_tag|> <|start_header_id|> "
     "<|end_header_id|>",
     "gemma3": "<end_of_turn> <bos> <start_of_turn>",
     "mistral": "</s> <s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
-    "[TOOL_CALLS] [ARGS]",
+    "[TOOL_CALLS] [CALL_ID] [ARGS] [SYSTEM_PROMPT] [/SYSTEM_PROMPT]",
     "glm": "<|user|> <|observation|> <|assistant|> <|system|> [gMASK] <sop> <|endoftext|>",
-    "deepseek": "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> "  # noqa: RUF001
-    + " ".join(f"<｜tool▁{part}｜>" for part in ["calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"])  # noqa: RUF001
-    + " "
-    + " ".join(f"<｜tool▁{part}｜>" for part in ["outputs▁begin", "outputs▁end", "output▁begin", "output▁end"]),  # noqa: RUF001
+    "deepseek": OF_DEEPSEEK,
+    "deepseek r1": OF_DEEPSEEK,
+    "gpt-oss": "<|return|> <|startoftext|> <|call|> <|start|> <|end|> <|message|> <|channel|> <|constrain|>",
 }
 """The first ends a turn."""
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+    },
+}
 MARKS = [
     f"<{slash}{name}>"
     for name in ("think", "tool_call", "tool_response", "arg_key", "arg_value")

@@ -1,22 +1,16 @@
-"""What tests of the endpoint share: messages, a tool, a policy that says given texts, and a request."""
+"""What tests of the endpoint share: messages, a policy that says given texts, and a request."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import openai
-from agent_cases import ScriptedSampler, make_policy
+import pytest
+from agent_cases import ScriptedSampler, connect, make_policy, serve
 from chat_templates import make_tokenizer
 
 from rlightning.environments.policy import RecordedPolicy
 
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
-    },
-}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
 END = "<|im_end|>"
 USER: dict[str, Any] = {"role": "user", "content": "1+2?"}
@@ -25,11 +19,27 @@ SAID = {"role": "assistant", "content": "One."}
 MORE = {"role": "user", "content": "More."}
 
 
-def make(*said: str, family: str = "qwen3", **arguments: Any) -> tuple[RecordedPolicy, ScriptedSampler, Any]:
+def make(
+    *said: str, family: str = "qwen3", kind: Any = ScriptedSampler, delay: float = 0.0, **arguments: Any
+) -> tuple[RecordedPolicy, Any, Any]:
     tokenizer = make_tokenizer(family)
-    sampler = ScriptedSampler(tokenizer, *said, end=END, delay=arguments.pop("delay", 0.0))
+    sampler = kind(tokenizer, *said, end=END, delay=delay)
     return make_policy(sampler, tokenizer, **arguments), sampler, tokenizer
 
 
 async def ask(client: openai.AsyncOpenAI, messages: Sequence[Any], **arguments: Any) -> Any:
     return await client.chat.completions.create(model="any", messages=list(messages), **arguments)
+
+
+def get_refusal(
+    policy: RecordedPolicy, messages: Sequence[Any] = (USER,), allowed: Sequence[str] = (), **arguments: Any
+) -> openai.BadRequestError:
+    """The error of a request, after which the session goes on."""
+
+    async def talk() -> openai.BadRequestError:
+        async with serve(policy, allowed=allowed) as (session, url), connect(session, url) as client:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask(client, messages, **arguments)
+        return caught.value
+
+    return asyncio.run(talk())

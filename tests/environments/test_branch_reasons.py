@@ -34,7 +34,7 @@ class Client:
         messages = read(words)
         found = self.histories.find(messages, tools)
         new = [hash(one) for one in messages[len(messages) - found.num_new :]]
-        past = [] if found.past is None else list(found.past.token_ids)
+        past = [] if found.past is None else list(found.past.turn.token_ids)
         history = [*past, *new] if found.past else [hash((one, tools)) for one in messages]
         content, *thought = said.split(":")
         reply = AssistantMessage(content, "".join(thought))
@@ -122,7 +122,7 @@ def test_tokens_tell_a_text_that_was_tokenized_anew() -> None:
     assert find(6) == "started_over"
 
 
-def test_only_what_follows_the_first_other_token_is_decoded() -> None:
+def test_tokens_are_decoded_from_the_first_difference() -> None:
     decoded: list[list[int]] = []
 
     def decode(tokens: list[int]) -> str:

@@ -1,27 +1,20 @@
 """Chats as tokens: what follows a sampled turn is what the chat template writes there, in the forms of families."""
 
 import json
+import re
 import sys
 from functools import cache
 from typing import Any
 
 import pytest
-from chat_templates import SPECIAL, TEMPLATES, make_tokenizer
+from chat_templates import ADD, SPECIAL, TEMPLATES, make_tokenizer, with_wide_marks
 
 from rlightning.data.formatting import PromptFormat
-from rlightning.environments import Message
+from rlightning.environments import AssistantMessage, Message
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.errors import ConfigError
 from rlightning.types import Prompt
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
-    },
-}
 USER: Message = {"role": "user", "content": "What is 2+2?"}
 PLAIN: Message = {"role": "assistant", "content": "four"}
 
@@ -47,6 +40,14 @@ def get_format(family: str, **arguments: Any) -> ChatFormat:
     return ChatFormat(get_tokenizer(family), arguments)
 
 
+def encode(family: str, text: str) -> list[int]:
+    return list(get_tokenizer(family)(text, add_special_tokens=False).input_ids)
+
+
+def decode(family: str, token_ids: list[int]) -> str:
+    return str(get_tokenizer(family).decode(token_ids))
+
+
 ONE, TWO = calls({"a": 2, "b": "2"}), calls({"a": 2, "b": "2"}, {"a": 1, "b": "ä"})
 CONVERSATIONS: dict[str, tuple[Message, list[Message]]] = {
     "chat": (PLAIN, [USER]),
@@ -55,80 +56,108 @@ CONVERSATIONS: dict[str, tuple[Message, list[Message]]] = {
     "a user's message after the answer": (ONE, [answer(), USER]),
     "empty turn": ({"role": "assistant", "content": ""}, [USER]),
 }
-WITHOUT = {("gemma3", name) for name in CONVERSATIONS if "call" in name or "answer" in name} | {("llama3", "two calls")}
+WITHOUT = {("gemma3", name) for name in CONVERSATIONS if "call" in name or "answer" in name} | {
+    ("llama3", "two calls"),
+    ("mistral", "a user's message after the answer"),
+}
 """Templates that refuse such a conversation."""
+REWRITES = {
+    "qwen3": "drops reasoning",
+    "qwen3 thinking": "drops reasoning",
+    "deepseek r1": "drops reasoning",
+    "gpt-oss": "drops reasoning",
+    "mistral": "changes earlier turns",
+}
+CASES = [(family, name) for family in TEMPLATES for name in CONVERSATIONS if (family, name) not in WITHOUT]
 
 
-APPEND_ONLY = [family for family in TEMPLATES if not family.startswith("qwen3")]
-CASES = [(family, name) for family in APPEND_ONLY for name in CONVERSATIONS if (family, name) not in WITHOUT]
+def find_turn(family: str, said: Message, observations: list[Message], tools: Any) -> tuple[str, str, str]:
+    """The policy's words, the token that ends them, and all of the conversation as the template has it."""
+    render = get_format(family).render_text
+    start, turn = render([USER], tools), render([USER, said], tools, False)
+    full = render([USER, said, *observations], tools)
+    begun = start if turn.startswith(start) else start.removesuffix("<think>\n")
+    assert turn.startswith(begun)
+    text = "\n</think>\n\n" * (begun != start) + turn[len(begun) :]
+    for end in (SPECIAL[family].split()[0], "<|call|>"):
+        if text.rstrip().endswith(end):
+            return text.rstrip().removesuffix(end), end, full
+    return text, full.removeprefix(turn).partition(">")[0] + ">", full  # GLM's begins the next turn
+
+
+def without_changes(text: str) -> str:
+    """A text as a template rewrites it: without an empty thought, and gpt-oss's turns ended as earlier ones."""
+    return re.sub(r"<think>\s*</think>\s*", "", text).replace("<|return|>", "<|end|>")
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_observations_follow_as_the_whole_conversation_is_rendered(family: str, name: str, ended: bool) -> None:
-    chat_format, tokenizer = get_format(family), get_tokenizer(family)
-    said, observations = CONVERSATIONS[name]
+    chat_format, (said, observations) = get_format(family), CONVERSATIONS[name]
     tools = [ADD] if "call" in name or "answer" in name else None
-    start = chat_format.render([USER], tools)
-    full = chat_format.render([USER, said, *observations], tools)
-    assert full[: len(start)] == start
-    end = tokenizer.convert_tokens_to_ids(SPECIAL[family].split()[0])
-    turn = chat_format.render([USER, said], tools, add_generation_prompt=False)[len(start) :]
-    while turn and turn[-1] != end and tokenizer.decode(turn[-1:]).isspace():
-        turn = turn[:-1]
-    sampled = turn if turn[-1:] == [end] else [*turn, full[len(start) + len(turn)]]  # GLM's begins the next turn
-    if not ended:
-        sampled = sampled[:-1]
+    words, end, full = find_turn(family, said, observations, tools)
+    start, sampled = chat_format.render([USER], tools), encode(family, words + end * ended)
     added = chat_format.render_observations(observations, sampled=sampled, ended=ended)
-    assert tokenizer.decode([*start, *sampled, *added]) == tokenizer.decode(full)
-    assert [*start, *sampled, *added] == full
+    text = decode(family, [*start, *sampled, *added])
+    assert without_changes(text) == without_changes(full)
+    assert text == full or family in REWRITES
+    assert text != full or [*start, *sampled, *added] == chat_format.render([USER, said, *observations], tools)
 
 
-def test_reasoning_stays_where_a_template_would_drop_it() -> None:
-    chat_format, tokenizer = get_format("qwen3"), get_tokenizer("qwen3")
-    start = chat_format.render([USER])
-    sampled = tokenizer("<think>\nhm\n</think>\n\nfour<|im_end|>").input_ids
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_what_was_sampled_stays_whatever_it_ends_with(family: str) -> None:
+    """A stop string, half a character, line breaks that are one token where they are read together, or nothing."""
+    chat_format = get_format(family)
+    one_newline, two_newlines = encode(family, "four\n"), encode(family, "four\n\n")
+    newlines = [*one_newline, *encode(family, "\n")]
+    assert newlines != two_newlines
+    half = encode(family, {"gpt-oss": "<|channel|>final<|message|>4 €"}.get(family, "4 €"))[:-1]
+    message = chat_format.parse(half, prompt_ids=chat_format.render([USER]))
+    assert "4 \ufffd" in (message.content, message.reasoning)
+    expected = chat_format.render_observations([USER], sampled=encode(family, "four"), ended=False)
+    for sampled, ended in ((newlines, False), (two_newlines, False), (half, False), ([], False)):
+        assert chat_format.render_observations([USER], sampled=sampled, ended=ended) == expected
+    stopped = encode(family, "four</answer>")
+    assert chat_format.render_observations([USER], sampled=stopped, ended=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "follows"),
+    [
+        ("qwen2.5", "four<|im_end|>", "\n<|im_start|>user"),
+        ("qwen2.5", "four<|endoftext|>", "\n<|im_start|>user"),
+        ("llama3", "four<|eot_id|>", "<|start_header_id|>user"),
+        ("llama3", "four<|eom_id|>", "<|start_header_id|>user"),
+        ("glm", "\nfour<|user|>", "\nWhat"),
+        ("glm", "\nfour<|endoftext|>", "<|user|>\nWhat"),
+        ("gpt-oss", "<|channel|>final<|message|>four<|return|>", "<|start|>user"),
+        ("gpt-oss", "<|channel|>commentary to=functions.no<|message|>{<|call|>", "<|start|>user"),
+    ],
+)
+def test_a_turn_is_closed_once_whatever_ended_it(family: str, said: str, follows: str) -> None:
+    added = get_format(family).render_observations([USER], sampled=encode(family, said), ended=True)
+    assert decode(family, added).startswith(follows)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "beginning"),
+    [
+        ("qwen3", {"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        ("qwen3 thinking", {}, "<|im_start|>assistant\n<think>\n"),
+        ("deepseek", {}, with_wide_marks("<|Assistant|></think>")),
+        ("deepseek r1", {}, with_wide_marks("<|Assistant|><think>\n")),
+        ("glm", {}, "<|assistant|>\n<think></think>"),
+    ],
+)
+def test_later_turns_begin_as_the_first_does(family: str, arguments: dict[str, Any], beginning: str) -> None:
+    chat_format = get_format(family, **arguments)
+    sampled = encode(family, "four" + SPECIAL[family].split()[0])
     added = chat_format.render_observations([USER], sampled=sampled, ended=True)
-    text = tokenizer.decode([*start, *sampled, *added])
-    assert text.endswith(
-        "<think>\nhm\n</think>\n\nfour<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    full = chat_format.render_text([USER, {**PLAIN, "reasoning_content": "hm"}, USER])
-    assert "hm" not in full and full.endswith(
-        "four<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    for tokens in (chat_format.render([USER]), added):
+        assert decode(family, tokens).endswith(beginning)
 
 
-def test_later_turns_begin_as_the_first_does() -> None:
-    for family, arguments, beginning in (
-        ("qwen3", {"enable_thinking": False}, "<think>\n\n</think>\n\n"),
-        ("qwen3 thinking", {}, "<think>\n"),
-    ):
-        chat_format, tokenizer = get_format(family, **arguments), get_tokenizer(family)
-        sampled = tokenizer("four<|im_end|>").input_ids
-        added = chat_format.render_observations([USER], sampled=sampled, ended=True)
-        for tokens in (chat_format.render([USER]), added):
-            assert tokenizer.decode(tokens).endswith(f"<|im_start|>assistant\n{beginning}")
-
-
-@pytest.mark.parametrize("end", ["<|eom_id|>", "<|eot_id|>"])
-def test_another_token_that_ends_a_turn_is_kept(end: str) -> None:
-    chat_format, tokenizer = get_format("llama3"), get_tokenizer("llama3")
-    sampled = tokenizer(f"four{end}", add_special_tokens=False).input_ids
-    added = chat_format.render_observations([USER], sampled=sampled, ended=True)
-    assert tokenizer.decode(added).startswith("<|start_header_id|>user")
-
-
-def test_stop_string_leaves_the_turn_to_be_closed() -> None:
-    chat_format, tokenizer = get_format("qwen2.5"), get_tokenizer("qwen2.5")
-    sampled = tokenizer("four</answer>").input_ids
-    added = chat_format.render_observations([USER], sampled=sampled, ended=True)
-    assert tokenizer.decode(added).startswith("<|im_end|>\n<|im_start|>user")
-    nothing = chat_format.render_observations([USER], sampled=[], ended=False)
-    assert nothing == added
-
-
-def test_stop_token_of_the_runs_own_leaves_the_turn_to_be_closed() -> None:
+def test_own_stop_token_leaves_turn_to_be_closed() -> None:
     tokenizer = make_tokenizer("qwen2.5")
     tokenizer.add_special_tokens({"additional_special_tokens": ["</tool_call>"]})
     sampled = tokenizer('<tool_call>{"name": "add"}</tool_call>').input_ids
@@ -144,87 +173,68 @@ def test_one_of_several_templates_is_for_tools() -> None:
     ChatFormat(tokenizer, {"chat_template": TEMPLATES["qwen2.5"]}).check_tools()
 
 
-def test_no_merge_reaches_into_what_was_sampled() -> None:
-    chat_format, tokenizer = get_format("qwen2.5"), get_tokenizer("qwen2.5")
-    newlines = tokenizer("four\n\n").input_ids
-    one, two = tokenizer("four\n").input_ids, tokenizer("\n").input_ids
-    assert newlines != [*one, *two]  # the two newlines are one token where they are read together
-    for sampled in ([*one, *two], newlines):
-        added = chat_format.render_observations([USER], sampled=sampled, ended=False)
-        assert added[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-
-
-def test_half_a_character_at_a_cut_is_kept_as_sampled() -> None:
-    chat_format, tokenizer = get_format("qwen2.5"), get_tokenizer("qwen2.5")
-    sampled = tokenizer("4 €").input_ids[:-1]
-    assert chat_format.parse(sampled).content == "4 \ufffd"
-    added = chat_format.render_observations([USER], sampled=sampled, ended=False)
-    assert tokenizer.decode(added).startswith("<|im_end|>\n")
+def test_an_answer_may_have_any_words() -> None:
+    for observation in ({**answer(), "content": "ANSWER OF THE POLICY"}, {**USER, "content": "ANSWER OF THE POLICY"}):
+        added = get_format("qwen2.5").render_observations([observation, answer()], sampled=[], ended=False)
+        assert decode("qwen2.5", added).count("ANSWER OF THE POLICY") == 1
 
 
 # What is read
 
 
-def parse(family: str, text: str, **arguments: Any) -> Any:
-    tokenizer = get_tokenizer(family)
-    return get_format(family).parse(tokenizer(text, add_special_tokens=False).input_ids, [ADD], **arguments)
+def parse(family: str, text: str, **arguments: Any) -> AssistantMessage:
+    return get_format(family).parse(encode(family, text), [ADD], **arguments)
 
 
-def named(message: Any) -> list[tuple[str, Any]]:
+def named(message: AssistantMessage) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
 
 
-READ_HERE = ("qwen2.5", "qwen3", "llama3", "mistral")
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [(f, name) for f in READ_HERE for name in ("one call", "two calls") if (f, name) not in WITHOUT],
-)
+@pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[1] in ("one call", "two calls")])
 def test_calls_are_read_as_the_template_writes_them(family: str, name: str) -> None:
-    said, _ = CONVERSATIONS[name]
-    chat_format = get_format(family)
-    start, full = chat_format.render([USER], [ADD]), chat_format.render([USER, said], [ADD], False)
-    message = chat_format.parse(full[len(start) :], [ADD], turn=3)
-    assert named(message) == [
-        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in said["tool_calls"]
-    ]
-    assert message.errors == () and message.content in (
-        "",
-        "<|start_header_id|>assistant<|end_header_id|>",
-        "assistant",
-    )
-    assert [call.id for call in message.tool_calls] == [f"call0030{i}" for i in range(len(message.tool_calls))]
+    if family == "glm":
+        pytest.importorskip("renderers")
+    said, observations = CONVERSATIONS[name]
+    words, end, _ = find_turn(family, said, observations, [ADD])
+    prompt_ids = get_format(family).render([USER], [ADD])
+    message = parse(family, words + end, prompt_ids=prompt_ids, turn=3)
+    written = said["tool_calls"][: 1 if family == "gpt-oss" else None]  # more than the template writes
+    assert named(message) == [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in written]
+    assert (message.content, message.errors) == ("", ())
+    assert [call.id for call in message.tool_calls] == [f"call0030{i}" for i in range(len(written))]
+    text = get_format(family).parse(encode(family, words + end), prompt_ids=prompt_ids)
+    assert text.tool_calls == () and text.content.count("add") == len(written)  # without tools
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "reasoning"),
+    ("family", "text", "content", "reasoning"),
     [
-        ("four<|im_end|>", "four", None),
-        ("<|im_end|>", "", None),
-        ("", "", None),
-        ("<think>\nhm\n</think>\n\nfour<|im_end|>", "four", "hm"),
-        ("<think>\nhm", "", "hm"),
-        ("a </think> b", "a </think> b", None),
+        ("qwen3", "four<|im_end|>", "four", None),
+        ("qwen3", "<|im_end|>", "", None),
+        ("qwen3", "", "", None),
+        ("qwen3", "<think>\nhm\n</think>\n\nfour<|im_end|>", "four", "hm"),
+        ("qwen3", "<think>\nhm", "", "hm"),
+        ("qwen3", "a </think> b", "a </think> b", None),
+        ("qwen3", "<think>\n<tool_call>{}</tool_call>\n</think>\n\nno", "no", "<tool_call>{}</tool_call>"),
+        ("qwen3 thinking", "hm\n</think>\n\nfour<|im_end|>", "four", "hm"),
+        ("qwen3 thinking", "hm", "", "hm"),
+        ("deepseek r1", with_wide_marks("hm\n</think>\n\nfour<|end_of_sentence|>"), "four", "hm"),
+        ("gpt-oss", "<|channel|>final<|message|>four<|return|>", "four", None),
+        ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|mess", "", "hm"),
+        ("gpt-oss", "<|channel|>analysis<|message|>hm", "", "hm"),
+        ("gpt-oss", "<|channel|>anal", "", None),
+        ("gpt-oss", "four<|return|>", "four", None),
     ],
 )
-def test_reasoning_and_content(text: str, content: str, reasoning: str | None) -> None:
-    message = parse("qwen3", text)
+def test_reasoning_and_content(family: str, text: str, content: str, reasoning: str | None) -> None:
+    message = parse(family, text)
     assert (message.content, message.reasoning, message.tool_calls, message.errors) == (content, reasoning, (), ())
 
 
-def test_thought_that_the_prompt_begins() -> None:
-    message = parse("qwen3 thinking", "hm\n</think>\n\nfour<|im_end|>")
-    assert (message.content, message.reasoning) == ("four", "hm")
-    assert parse("qwen3 thinking", "hm").reasoning == "hm"
-    closed = get_tokenizer("qwen3 thinking")("<|im_start|>assistant\n<think>\n\n</think>\n\n").input_ids
+def test_prompt_with_closed_thought_is_followed_by_content() -> None:
+    closed = encode("qwen3 thinking", "<|im_start|>assistant\n<think>\n\n</think>\n\n")
     message = parse("qwen3 thinking", "four", prompt_ids=closed)
     assert (message.content, message.reasoning) == ("four", None)
-
-
-def test_calls_in_a_thought_are_none() -> None:
-    message = parse("qwen3", '<think>\n<tool_call>{"name": "add", "arguments": {}}</tool_call>\n</think>\n\nno')
-    assert message.tool_calls == () and message.content == "no"
 
 
 @pytest.mark.parametrize(
@@ -239,6 +249,24 @@ def test_calls_in_a_thought_are_none() -> None:
         ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2}}]</s>'),
         ("mistral", '[TOOL_CALLS] [{"arguments": {"a": 2}, "name": "add", "id": "abcdefghi"}]'),
         ("mistral", 'So[TOOL_CALLS]add[ARGS]{"a": 2}</s>'),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a":2}</s>'),
+        (
+            "deepseek",
+            with_wide_marks('So<|tool_calls_begin|><|tool_call_begin|>add<|tool_sep|>{ "a" : 2 }\n<|tool_call_end|>'),
+        ),
+        (
+            "deepseek r1",
+            "</think>So:"
+            + with_wide_marks("<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>add\n```json\n")
+            + '{\n "a":2}\n```'
+            + with_wide_marks("<|tool_call_end|><|tool_calls_end|><|end_of_sentence|>"),
+        ),
+        ("gpt-oss", ' to=functions.add<|channel|>commentary json<|message|>{"a":2}<|call|>'),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>So<|end|>"
+            '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ "a" : 2 }<|call|>',
+        ),
     ],
 )
 def test_a_call_in_other_words_is_the_same(family: str, text: str) -> None:
@@ -270,6 +298,12 @@ def test_a_call_in_other_words_is_the_same(family: str, text: str) -> None:
         ("llama3", '{"name": "add", "parameters": {"a"', "A tool call is no JSON (Expecting ':'"),
         ("mistral", "[TOOL_CALLS]add(2)", "A tool call is no JSON (Expecting value"),
         ("mistral", "[TOOL_CALLS]add[ARGS]{", "A tool call is no JSON (Expecting property name"),
+        ("gpt-oss", '<|channel|>commentary to=functions.add<|message|>{"a', "A tool call has no end."),
+        (
+            "deepseek",
+            with_wide_marks("<|tool_calls_begin|><|tool_call_begin|>add<|tool_sep|>{"),
+            "A tool call has no end.",
+        ),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(family: str, text: str, reason: str) -> None:
@@ -291,13 +325,6 @@ def test_calls_without_end_are_few() -> None:
     assert message.errors == ("A turn has at most 32 tool calls: 168 more were not made.",)
 
 
-def test_an_answer_may_have_any_words() -> None:
-    chat_format, tokenizer = get_format("qwen2.5"), get_tokenizer("qwen2.5")
-    for observation in ({**answer(), "content": "ANSWER OF THE POLICY"}, {**USER, "content": "ANSWER OF THE POLICY"}):
-        added = chat_format.render_observations([observation, answer()], sampled=[], ended=False)
-        assert tokenizer.decode(added).count("ANSWER OF THE POLICY") == 1
-
-
 def test_json_in_a_plain_answer_is_no_call() -> None:
     assert parse("llama3", 'It is {"name": "add", "parameters": {}}').tool_calls == ()
     assert parse("llama3", '{"result": 4}').content == '{"result": 4}'
@@ -314,47 +341,38 @@ def test_message_of_a_chat_api() -> None:
     }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3", "glm", "deepseek"])
-def test_package_renderers_reads_the_same(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3", "qwen3"), ("llama3", "llama-3"), ("deepseek r1", "deepseek-v3"), ("gpt-oss", "gpt-oss")],
+)
+def test_package_renderers_reads_the_same(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("renderers")
-    from renderers import config_from_name, create_renderer
+    from renderers import config_from_name, create_renderer, gpt_oss
 
-    chat_format = get_format(family)
-    said = ONE if family == "llama3" else TWO
-    start = chat_format.render([USER], [ADD])
-    sampled = chat_format.render([USER, said], [ADD], False)[len(start) :]
-    if family in ("qwen3", "llama3"):  # read here, and by the package
-        name = {"qwen3": "qwen3", "llama3": "llama-3"}[family]
-        parsed = create_renderer(get_tokenizer(family), config_from_name(name)).parse_response(
-            sampled, prompt_ids=start
-        )
-        expected = [(call.name, call.arguments) for call in parsed.tool_calls]
-    else:
-        assert "by the package renderers" in chat_format.describe()
-        expected = [
-            (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in said["tool_calls"]
-        ]
-    assert named(chat_format.parse(sampled, [ADD], prompt_ids=start)) == expected != []
-    without_tools = chat_format.parse(sampled, prompt_ids=start)
-    assert without_tools.tool_calls == () and all(name in without_tools.content for name, _ in expected)
+    monkeypatch.setattr(gpt_oss, "load_harmony_encoding", str)  # of a vocabulary to download, and no part of parsing
+    words, end, _ = find_turn(family, TWO if (family, "two calls") in CASES else ONE, [answer()], [ADD])
+    prompt_ids, sampled = get_format(family).render([USER], [ADD]), encode(family, words + end)
+    head = encode(family, "<|start|>assistant") if family == "gpt-oss" else []  # which the package reads in no prompt
+    parsed = create_renderer(get_tokenizer(family), config_from_name(name)).parse_response(
+        [*head, *sampled], prompt_ids=prompt_ids
+    )
+    message = get_format(family).parse(sampled, [ADD], prompt_ids=prompt_ids)
+    assert named(message) == [(call.name, call.arguments) for call in parsed.tool_calls] != []
+    assert (message.content, message.reasoning or None) == (parsed.content, parsed.reasoning_content or None)
 
 
 # What is said and refused
 
 
-def test_describe_says_what_the_template_does() -> None:
-    kept = ("is append-only", "drops reasoning once a message follows")
-    for family, what in {
-        "qwen2.5": ("Hermes", kept[0]),
-        "qwen3": ("Hermes", kept[1]),
-        "qwen3 thinking": ("Hermes", kept[1]),
-        "llama3": ("Llama 3", kept[0]),
-        "mistral": ("Mistral", kept[0]),
-        "gemma3": ("no tools", kept[0]),
-    }.items():
-        line = get_format(family).describe()
-        assert what[0] in line and f"the chat template {what[1]}" in line and "\n" not in line
-        assert (get_format(family).rewrites is None) == (what[1] == kept[0])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_describe_says_what_the_template_does(family: str) -> None:
+    form = {
+        **{"llama3": "Llama 3's", "mistral": "Mistral's", "gemma3": "no tools", "gpt-oss": "gpt-oss's"},
+        **{"glm": "GLM 4.5's", "deepseek": "DeepSeek V3's", "deepseek r1": "DeepSeek V3's"},
+    }.get(family, "Hermes's")
+    line = get_format(family).describe()
+    assert form in line and f"the chat template {REWRITES.get(family, 'is append-only')}" in line and "\n" not in line
+    assert (get_format(family).rewrites is None) == (family not in REWRITES)
 
 
 def test_describe_names_the_argument_that_keeps_reasoning() -> None:
@@ -386,20 +404,21 @@ def test_models_without_tools_are_refused() -> None:
     assert ChatFormat(tokenizer).describe().startswith("Chats: the tokenizer has no chat template")
 
 
-def test_images_and_refused_conversations_are_one_line() -> None:
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_images_and_changed_system_messages(family: str) -> None:
+    chat_format = get_format(family)
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:..."}}]}
     with pytest.raises(ConfigError, match=r"message 1, part 1 is .* Only text is read"):
-        get_format("qwen3").render([image])
+        chat_format.render([image])
+    with pytest.raises(ConfigError, match=r"message 1, part 1 is .* Only text is read"):
+        chat_format.render_observations([image], sampled=[], ended=False)
+    texts = [chat_format.render_text([{"role": "system", "content": text}, USER]) for text in ("Short.", "Long.")]
+    assert texts[0] != texts[1] == texts[0].replace("Short.", "Long.")  # another beginning
+
+
+def test_refused_conversations_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^The model's chat template refuses the conversation: .*must alternate"):
         get_format("gemma3").render([USER, USER])
-
-
-def test_a_system_message_that_changes_is_another_beginning() -> None:
-    chat_format = get_format("qwen3")
-    first, second = (
-        chat_format.render([{"role": "system", "content": text}, USER]) for text in ("Be short.", "Be long.")
-    )
-    assert first != second and first[:3] == second[:3]
 
 
 def test_prompt_is_read_from_its_row() -> None:

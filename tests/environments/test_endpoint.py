@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from agent_cases import connect, finish, run, serve, trained
-from endpoint_cases import END, MORE, SAID, USER, ask, make
+from endpoint_cases import END, MORE, SAID, USER, ask, get_refusal, make
 
 from rlightning.environments.endpoint import Endpoint
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
@@ -44,21 +45,12 @@ def test_schemas_reach_the_engine_where_that_is_allowed() -> None:
         (True, SCHEMA, r"the engine does not take the schema \(.*no such type"),
     ],
 )
-def test_a_schema_that_is_not_followed_is_the_clients_error(follows: bool, form: Any, reason: str) -> None:
+def test_refused_schema_is_the_clients_error(follows: bool, form: Any, reason: str) -> None:
     policy, sampler, _ = make("One.")
     sampler.follows_schemas = follows
     sampler.error = RequestRefusedError("ValueError: no such type")
-
-    async def talk() -> None:
-        async with (
-            serve(policy, allowed=["response_format"]) as (session, url),
-            connect(session, url) as client,
-        ):
-            with pytest.raises(openai.BadRequestError, match=reason) as caught:
-                await ask(client, [USER], response_format=form)
-            assert caught.value.param == "response_format" and not session.failure.done()
-
-    asyncio.run(talk())
+    error = get_refusal(policy, allowed=["response_format"], response_format=form)
+    assert error.param == "response_format" and re.search(reason, error.message)
     assert not policy.recorder.turns
 
 
@@ -93,7 +85,7 @@ ANTHROPIC_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "
         ("/inference/v1/generate", {"token_ids": [1], "features": {"image": "AA=="}}, "features"),
     ],
 )
-def test_images_are_refused_in_a_line_by_all_routes(path: str, body: dict[str, Any], kind: str) -> None:
+def test_images_are_refused_by_all_routes(path: str, body: dict[str, Any], kind: str) -> None:
     policy, sampler, _ = make("One.")
 
     async def talk() -> None:
@@ -108,16 +100,17 @@ def test_images_are_refused_in_a_line_by_all_routes(path: str, body: dict[str, A
 
 
 def test_a_trajectory_is_sampled_at_one_temperature() -> None:
-    policy, sampler, _ = make("One.", "Two.", "Three.")
+    policy, sampler, _ = make("One.", max_length=40)
 
     async def use(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await ask(client, [{**USER, "content": "x" * 60}], temperature=0.5)  # which leaves it open
         await ask(client, [USER], temperature=0.7)
         with pytest.raises(openai.BadRequestError, match="a trajectory has one temperature"):
             await ask(client, [USER], temperature=0.8)
 
-    trajectory = run(policy, use)
-    assert sampler.samplings[0].temperature == trajectory.prompt.temperature == 0.7
-    assert len(sampler.samplings) == 1
+    assert run(policy, use).prompt.temperature == 0.7
+    assert [sampling.temperature for sampling in sampler.samplings] == [0.7]
 
 
 @pytest.mark.long
@@ -168,19 +161,22 @@ def test_keys_sizes_and_paths_are_checked() -> None:
 
 @pytest.mark.long
 def test_a_client_that_goes_away_ends_its_request() -> None:
-    policy, sampler, tokenizer = make("Never.", "One.", "Two.", delay=0.3)
+    policy, sampler, tokenizer = make("Never.", "One.", "Two.", delay=60.0)
 
     async def talk() -> None:
-        async with serve(policy) as (session, url):
-            async with connect(session, url, timeout=0.05, max_retries=0) as hasty:
-                with pytest.raises(openai.APITimeoutError):
-                    await ask(hasty, [USER])
-            async with connect(session, url) as client:
-                await ask(client, [USER])
-                await ask(client, [USER, SAID, MORE])
+        async with serve(policy) as (session, url), connect(session, url, max_retries=0) as client:
+            leaving = asyncio.ensure_future(ask(client, [USER]))
+            while not sampler.histories:
+                await asyncio.sleep(0.01)
+            leaving.cancel()
+            while not sampler.cancelled:
+                await asyncio.sleep(0.01)
+            sampler.delay = 0.0
+            await ask(client, [USER])
+            await ask(client, [USER, SAID, MORE])
             assert (session.num_abandoned, sampler.cancelled) == (1, 1)
 
-    asyncio.run(talk())
+    asyncio.run(asyncio.wait_for(talk(), 50))
     trajectory = finish(policy)
     assert trained(trajectory, tokenizer)[-1] == f"One.{END}Two.{END}" and len(trajectory.branches) == 1
 
@@ -200,39 +196,22 @@ def test_a_failure_of_the_engine_ends_the_session() -> None:
         asyncio.run(talk())
 
 
-def test_no_room_is_a_context_length_error() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_room_is_a_context_length_error(stream: bool) -> None:
     policy, _, _ = make("One.", max_length=40)
-
-    async def talk() -> None:
-        async with serve(policy) as (session, url), connect(session, url) as client:
-            with pytest.raises(openai.BadRequestError, match="maximum context length is 40 tokens") as caught:
-                await ask(client, [{**USER, "content": "x" * 60}])
-            assert caught.value.code == "context_length_exceeded" and not session.failure.done()
-
-    asyncio.run(talk())
+    error = get_refusal(policy, [{**USER, "content": "x" * 60}], stream=stream)
+    assert error.code == "context_length_exceeded" and "maximum context length is 40 tokens" in error.message
     assert policy.has_reached_limit
 
 
 @pytest.mark.long
-def test_requests_beyond_the_limit_are_asked_again_by_the_sdk() -> None:
+def test_sdk_retries_requests_beyond_the_limit() -> None:
     policy, _, _ = make(*["One."] * 6, delay=0.05)
 
     async def use(client: openai.AsyncOpenAI) -> None:
         await asyncio.gather(*(ask(client, [USER]) for _ in range(6)))
 
     assert run(policy, use, max_requests=4).status == "finished"
-
-
-def test_a_refused_request_leaves_the_temperature_open() -> None:
-    policy, sampler, _ = make("One.", max_length=40)
-
-    async def use(client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match="maximum context length"):
-            await ask(client, [{**USER, "content": "x" * 60}], temperature=0.5)
-        await ask(client, [USER], temperature=0.9)
-
-    run(policy, use)
-    assert sampler.samplings[-1].temperature == 0.9
 
 
 def test_an_address_that_is_taken_is_one_line() -> None:

@@ -26,7 +26,7 @@ async def listen(**arguments: str) -> str:
         await endpoint.close()
 
 
-def test_all_addresses_are_advertised_as_one_that_can_be_reached() -> None:
+def test_all_addresses_are_advertised_as_a_reachable_one() -> None:
     host = asyncio.run(listen(host="0.0.0.0"))
     assert not ipaddress.ip_address(host).is_unspecified
 

@@ -7,17 +7,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from agent_cases import connect, run, serve, texts, trained
-from endpoint_cases import CALL, END, MORE, SAID, SYSTEM, TOOL, USER, ask, make
+from agent_cases import run, texts, trained
+from chat_templates import ADD
+from endpoint_cases import CALL, END, MORE, SAID, SYSTEM, USER, ask, get_refusal, make
 
 from rlightning.environments import AssistantMessage
 
 
-def test_openai_sdk_with_tools_is_one_branch_as_sampled() -> None:
+def test_openai_sdk_with_tools_is_one_branch() -> None:
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}\n{CALL}", " It is 3. ", "Yes.")
 
     async def use(client: openai.AsyncOpenAI) -> None:
-        first = (await ask(client, [SYSTEM, USER], tools=[TOOL], tool_choice="auto")).choices[0]
+        first = (await ask(client, [SYSTEM, USER], tools=[ADD], tool_choice="auto")).choices[0]
         assert first.finish_reason == "tool_calls" and first.message.content == "Let me."
         assert first.message.reasoning_content == "hm"
         calls = first.message.tool_calls
@@ -30,10 +31,10 @@ def test_openai_sdk_with_tools_is_one_branch_as_sampled() -> None:
         said = {"role": "assistant", "content": " Let me. ", "refusal": None, "tool_calls": again, "audio": None}
         answers = [{"role": "tool", "tool_call_id": f"x{i}", "content": "3"} for i in range(2)]
         history = [SYSTEM, USER, said, *answers]
-        second = (await ask(client, history, tools=[TOOL])).choices[0].message
+        second = (await ask(client, history, tools=[ADD])).choices[0].message
         assert second.content == " It is 3. "
         third = [*history, {"role": "assistant", "content": "It is 3."}, {"role": "user", "content": "Sure?"}]
-        await ask(client, third, tools=[TOOL])
+        await ask(client, third, tools=[ADD])
 
     trajectory = run(policy, use)
     assert [branch.reason for branch in trajectory.branches] == ["start"]
@@ -48,28 +49,20 @@ def test_openai_sdk_with_tools_is_one_branch_as_sampled() -> None:
 
 
 def test_streams_are_read_by_the_sdk() -> None:
-    policy, _, tokenizer = make(f"Let me. {CALL}", "3")
+    policy, _, _ = make(f"Let me. {CALL}", "3")
 
     async def use(client: openai.AsyncOpenAI) -> None:
-        options = {"include_usage": True}
-        chunks = [
-            chunk
-            async for chunk in await ask(
-                client, [USER], tools=[TOOL], stream=True, stream_options=options, logprobs=True
-            )
-        ]
-        assert chunks[-1].usage.completion_tokens == len(tokenizer(f"Let me. {CALL}{END}").input_ids)
-        deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
-        assert "".join(delta.content or "" for delta in deltas) == "Let me."
-        (call,) = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
-        assert call.function.name == "add" and chunks[-2].choices[0].finish_reason == "tool_calls"
-        called = {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}}
-        said = {"role": "assistant", "content": "Let me.", "tool_calls": [called]}
-        answer = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-        arguments: Any = {"model": "any", "messages": [USER, said, answer], "tools": [TOOL]}
-        async with client.chat.completions.stream(**arguments) as stream:
-            final = (await stream.get_final_completion()).choices[0]
-        assert (final.message.content, final.finish_reason) == ("3", "stop")
+        async def stream(*messages: Any) -> Any:
+            arguments: Any = {"model": "any", "messages": messages, "tools": [ADD]}
+            async with client.chat.completions.stream(**arguments) as events:
+                return (await events.get_final_completion()).choices[0]
+
+        first = await stream(USER)
+        (call,) = first.message.tool_calls
+        assert (first.message.content, first.finish_reason, call.function.name) == ("Let me.", "tool_calls", "add")
+        said = first.message.model_dump(exclude={"parsed"})
+        second = await stream(USER, said, {"role": "tool", "tool_call_id": call.id, "content": "3"})
+        assert (second.message.content, second.finish_reason) == ("3", "stop")
 
     assert len(run(policy, use).branches) == 1
 
@@ -79,11 +72,8 @@ def test_streams_are_read_by_the_sdk() -> None:
     ("second", "tools", "reason"),
     [
         ([SYSTEM, USER, {**SAID, "content": "Two."}, MORE], None, "turn_edited"),
-        ([SYSTEM, {**USER, "content": "2+2?"}, SAID, MORE], None, "message_edited"),
-        ([SYSTEM, SAID, MORE], None, "messages_dropped"),
         ([SYSTEM, USER, {**USER, "content": "So far: 1."}, MORE], None, "compacted"),
-        ([{**SYSTEM, "content": "Add!"}, USER, SAID, MORE], None, "system_changed"),
-        ([SYSTEM, USER, SAID, MORE], [TOOL], "tools_changed"),
+        ([SYSTEM, USER, SAID, MORE], [ADD], "tools_changed"),
         ([SYSTEM, {"role": "user", "content": "You are another."}], None, "started_over"),
         ([SYSTEM, USER], None, "sampled_again"),
     ],
@@ -116,7 +106,7 @@ def test_reasoning_stays_or_goes_with_the_template(keeps: bool) -> None:
     assert ("hm" in texts(trajectory, tokenizer)[-1]) == keeps
 
 
-def test_reasoning_that_a_client_cut_off_is_told_apart() -> None:
+def test_reasoning_that_a_client_cut_begins_a_branch() -> None:
     policy, _, _ = make("<think>hm</think>One.", "Two.", family="qwen2.5")
     policy.chat_format.parse = lambda token_ids, *_, **__: _plain(policy, token_ids)  # type: ignore[method-assign]
 
@@ -131,7 +121,7 @@ def _plain(policy: Any, token_ids: Any) -> Any:
     return AssistantMessage(policy.chat_format.tokenizer.decode(token_ids).removesuffix(END))
 
 
-def test_parallel_requests_and_choices_are_branches_of_their_own() -> None:
+def test_parallel_requests_and_choices_are_own_branches() -> None:
     policy, sampler, tokenizer = make(*(f"Number {i}." for i in range(6)), delay=0.05)
 
     async def use(client: openai.AsyncOpenAI) -> None:
@@ -172,7 +162,7 @@ def test_stop_strings_are_sampled_but_not_answered() -> None:
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
         ({"temperature": 0.0}, "temperature"),
         ({"n": 1000}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -187,14 +177,8 @@ def test_stop_strings_are_sampled_but_not_answered() -> None:
 def test_what_cannot_be_honoured_is_refused_by_name(arguments: dict[str, Any], named: str) -> None:
     policy, sampler, _ = make("One.")
 
-    async def talk() -> None:
-        async with serve(policy) as (session, url), connect(session, url) as client:
-            with pytest.raises(openai.BadRequestError) as caught:
-                await ask(client, **{"messages": [USER], **arguments})
-            assert caught.value.param == named and named.rpartition(".")[2] in caught.value.message
-            assert not session.failure.done()
-
-    asyncio.run(talk())
+    error = get_refusal(policy, **arguments)
+    assert error.param == named and named.rpartition(".")[2] in error.message
     assert not sampler.histories and not policy.recorder.turns
 
 
@@ -212,10 +196,10 @@ def test_calls_that_cannot_be_read_are_text() -> None:
     policy, _, _ = make("Hm. <tool_call>\n{no}\n</tool_call>", CALL)
 
     async def use(client: openai.AsyncOpenAI) -> None:
-        first = (await ask(client, [USER], tools=[TOOL])).choices[0]
+        first = (await ask(client, [USER], tools=[ADD])).choices[0]
         assert first.message.content == "Hm. <tool_call>\n{no}\n</tool_call>" and first.message.tool_calls is None
         assert first.finish_reason == "stop"
-        second = (await ask(client, [USER, first.message, MORE], tools=[TOOL], tool_choice="none")).choices[0]
+        second = (await ask(client, [USER, first.message, MORE], tools=[ADD], tool_choice="none")).choices[0]
         assert second.message.content == CALL and second.message.tool_calls is None
 
     assert [branch.reason for branch in run(policy, use).branches] == ["start"]
@@ -224,7 +208,7 @@ def test_calls_that_cannot_be_read_are_text() -> None:
 @pytest.mark.parametrize(
     "message", [{"role": "assistant", "content": "1", "tool_calls": 5}, {"role": "user", "content": "\ud800"}]
 )
-def test_a_malformed_message_is_the_clients_error_and_the_session_goes_on(message: dict[str, Any]) -> None:
+def test_session_goes_on_after_a_malformed_message(message: dict[str, Any]) -> None:
     policy, _, _ = make("One.")
 
     async def use(client: openai.AsyncOpenAI) -> None:
@@ -237,7 +221,7 @@ def test_a_malformed_message_is_the_clients_error_and_the_session_goes_on(messag
     assert run(policy, use).status == "finished"
 
 
-def test_the_tokens_of_a_trajectorys_beginning_alone_are_kept() -> None:
+def test_tokens_of_beginnings_alone_are_kept() -> None:
     policy, _, _ = make("One.", "Two.")
 
     async def use(client: openai.AsyncOpenAI) -> None:

@@ -8,7 +8,8 @@ import httpx
 import openai
 import pytest
 from agent_cases import finish, run, serve, texts, trained
-from endpoint_cases import CALL, END, TOOL, USER, make
+from chat_templates import ADD
+from endpoint_cases import CALL, END, USER, make
 
 
 def test_tokens_go_in_and_out_as_they_are() -> None:
@@ -55,7 +56,7 @@ def test_texts_go_on_from_their_tokens() -> None:
     assert texts(trajectory, tokenizer) == ["A:One.\nB:Two."] and trained(trajectory, tokenizer) == ["One.Two."]
 
 
-def test_a_stop_string_that_the_client_writes_itself_is_read_once() -> None:
+def test_stop_string_of_the_client_is_read_once() -> None:
     policy, sampler, tokenizer = make("Thought\nObservation:", "Two.")
     sampler.end = ""
 
@@ -72,7 +73,7 @@ def test_a_stop_string_that_the_client_writes_itself_is_read_once() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.")
-    schema = TOOL["function"]
+    schema = ADD["function"]
     tool = {"name": "add", "description": schema["description"], "input_schema": schema["parameters"]}
 
     async def talk() -> None:
@@ -109,7 +110,7 @@ def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_responses_with_tools_are_one_branch(is_stored: bool) -> None:
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.", "Yes.")
-    tool = {"type": "function", "strict": False, **TOOL["function"]}
+    tool = {"type": "function", "strict": False, **ADD["function"]}
 
     async def use(client: openai.AsyncOpenAI) -> None:
         arguments: Any = {"model": "any", "instructions": "Add.", "tools": [tool]}

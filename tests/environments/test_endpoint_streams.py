@@ -3,43 +3,32 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
-from agent_cases import StreamingSampler, connect, finish, make_policy, run, serve, trained
-from chat_templates import make_tokenizer
+from agent_cases import StreamingSampler, connect, finish, run, serve, trained
+from chat_templates import ADD
+from endpoint_cases import CALL, END, USER, ask
+from endpoint_cases import make as make_scripted
 
-from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import EngineError
 
-END = "<|im_end|>"
-USER: dict[str, Any] = {"role": "user", "content": "1+2?"}
-TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
 SAID = f"<think>\nhm, 1\u00bd\n</think>\n\nLet me \U0001f914 see.\n{CALL}"
 REASONING, CONTENT = "hm, 1\u00bd", "Let me \U0001f914 see."
 
 
-def make(*said: str, num_held: int = 1, **arguments: Any) -> tuple[RecordedPolicy, StreamingSampler, Any]:
-    tokenizer = make_tokenizer("qwen3")
-    sampler = StreamingSampler(tokenizer, *said, end=END)
-    sampler.num_held = num_held
-    return make_policy(sampler, tokenizer, **arguments), sampler, tokenizer
-
-
+make = partial(make_scripted, kind=StreamingSampler)
 Parts = AsyncIterator[tuple[str, str]]
 
 
 async def read_chat(base_url: str, key: str) -> Parts:
     """The kinds and texts of what a client gets, one after the other."""
-    tool: Any = {"type": "function", "function": TOOL}
     async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key) as client:
         options: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
-        create: Any = client.chat.completions.create
-        async for chunk in await create(model="any", messages=[USER], tools=[tool], **options):
+        async for chunk in await ask(client, [USER], tools=[ADD], **options):
             for choice in chunk.choices:
                 yield "reasoning", getattr(choice.delta, "reasoning_content", None) or ""
                 yield "content", choice.delta.content or ""
@@ -58,7 +47,7 @@ async def read_responses(base_url: str, key: str) -> Parts:
         "response.output_text.delta": "content",
         "response.function_call_arguments.delta": "call",
     }
-    tool: Any = {"type": "function", "strict": False, **TOOL}
+    tool: Any = {"type": "function", "strict": False, **ADD["function"]}
     async with (
         openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=key) as client,
         client.responses.stream(model="any", input="1+2?", tools=[tool]) as events,
@@ -73,7 +62,7 @@ async def read_responses(base_url: str, key: str) -> Parts:
 
 
 async def read_messages(base_url: str, key: str) -> Parts:
-    tool = {"name": "add", "description": "Add.", "input_schema": TOOL["parameters"]}
+    tool = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
     kinds = {"thinking": "reasoning", "text": "content"}
     async with anthropic.AsyncAnthropic(base_url=base_url, api_key=key) as client:
         arguments: Any = {"model": "any", "max_tokens": 999, "messages": [USER], "tools": [tool]}
@@ -135,8 +124,7 @@ def test_choices_of_a_stream_are_told_apart() -> None:
     texts = ["", ""]
 
     async def use(client: openai.AsyncOpenAI) -> None:
-        messages: Any = [USER]
-        async for chunk in await client.chat.completions.create(model="any", messages=messages, n=2, stream=True):
+        async for chunk in await ask(client, [USER], n=2, stream=True):
             (choice,) = chunk.choices
             texts[choice.index] += choice.delta.content or ""
 
@@ -151,14 +139,10 @@ def test_a_streamed_turn_is_continued() -> None:
 
     async def use(client: openai.AsyncOpenAI) -> None:
         said = ""
-        messages: list[Any] = [USER]
-        async for chunk in await client.chat.completions.create(
-            model="any", messages=messages, stop=["STOP"], stream=True
-        ):
+        async for chunk in await ask(client, [USER], stop=["STOP"], stream=True):
             said += chunk.choices[0].delta.content or ""
         assert said == "One. "
-        messages += [{"role": "assistant", "content": said}, USER]
-        await client.chat.completions.create(model="any", messages=messages)
+        await ask(client, [USER, {"role": "assistant", "content": said}, USER])
 
     trajectory = run(policy, use)
     assert [branch.reason for branch in trajectory.branches] == ["start"]
@@ -166,7 +150,7 @@ def test_a_streamed_turn_is_continued() -> None:
 
 
 @pytest.mark.parametrize("read", [read_chat, read_messages])
-def test_a_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
+def test_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
     policy, sampler, tokenizer = make("Never more.", "One.")
 
     async def talk() -> None:
@@ -178,8 +162,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
             assert (session.num_abandoned, sampler.cancelled) == (1, 1)
             sampler.released.set()
             async with connect(session, url) as client:
-                messages: Any = [USER]
-                await client.chat.completions.create(model="any", messages=messages)
+                await ask(client, [USER])
 
     asyncio.run(asyncio.wait_for(talk(), 60))
     assert trained(finish(policy), tokenizer) == [f"One.{END}"]
@@ -190,7 +173,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
     ("read", "kind"),
     [(read_chat, openai.APIError), (read_responses, openai.APIError), (read_messages, anthropic.APIError)],
 )
-def test_a_failure_amid_a_stream_is_the_clients_error_and_the_sessions(read: Read, kind: type[Exception]) -> None:
+def test_failure_amid_a_stream_ends_request_and_session(read: Read, kind: type[Exception]) -> None:
     policy, sampler, _ = make(SAID)
     sampler.error = EngineError("The engine is gone.")
     got: list[str] = []
@@ -206,19 +189,6 @@ def test_a_failure_amid_a_stream_is_the_clients_error_and_the_sessions(read: Rea
     with pytest.raises(EngineError, match=r"^The engine is gone\.$"):
         asyncio.run(asyncio.wait_for(talk(), 60))
     assert not policy.recorder.turns
-
-
-def test_an_error_before_the_first_token_has_its_status() -> None:
-    policy, _, _ = make("One.", max_length=40)
-
-    async def talk() -> None:
-        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
-            client.headers["Authorization"] = f"Bearer {session.key}"
-            body = {"model": "any", "stream": True, "messages": [{**USER, "content": "x" * 60}]}
-            answer = await client.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
-
-    asyncio.run(talk())
 
 
 def test_a_session_that_ends_ends_its_streams() -> None:

@@ -1,23 +1,18 @@
 """What is certain of a turn before it is whole: a beginning of what it says then."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from chat_templates import make_tokenizer
+from chat_templates import ADD, make_tokenizer, with_wide_marks
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.messages import AssistantMessage
 from rlightning.environments.partial_message import PartialMessage, TokenText
 
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-    },
-}
+GLM = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+DEEPSEEK = with_wide_marks(
+    '<|tool_calls_begin|><|tool_call_begin|>add<|tool_sep|>{"a": 2}<|tool_call_end|><|tool_calls_end|>'
+)
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
@@ -44,10 +39,14 @@ def read_parts(pieces: Sequence[Sequence[int]], message: PartialMessage) -> list
         ("llama3", '{"name": "add", "parameters": {"a": 2}}', ("", "")),
         ("llama3", 'So {"a": 2}', ("", 'So {"a": 2}')),
         ("mistral", 'So:[TOOL_CALLS][{"name": "add", "arguments": {"a": 2}}]', ("", "So:")),
+        ("deepseek", f"So now.{DEEPSEEK}", ("", "So now.")),
+        ("glm", f"<think>hm</think>\nSo now.\n{GLM}", ("hm", "So now.")),  # read by another package
     ],
 )
 @pytest.mark.parametrize("size", [1, 3])
 def test_parts_of_a_turn_begin_what_it_says(family: str, text: str, certain: tuple[str, str], size: int) -> None:
+    if family == "glm":
+        pytest.importorskip("renderers")
     tokenizer = make_tokenizer(family)
     chat_format = ChatFormat(tokenizer)
     prompt_ids = chat_format.render([{"role": "user", "content": "hi"}], [ADD])
@@ -57,6 +56,7 @@ def test_parts_of_a_turn_begin_what_it_says(family: str, text: str, certain: tup
     pieces = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
     parts = read_parts(pieces, message)
     assert parts[-1] == certain
+    assert size > 1 or len({content for _, content in parts}) > min(2, len(certain[1]) // 3)
     whole = chat_format.parse(token_ids, [ADD], prompt_ids=prompt_ids)
     for (reasoning, content), (more_reasoning, more_content) in zip(
         parts, [*parts[1:], (whole.reasoning or "", whole.content)], strict=True
@@ -66,7 +66,11 @@ def test_parts_of_a_turn_begin_what_it_says(family: str, text: str, certain: tup
     assert message.finish(whole) == whole
 
 
-def test_calls_that_are_not_read_are_text_at_once() -> None:
+def test_channels_are_read_when_the_turn_is_whole() -> None:
+    assert ChatFormat(make_tokenizer("gpt-oss")).begin_message([ADD], prompt_ids=[1]) is None
+
+
+def test_calls_without_tools_are_text_at_once() -> None:
     tokenizer = make_tokenizer("qwen3")
     message = ChatFormat(tokenizer).begin_message(None, prompt_ids=[1])
     assert message is not None
@@ -74,7 +78,7 @@ def test_calls_that_are_not_read_are_text_at_once() -> None:
     assert message.content == HERMES
 
 
-def test_stop_strings_are_no_part_and_neither_is_their_beginning() -> None:
+def test_stop_strings_and_their_beginnings_are_held_back() -> None:
     message = PartialMessage(TokenText(bytes_to_text), reads_thought=False, stops=["END", "\n\n"])
     parts = read_parts([[byte] for byte in b"a EN b\nc END d"], message)
     contents = [content for _, content in parts]
@@ -82,42 +86,17 @@ def test_stop_strings_are_no_part_and_neither_is_their_beginning() -> None:
     assert {content.rstrip() for content in contents[8:]} == {"a EN b\nc"}
 
 
-def test_a_parser_that_reads_otherwise_continues_what_was_given() -> None:
+def test_parser_that_differs_continues_what_was_given() -> None:
     message = PartialMessage(TokenText(bytes_to_text))
     message.add(b"One two")
     assert message.finish(AssistantMessage("Something else")).content == "One two"
     assert message.finish(AssistantMessage("One two three", "why")) == AssistantMessage("One two three", "why")
 
 
-def test_invalid_bytes_are_held_back_until_they_are_decided() -> None:
+def test_invalid_bytes_are_held_back_until_decided() -> None:
     text = TokenText(bytes_to_text)
     pieces = [b"a", b"\xf0\x9f", b"\xa4\x94", b"\xff", b"b", b"\xc2"]
     assert [text.add(piece) for piece in pieces] == ["a", "", "\U0001f914", "", "\ufffdb", ""]
-
-
-GLM = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
-DEEPSEEK = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"  # noqa: RUF001
-    '```json\n{"a": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'  # noqa: RUF001
-)
-
-
-@pytest.mark.parametrize(
-    ("family", "text", "reasoning"),
-    [("glm", f"<think>hm</think>\nSo now.\n{GLM}", "hm"), ("deepseek", f"So now.{DEEPSEEK}", "")],
-)
-def test_families_of_another_package_are_read_by_their_marks(family: str, text: str, reasoning: str) -> None:
-    pytest.importorskip("renderers")
-    tokenizer = make_tokenizer(family)
-    chat_format = ChatFormat(tokenizer)
-    prompt_ids = chat_format.render([{"role": "user", "content": "hi"}], [ADD])
-    token_ids = tokenizer(text, add_special_tokens=False).input_ids
-    message = chat_format.begin_message([ADD], prompt_ids=prompt_ids)
-    assert message is not None
-    parts = read_parts([[token] for token in token_ids], message)
-    whole = chat_format.parse(token_ids, [ADD], prompt_ids=prompt_ids)
-    assert parts[-1] == (reasoning, "So now.") and len(whole.tool_calls) == 1
-    assert len({content for _, content in parts}) > 2 and message.finish(whole) == whole
 
 
 def bytes_to_text(token_ids: list[int]) -> str:

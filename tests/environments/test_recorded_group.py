@@ -1,9 +1,9 @@
 """The trajectories of a prompt, and what a resumed run makes of those that a checkpoint has kept."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
+from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
 
 from rlightning.environments import Environment, Message, Policy, PolicyGroup, SingleTurn
@@ -12,28 +12,14 @@ from rlightning.environments.environment import TrajectoryLostError
 from rlightning.environments.policy import GroupRequest, RecordedPolicy
 from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.rollout import Sampling
-from rlightning.types import Outcome, Prompt, Sample, Trajectory
+from rlightning.types import Outcome, Prompt, Trajectory
 
 TOKENIZER = make_tokenizer("qwen2.5")
 PROMPT = Prompt(3, "hi", [1, 2], {})
 
 
-class Sampler:
-    """Says the same each time."""
-
-    def __init__(self) -> None:
-        self.token_ids = TOKENIZER("said<|im_end|>").input_ids
-        self.seeds: list[int | None] = []
-
-    async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: Any = None
-    ) -> list[Sample]:
-        self.seeds.append(sampling.seed)
-        tokens = self.token_ids
-        return [Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), "said", "stop") for _ in range(num_samples)]
-
-    async def score(self, token_ids: Any) -> Any:
-        raise NotImplementedError
+def make_sampler() -> Any:
+    return ScriptedSampler(TOKENIZER, *["said"] * 9, end="<|im_end|>")
 
 
 async def turn(policy: Policy, *messages: Message) -> Outcome:
@@ -43,7 +29,7 @@ async def turn(policy: Policy, *messages: Message) -> Outcome:
 
 def make_group(saved: Any = None, *, sampler: Any = None, max_requeues: int = 0, size: int = 2) -> RecordedGroup:
     request = GroupRequest(PROMPT, Sampling(max_new_tokens=4, seed=1), size, saved)
-    return RecordedGroup(sampler or Sampler(), ChatFormat(TOKENIZER), request, 512, None, max_requeues)
+    return RecordedGroup(sampler or make_sampler(), ChatFormat(TOKENIZER), request, 512, None, max_requeues)
 
 
 def finish(environment: Environment, group: RecordedGroup) -> list[Trajectory]:
@@ -71,18 +57,18 @@ class TwoParts(Environment):
         return outcomes
 
 
-def test_a_checkpoint_in_the_second_of_two_parts_repeats_no_turn() -> None:
+def test_checkpoint_in_a_second_part_repeats_no_turn() -> None:
     environment = TwoParts()
     whole = finish(environment, make_group())
     assert [len(one.samples) for one in whole] == [2, 2]
     between, *later = environment.saved
     assert all(between) and later == [[None, None]] * 3
-    sampler = Sampler()
+    sampler = make_sampler()
     assert [len(one.samples) for one in finish(TwoParts(), make_group(between, sampler=sampler))] == [2, 2]
-    assert len(sampler.seeds) == 2, "the first part is known"
+    assert len(sampler.samplings) == 2, "the first part is known"
 
 
-def test_a_single_turn_begins_anew_on_what_another_environment_has_made() -> None:
+def test_single_turn_ignores_another_environments_checkpoint() -> None:
     environment = TwoParts()
     finish(environment, make_group())
     for one in finish(SingleTurn(), make_group(environment.saved[0])):
@@ -100,13 +86,13 @@ class Bonus(Environment):
         return outcomes
 
 
-def test_a_checkpoint_keeps_outcomes_without_what_a_group_adds() -> None:
-    sampler = Sampler()
+def test_checkpoint_keeps_outcomes_without_the_groups_changes() -> None:
+    sampler = make_sampler()
     group = make_group(sampler=sampler)
     for _ in range(3):
         assert [(one.reward, one.metrics) for one in finish(Bonus(), group)] == [(1.5, {"turns": 2.0})] * 2
         group = make_group(group.save(), sampler=sampler)
-    assert len(sampler.seeds) == 2
+    assert len(sampler.samplings) == 2
 
 
 class Lossy(Environment):
@@ -128,8 +114,8 @@ class Lossy(Environment):
         return await turn(policy.split(), {"role": "user", "content": "part"})
 
 
-def test_each_attempt_draws_other_random_numbers_after_a_resume_too() -> None:
-    sampler = Sampler()
+def test_attempts_draw_other_numbers_after_a_resume_too() -> None:
+    sampler = make_sampler()
     first, second = Lossy(1), Lossy(1)
     group = make_group(sampler=sampler, max_requeues=1, size=1)
     finish(first, group)
@@ -138,4 +124,4 @@ def test_each_attempt_draws_other_random_numbers_after_a_resume_too() -> None:
     saved["outcome"], saved["state"] = None, "state"  # as if it were under way
     finish(second, make_group([saved], sampler=sampler, max_requeues=1, size=1))
     assert (first.attempts, second.attempts) == ([0, 1], [1, 2])
-    assert len(set(sampler.seeds)) == len(sampler.seeds) == 5
+    assert len({sampling.seed for sampling in sampler.samplings}) == len(sampler.samplings) == 5

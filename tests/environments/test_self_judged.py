@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_cases import ScriptedSampler
 from cli_project import resolve_config
 from test_chat_format import get_tokenizer
 
@@ -24,23 +25,22 @@ TOKENIZER = get_tokenizer("qwen2.5")
 PROMPT = Prompt(3, "2+2=", TOKENIZER("2+2=").input_ids, {"prompt": "2+2=", "answer": "4"})
 
 
-class Sampler:
-    """Says what a function makes of the text that it is asked to continue; counts the answers of judges."""
+class Sampler(ScriptedSampler):
+    """Says 5, and its verdict where it is asked for one; counts the verdicts."""
 
     def __init__(self, verdict: str, finish_reason: Any = "stop") -> None:
+        super().__init__(TOKENIZER)
         self.verdict, self.finish_reason = verdict, finish_reason
         self.judged: list[tuple[str, Sampling]] = []
 
-    async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: Any = None
-    ) -> list[Sample]:
-        asked, text = TOKENIZER.decode(list(token_ids)), "5"
-        reason: Any = "stop"
-        if "Said:" in asked:
-            self.judged.append((asked, sampling))
-            text, reason = self.verdict, self.finish_reason
-        tokens = TOKENIZER(text).input_ids
-        return [Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), text, reason)]
+    async def sample(self, token_ids: Sequence[int], sampling: Sampling, **settings: Any) -> list[Sample]:
+        asked = TOKENIZER.decode(list(token_ids))
+        if "Said:" not in asked:
+            return [self.make_sample("5")]
+        self.judged.append((asked, sampling))
+        sample = self.make_sample(self.verdict)
+        sample.finish_reason = self.finish_reason
+        return [sample]
 
 
 def attempt(environment: Environment, sampler: Any, max_length: int = 500) -> list[Trajectory]:
@@ -111,7 +111,7 @@ def test_a_trajectory_that_a_limit_ends_is_judged() -> None:
     assert (one.status, one.reward) == ("failed", None)
 
 
-def test_a_question_without_room_is_no_limit_of_the_trajectory() -> None:
+def test_question_without_room_does_not_limit_the_trajectory() -> None:
     class Asks(Environment):
         async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
             await policy.chat()
@@ -136,7 +136,7 @@ def test_environments_in_workers_are_judged() -> None:
     ("rubric", "message"),
     [("Said: {completion} {colour}", r"\{colour\} is no column of prompt 3"), ("Said: what?", "nothing of the sample")],
 )
-def test_a_rubric_that_cannot_be_written_is_an_error(rubric: str, message: str) -> None:
+def test_rubric_that_cannot_be_written_is_refused(rubric: str, message: str) -> None:
     judged = SelfJudged(rubric)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(judged.check())

@@ -3,13 +3,14 @@
 import json
 import secrets
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError, reading
-from rlightning.environments.endpoint.openai_api import Reply, read_tools
+from rlightning.environments.endpoint.openai_api import read_tools
 from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
 from rlightning.environments.endpoint.session import Session, ToolUse
-from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, TurnStream
+from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.foreign_text import cut_value
 
@@ -37,12 +38,7 @@ async def create_message(session: Session, body: Mapping[str, Any], emit: Emit) 
     with reading("tools"):
         tools = _read_tools(body, session.ignored)
     writer = MessageWriter(asked.stops, session.model)
-    stream = TurnStream(writer, emit) if asked.stream else None
-    answers = await session.chat(asked, messages, tools, stream)
-    if stream is None:
-        return writer.write(answers)
-    stream.end(answers)
-    return None
+    return await answer(writer, emit if asked.stream else None, partial(session.chat, asked, messages, tools))
 
 
 def _read_messages(body: Mapping[str, Any]) -> Iterator[Message]:
@@ -108,17 +104,12 @@ def _write_content(message: AssistantMessage) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
 
-def _event(kind: str, **fields: Any) -> Event:
+def _event(kind: str, **fields: object) -> Event:
     return kind, {"type": kind, **fields}
 
 
 class MessageWriter(BlockWriter):
-    """Writes a message, whole or as a stream; calls come in one part each.
-
-    Args:
-        stops: strings that end the turn, of the request.
-        model: its name.
-    """
+    """Writes a message, whole or as a stream; calls come in one part each."""
 
     def __init__(self, stops: list[str], model: str) -> None:
         super().__init__()
@@ -126,7 +117,7 @@ class MessageWriter(BlockWriter):
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
     def write(self, answers: Answers) -> dict[str, Any]:
-        """Return the whole message."""
+        """See :class:`EventWriter`."""
         (turn,) = answers.turns
         sample = turn.sample
         stop = next((stop for stop in self._stops if sample.finish_reason == "stop" and stop in sample.text), None)

@@ -21,12 +21,7 @@ class ClientGoneError(Exception):
 class Request:
     """A request.
 
-    Args:
-        scope: ASGI's.
-        receive: ASGI's.
-
     Attributes:
-        method: in capital letters.
         path: without a query, and slashes at its end.
         headers: by their names in small letters.
     """
@@ -67,7 +62,7 @@ class Request:
             pass
 
 
-async def send_json(send: Send, body: Any, status: int = 200, headers: Mapping[bytes, bytes] | None = None) -> None:
+async def send_json(send: Send, body: object, status: int = 200, headers: Mapping[bytes, bytes] | None = None) -> None:
     """Send an answer."""
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     await send_text(send, text, status, {b"content-type": b"application/json", **(headers or {})})

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
 
 TYPES = {
@@ -17,14 +18,7 @@ TYPES = {
 
 
 class APIError(Exception):
-    """A request that is not served; nothing of it reaches the trajectory.
-
-    Args:
-        message: what the client is told, in a line.
-        status: of HTTP.
-        param: the parameter that is at fault.
-        code: OpenAI's word for it.
-    """
+    """A request that is not served; nothing of it reaches the trajectory."""
 
     def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,12 +37,10 @@ class APIError(Exception):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise an APIError for a part of a request that is not of the API's form.
-
-    Args:
-        what: the part, for the error.
-    """
+    """Raise an APIError for a part of a request that is not of the API's form, or that the chat template refuses."""
     try:
         yield
+    except ConfigError as error:
+        raise APIError(error.line, param=what) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise APIError(f"{what}: it is not of the API's form ({describe_error(error)}).", param=what) from error

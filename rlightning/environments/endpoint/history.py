@@ -2,7 +2,6 @@
 
 import json
 import re
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
-from rlightning.types.trajectory import BranchReason, Sample
+from rlightning.types.trajectory import BranchReason
 
 THOUGHT = re.compile(r"\s*(?:<think>)?.*?</think>", re.DOTALL)
 """At the start of a text whose reasoning was not read apart."""
@@ -54,16 +53,6 @@ class Past(NamedTuple):
     messages: tuple[Known, ...]
     turn: RecordedTurn
 
-    @property
-    def token_ids(self) -> "array[int]":
-        """[L], as they were sampled and rendered."""
-        return self.turn.branch.token_ids[: self.turn.end]
-
-    @property
-    def sample(self) -> Sample:
-        """Of its last turn."""
-        return self.turn.sample
-
 
 class Found(NamedTuple):
     """What a session has seen of a conversation.
@@ -88,12 +77,7 @@ class Histories:
         """Hashes of all conversations that were to be continued: whole ones would take far more memory."""
 
     def find(self, messages: Sequence[Known], tools: str) -> Found:
-        """Find the longest recorded conversation that one goes on from.
-
-        Args:
-            messages: of the conversation.
-            tools: that it has, as JSON.
-        """
+        """Find the longest recorded conversation that one goes on from."""
         own = tuple(messages)
         key = hash((tools, own))
         is_repeated = key in self._asked
@@ -112,9 +96,6 @@ class Histories:
         """Remember a turn of the policy's.
 
         Args:
-            messages: that it answers.
-            tools: of the conversation, as JSON.
-            turn: that was recorded.
             received: its message, as the client gets it.
         """
         self._pasts.append(Past(tools, (*messages, received), turn))
@@ -155,7 +136,6 @@ def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchRe
     """Return how a conversation departs from a past.
 
     Args:
-        own: messages of the conversation.
         past: those of the past, which the conversation does not simply go on from.
     """
     start = _count_shared(own, past)
@@ -189,7 +169,7 @@ def read_known(message: Mapping[str, Any]) -> Known:
     return Known(message["role"], text, to_json(calls) if calls else "", reasoning)
 
 
-def clean(messages: Any) -> list[Message]:
+def clean(messages: object) -> list[Message]:
     """Return the messages of a request with the fields that chat templates read, and no others.
 
     Answers of tools get the name of the tool that was called.
@@ -214,12 +194,12 @@ def clean(messages: Any) -> list[Message]:
     return cleaned
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Return a value in the one form in which it is compared; whole numbers as JavaScript writes them, 1 for 1.0."""
     return json.dumps(_with_whole_numbers(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-def _with_whole_numbers(value: Any) -> Any:
+def _with_whole_numbers(value: object) -> object:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -232,7 +212,7 @@ def received_message(message: AssistantMessage) -> Known:
     return read_known(message.to_message())
 
 
-def _clean(message: Any, where: str) -> Message:
+def _clean(message: object, where: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise APIError(f"{where}={cut_value(message)} has to be a message with a role.", param=where)
     role = "system" if message["role"] in SYSTEM else message["role"]
@@ -250,9 +230,9 @@ def _clean(message: Any, where: str) -> Message:
     return cleaned
 
 
-def _clean_call(call: Any, where: str) -> Message:
+def _clean_call(call: object, where: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise APIError(f"{where}: {cut_value(call)} is no call of a function.", param=where)
     arguments = _read_arguments(function.get("arguments"))
     if not isinstance(arguments, Mapping):
@@ -261,7 +241,7 @@ def _clean_call(call: Any, where: str) -> Message:
     return {"id": str(call.get("id", "")), "type": "function", "function": named}
 
 
-def _read_parts(content: Any, where: str) -> Iterator[str]:
+def _read_parts(content: object, where: str) -> Iterator[str]:
     if content is None:
         return
     for part in content if isinstance(content, list) else [content]:
@@ -272,7 +252,7 @@ def _read_parts(content: Any, where: str) -> Iterator[str]:
         yield text
 
 
-def _read_arguments(arguments: Any) -> Any:
+def _read_arguments(arguments: object) -> object:
     """Return what the arguments of a call say; a text that is no JSON stays one."""
     if isinstance(arguments, str):
         try:

@@ -4,17 +4,17 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.parameters import Asked, read_asked
 from rlightning.environments.endpoint.session import Session, ToolUse
-from rlightning.environments.endpoint.streaming import Answers, Emit, Event, EventWriter, TurnStream
+from rlightning.environments.endpoint.streaming import Answers, Emit, Event, EventWriter, Reply, answer
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
 
-Reply = dict[str, Any] | None
-"""A body; None where all has been emitted as events of a stream."""
 DONE = (None, "[DONE]")
 
 
@@ -22,28 +22,15 @@ async def complete_chat(session: Session, body: Mapping[str, Any], emit: Emit) -
     """Answer ``/v1/chat/completions``."""
     others = ("messages", "tools", "tool_choice")
     asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=others)
-    tools = read_tools(body, session.ignored)
-    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": session.model}
-    stream = TurnStream(ChatWriter(session, head, asked), emit) if asked.stream else None
-    answers = await session.chat(asked, body.get("messages"), tools, stream)
-    if stream is not None:
-        stream.end(answers)
-        return None
-    choices = [_chat_choice(session, turn, asked, index) for index, turn in enumerate(answers.turns)]
-    return {**head, "object": "chat.completion", "choices": choices, "usage": count_usage(answers)}
+    sample = partial(session.chat, asked, body.get("messages"), read_tools(body, session.ignored))
+    return await answer(ChatWriter(session, asked), emit if asked.stream else None, sample)
 
 
 async def complete_text(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/completions``."""
     asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
-    head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": session.model}
-    stream = TurnStream(TextWriter(session, head, asked), emit) if asked.stream else None
-    answers = await session.complete(asked, _read_prompt(body.get("prompt")), stream)
-    if stream is not None:
-        stream.end(answers)
-        return None
-    choices = [_text_choice(session, turn, asked, index) for index, turn in enumerate(answers.turns)]
-    return {**head, "object": "text_completion", "choices": choices, "usage": count_usage(answers)}
+    sample = partial(session.complete, asked, _read_prompt(body.get("prompt")))
+    return await answer(TextWriter(session, asked), emit if asked.stream else None, sample)
 
 
 async def generate_tokens(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
@@ -105,48 +92,36 @@ def count_usage(answers: Answers) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": sampled, "total_tokens": num_prompt + sampled}
 
 
-def _is_function(tool: Any) -> bool:
+def _is_function(tool: object) -> bool:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _chat_choice(session: Session, turn: RecordedTurn, asked: Asked, index: int) -> dict[str, Any]:
-    message = turn.message.to_message()
-    if "tool_calls" in message:
-        message["content"] = message["content"] or None
-    logprobs = {"content": _token_logprobs(turn, session.decode)} if asked.wants_logprobs else None
-    is_call = "tool_calls" in message and turn.sample.finish_reason == "stop"
-    reason = "tool_calls" if is_call else turn.sample.finish_reason
-    return {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
-
-
-def _text_choice(session: Session, turn: RecordedTurn, asked: Asked, index: int) -> dict[str, Any]:
-    logprobs = _text_logprobs(session, turn) if asked.wants_logprobs else None
-    reason = turn.sample.finish_reason
-    return {"index": index, "text": turn.message.content, "finish_reason": reason, "logprobs": logprobs}
-
-
 class CompletionWriter(EventWriter):
-    """Writes the chunks of a completion's stream.
+    """Writes a completion."""
 
-    Args:
-        session: of the request.
-        head: what all chunks begin with.
-        asked: by the request.
-    """
-
+    id_prefix: str
     kind: str
+    chunk_kind: str
 
-    def __init__(self, session: Session, head: Mapping[str, Any], asked: Asked) -> None:
+    def __init__(self, session: Session, asked: Asked) -> None:
         super().__init__()
-        self._session, self._head, self._asked = session, head, asked
+        self._session, self._asked = session, asked
+        name = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self._head = {"id": name, "created": int(time.time()), "model": session.model}
 
-    def _chunk(self, *choices: dict[str, Any], **fields: Any) -> Event:
-        return None, {**self._head, "object": self.kind, "choices": choices, **fields}
+    @abstractmethod
+    def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
+        """Return a whole choice."""
 
     @abstractmethod
     def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
         """Yield the last chunks of a choice."""
+
+    def write(self, answers: Answers) -> dict[str, Any]:
+        """See :class:`EventWriter`."""
+        choices = [self._choice(turn, index) for index, turn in enumerate(answers.turns)]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": count_usage(answers)}
 
     def end(self, answers: Answers) -> Iterator[Event]:
         """See :class:`EventWriter`."""
@@ -157,11 +132,17 @@ class CompletionWriter(EventWriter):
             yield self._chunk(usage=count_usage(answers))
         yield DONE
 
+    def _decode(self, token_id: int) -> str:
+        return self._session.policy.chat_format.decode([token_id])
+
+    def _chunk(self, *choices: dict[str, Any], **fields: object) -> Event:
+        return None, {**self._head, "object": self.chunk_kind, "choices": choices, **fields}
+
 
 class ChatWriter(CompletionWriter):
     """Of a chat: calls come in one chunk each, and log-probabilities with the last one."""
 
-    kind = "chat.completion.chunk"
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
         """See :class:`EventWriter`."""
@@ -172,11 +153,20 @@ class ChatWriter(CompletionWriter):
             if text:
                 yield self._delta(choice, {name: text})
 
+    def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
+        message = turn.message.to_message()
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+        logprobs = {"content": _token_logprobs(turn, self._decode)} if self._asked.wants_logprobs else None
+        is_call = "tool_calls" in message and turn.sample.finish_reason == "stop"
+        reason = "tool_calls" if is_call else turn.sample.finish_reason
+        return {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
+
     def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
-        choice = _chat_choice(self._session, turn, self._asked, index)
-        for number, call in enumerate(choice["message"].get("tool_calls", ())):
+        choice = self._choice(turn, index)
+        for number, call in enumerate(choice.pop("message").get("tool_calls", ())):
             yield self._delta(index, {"tool_calls": [{"index": number, **call}]})
-        yield self._chunk({**{name: choice[name] for name in ("index", "finish_reason", "logprobs")}, "delta": {}})
+        yield self._chunk({**choice, "delta": {}})
 
     def _delta(self, choice: int, delta: dict[str, Any]) -> Event:
         return self._chunk({"index": choice, "delta": delta, "finish_reason": None, "logprobs": None})
@@ -185,7 +175,7 @@ class ChatWriter(CompletionWriter):
 class TextWriter(CompletionWriter):
     """Of a text."""
 
-    kind = "text_completion"
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
         """See :class:`EventWriter`."""
@@ -193,8 +183,13 @@ class TextWriter(CompletionWriter):
         if text:
             yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})
 
+    def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
+        logprobs = _text_logprobs(turn, self._decode) if self._asked.wants_logprobs else None
+        reason = turn.sample.finish_reason
+        return {"index": index, "text": turn.message.content, "finish_reason": reason, "logprobs": logprobs}
+
     def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
-        yield self._chunk({**_text_choice(self._session, turn, self._asked, index), "text": ""})
+        yield self._chunk({**self._choice(turn, index), "text": ""})
 
 
 def _token_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> list[dict[str, Any]]:
@@ -205,14 +200,13 @@ def _token_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> list[dict
     ]
 
 
-def _text_logprobs(session: Session, turn: RecordedTurn) -> dict[str, Any]:
-    tokens = [session.decode(token) for token in turn.sample.token_ids]
-    starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-    logprobs = list(turn.sample.logprobs)
+def _text_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> dict[str, Any]:
+    tokens, logprobs = [name(token) for token in turn.sample.token_ids], list(turn.sample.logprobs)
+    starts = list(accumulate(map(len, tokens), initial=0))[:-1]
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": starts}
 
 
-def _read_prompt(prompt: Any) -> str | list[int]:
+def _read_prompt(prompt: object) -> str | list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -220,7 +214,7 @@ def _read_prompt(prompt: Any) -> str | list[int]:
     return _read_tokens(prompt, "prompt")
 
 
-def _read_tokens(tokens: Any, name: str) -> list[int]:
+def _read_tokens(tokens: object, name: str) -> list[int]:
     if not isinstance(tokens, list) or not all(
         isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in tokens
     ):

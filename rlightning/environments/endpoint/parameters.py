@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -42,7 +42,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
 }
 """Parameters that no engine of ours has, by the values with which they change nothing."""
-T = TypeVar("T", bound=BaseModel)
 Count = Annotated[int, Field(ge=1)]
 Stop = Annotated[str, Field(min_length=1)]
 
@@ -101,8 +100,6 @@ def read_asked(
     """Return what a request asks for.
 
     Args:
-        body: of the request.
-        sampling: the run's.
         ignored: parameters that are passed over, whatever they say.
         others: parameters that the route reads by itself.
 
@@ -122,13 +119,9 @@ def read_asked(
             raise APIError(
                 f"{name}={cut_value(value)} {rule}. {_way_out(name)}", param=name, code="unsupported_parameter"
             )
-    return validate(Asked, {name: value for name, value in given.items() if name in Asked.model_fields})
-
-
-def validate(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a model of these values; an APIError names the first wrong one."""
+    values = {name: value for name, value in given.items() if name in Asked.model_fields}
     try:
-        return kind.model_validate(values, strict=True)
+        return Asked.model_validate(values, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part) in values)
@@ -145,7 +138,6 @@ def to_sampling(asked: Asked, own: Sampling, stream: int, temperature: float | N
     """Return how a request is sampled.
 
     Args:
-        asked: by the request.
         own: the run's, in this trajectory.
         stream: number of the trajectory's random stream, so that the same seed draws something else in each.
         temperature: that the trajectory's earlier turns were sampled at; None: there are none.

@@ -7,10 +7,10 @@ from itertools import count
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError, reading
-from rlightning.environments.endpoint.openai_api import Reply, count_usage, read_tools
+from rlightning.environments.endpoint.openai_api import count_usage, read_tools
 from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
-from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, TurnStream
+from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
 from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
 
@@ -39,19 +39,19 @@ async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Repl
     instructions = body.get("instructions")
     head = [{"role": "system", "content": instructions}] if instructions else []
     writer = ResponseWriter(body, session.model)
-    stream = TurnStream(writer, emit) if asked.stream else None
-    answers = await session.chat(asked, head + messages, tools, stream)
-    session.responses[writer.ids["resp"]] = [*messages, answers.turns[0].message.to_message()]
-    if stream is None:
-        return writer.write(answers)
-    stream.end(answers)
-    return None
+
+    async def sample(stream: TurnStream | None) -> Answers:
+        answers = await session.chat(asked, head + messages, tools, stream)
+        session.responses[writer.ids["resp"]] = [*messages, answers.turns[0].message.to_message()]
+        return answers
+
+    return await answer(writer, emit if asked.stream else None, sample)
 
 
-def _read_format(text: Any) -> dict[str, Any]:
+def _read_format(text: object) -> dict[str, Any]:
     """Return the parameter ``text`` as chat completions have it."""
-    given = text.get("format") if isinstance(text, Mapping) else None
-    if not isinstance(given, Mapping) or set(text) != {"format"}:
+    given = text["format"] if isinstance(text, Mapping) and set(text) == {"format"} else None
+    if not isinstance(given, Mapping):
         raise APIError(f"text={cut_value(text)} is not supported, other than text.format.", param="text")
     return {"type": given.get("type")} | ({"json_schema": dict(given)} if given.get("type") == "json_schema" else {})
 
@@ -63,7 +63,7 @@ def _read_earlier(session: Session, body: Mapping[str, Any]) -> list[Message]:
     return session.responses.get(str(earlier), [])
 
 
-def _read_input(given: Any) -> list[Message]:
+def _read_input(given: object) -> list[Message]:
     """Return the chat's messages; what the policy wrote in one turn comes in several items."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
@@ -116,10 +116,6 @@ class _Ids(dict[str, str]):
 class ResponseWriter(BlockWriter):
     """Writes a response, whole or as a stream; calls come in one part each.
 
-    Args:
-        body: of the request.
-        model: its name.
-
     Attributes:
         ids: of the response ("resp") and its parts.
     """
@@ -145,7 +141,7 @@ class ResponseWriter(BlockWriter):
         }
 
     def write(self, answers: Answers) -> dict[str, Any]:
-        """Return the whole response."""
+        """See :class:`EventWriter`."""
         (turn,) = answers.turns
         message, is_cut, usage = turn.message, turn.sample.is_truncated, count_usage(answers)
         status = "incomplete" if is_cut else "completed"
@@ -214,7 +210,7 @@ class ResponseWriter(BlockWriter):
             return {"id": self.ids["rs"], "type": "reasoning", "summary": [], "content": content, "status": status}
         return {"id": self.ids["msg"], "type": "message", "role": "assistant", "content": content, "status": status}
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: object) -> Event:
         return kind, {"type": kind, "sequence_number": next(self._numbers), **fields}
 
     def _place(self, kind: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
@@ -14,10 +15,9 @@ from rlightning.environments.endpoint import anthropic_api, openai_api, response
 from rlightning.environments.endpoint.address import find_address, make_url
 from rlightning.environments.endpoint.asgi import GONE, ClientGoneError, Receive, Request, Send, send_json, send_text
 from rlightning.environments.endpoint.errors import APIError
-from rlightning.environments.endpoint.openai_api import Reply
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
-from rlightning.environments.endpoint.streaming import Emit, Event
+from rlightning.environments.endpoint.streaming import Emit, Event, Reply
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
@@ -88,11 +88,8 @@ class Endpoint:
         self.ignored, self.allowed = frozenset(ignored), frozenset(allowed)
         if self.allowed - {RESPONSE_FORMAT}:
             raise ConfigError(f"endpoint.allowed={sorted(self.allowed)} may have '{RESPONSE_FORMAT}' alone.")
-        self.max_request_bytes, self.max_connections, self.max_requests = (
-            max_request_bytes,
-            max_connections,
-            max_requests,
-        )
+        self.max_request_bytes, self.max_connections = max_request_bytes, max_connections
+        self.max_requests = max_requests
         self._sessions: dict[str, Session] = {}
         self._shared_keys: dict[str, SharedKey] = {}
         self._serving: tuple[Any, asyncio.Task[None]] | None = None
@@ -167,9 +164,6 @@ class Endpoint:
     async def open(self, policy: Policy) -> AsyncIterator[Session]:
         """Serve a trajectory's session until the context ends.
 
-        Args:
-            policy: of the trajectory.
-
         Raises:
             LimitReachedError: what used the session failed by the answer that a sequence had no more room.
             Exception: the policy could not be sampled from, whatever was made of that.
@@ -215,7 +209,7 @@ class Endpoint:
                 body = await request.read_json(self.max_request_bytes)
                 await self._run(route, session, body, request, send)
         except APIError as error:
-            shape = error.to_anthropic() if request.path == ANTHROPIC else error.to_openai()
+            _, shape = _error_event(error, request.path)
             # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
             is_over = error.status >= 500
             await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
@@ -247,7 +241,7 @@ class Endpoint:
         try:
             event = await work.next_event()
             if event is not None:
-                await send_events(send, work, event, _anthropic_error if request.path == ANTHROPIC else _openai_error)
+                await send_events(send, work, event, lambda error: _error_event(error, request.path))
                 return
             reply = work.result()
         finally:
@@ -304,14 +298,7 @@ class RouteWork:
 
 
 async def send_events(send: Send, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
-    """Send the events of a stream as they come, all of them or until the client has gone.
-
-    Args:
-        send: ASGI's.
-        work: that makes them.
-        first: of them.
-        to_error: returns the event of an error.
-    """
+    """Send the events of a stream as they come, all of them or until the client has gone."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     event: Event | None = first
@@ -325,12 +312,8 @@ async def send_events(send: Send, work: RouteWork, first: Event, to_error: Calla
     await send({"type": "http.response.body", "body": b""})
 
 
-def _anthropic_error(error: APIError) -> Event:
-    return "error", error.to_anthropic()
-
-
-def _openai_error(error: APIError) -> Event:
-    return None, error.to_openai()
+def _error_event(error: APIError, path: str) -> Event:
+    return ("error", error.to_anthropic()) if path == ANTHROPIC else (None, error.to_openai())
 
 
 async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
@@ -357,7 +340,7 @@ def _write_event(event: Event) -> bytes:
     return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
 
 
-def _import_server() -> Any:
+def _import_server() -> ModuleType:
     try:
         import uvicorn
     except ImportError as error:

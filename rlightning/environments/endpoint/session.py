@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +19,9 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.recorder import RecordedTurn
-from rlightning.errors import ConfigError, RequestRefusedError, StreamLostError
-from rlightning.rollout import Sampling
+from rlightning.errors import RequestRefusedError, StreamLostError
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_tokens
-from rlightning.types.trajectory import Sample
+from rlightning.types.trajectory import BranchReason, Sample
 
 RESPONSE_FORMAT = "response_format"
 MAX_BEGINNINGS = 256
@@ -45,7 +44,6 @@ class Session:
     """Serves one trajectory.
 
     Args:
-        policy: of the trajectory.
         keeps_reasoning: whether the policy goes on reading its earlier reasoning, whatever the chat template does.
         ignored: parameters of requests that are passed over.
         allowed: parameters of requests that are honoured, though training assumes another distribution.
@@ -94,13 +92,12 @@ class Session:
         for request in self.requests:
             request.cancel()
 
-    async def chat(self, asked: Asked, messages: Any, tool_use: ToolUse, stream: TurnStream | None = None) -> Answers:
+    async def chat(
+        self, asked: Asked, messages: object, tool_use: ToolUse, stream: TurnStream | None = None
+    ) -> Answers:
         """Answer a conversation.
 
         Args:
-            asked: by the request.
-            messages: of it.
-            tool_use: its tools.
             stream: gets the turns as they are sampled, and is left to be ended; None: it comes whole.
 
         Raises:
@@ -114,27 +111,15 @@ class Session:
             new = cleaned[len(cleaned) - found.num_new :]
             history = self._render(found, cleaned, new, tools)
         number, read_tools = self.policy.num_requested, tools if tool_use.are_called else None
-        if stream is not None:
-            begin = self.policy.chat_format.begin_message
-            parts = [begin(read_tools, prompt_ids=history, stops=asked.stops) for _ in range(asked.n)]
-            stream.expect(parts, len(history))
 
         def read(sample: Sample) -> AssistantMessage:
-            message = self._read(sample, history, read_tools, asked.stops, number)
-            return message if stream is None else stream.finish(message)
+            return self._read(sample, history, read_tools, asked.stops, number)
 
-        turns = await self._sample_turns(
-            history,
-            self._sampling(asked),
-            num_samples=asked.n,
-            reason=found.reason,
-            observations=new,
-            read=read,
-            on_tokens=None if stream is None else stream.add_tokens,
-        )
-        for turn in turns:
+        begin = partial(self.policy.chat_format.begin_message, read_tools, prompt_ids=history, stops=asked.stops)
+        answers = await self._sample(asked, history, read, begin, stream, reason=found.reason, observations=new)
+        for turn in answers.turns:
             self._histories.add(known, tools_key, turn, received_message(turn.message))
-        return Answers(turns, len(history))
+        return answers
 
     async def complete(self, asked: Asked, prompt: str | list[int], stream: TurnStream | None = None) -> Answers:
         """Continue a text, or tokens. A text that begins with an earlier one goes on from its tokens."""
@@ -143,31 +128,17 @@ class Session:
         if not history:
             raise APIError("prompt: the prompt has no token.", param="prompt")
 
-        if stream is not None:
-            stream.expect([self._begin_text(history, asked.stops) for _ in range(asked.n)], len(history))
-
         def read(sample: Sample) -> AssistantMessage:
-            message = AssistantMessage(cut_at_stops(sample.text, asked.stops))
-            return message if stream is None else stream.finish(message)
+            return AssistantMessage(cut_at_stops(sample.text, asked.stops))
 
-        turns = await self._sample_turns(
-            history,
-            self._sampling(asked),
-            num_samples=asked.n,
-            read=read,
-            on_tokens=None if stream is None else stream.add_tokens,
-        )
+        answers = await self._sample(asked, history, read, partial(self._begin_text, history, asked.stops), stream)
         if isinstance(prompt, str):
-            self._texts += [(prompt + turn.message.content, turn, asked.stops) for turn in turns]
-        return Answers(turns, len(history))
+            self._texts += [(prompt + turn.message.content, turn, asked.stops) for turn in answers.turns]
+        return answers
 
     def _begin_text(self, history: list[int], stops: Sequence[str]) -> PartialMessage:
         text = TokenText(partial(decode_tokens, self.policy.chat_format.tokenizer), history[-CONTEXT_TOKENS:])
         return PartialMessage(text, reads_thought=False, stops=stops)
-
-    def decode(self, token_id: int) -> str:
-        """Return the text of a token."""
-        return str(self.policy.chat_format.tokenizer.decode([token_id], skip_special_tokens=False))
 
     def _tokenize(self, text: str) -> list[int]:
         tokenizer = self.policy.chat_format.tokenizer
@@ -180,15 +151,52 @@ class Session:
         sampled, rest = turn.sample.text[len(turn.message.content) :], text[len(known) :]
         ended = next((stop for stop in stops if sampled.startswith(stop) and rest.startswith(stop)), "")
         added = tokenizer(rest.removeprefix(ended), add_special_tokens=False).input_ids
-        return [*turn.branch.token_ids[: turn.end], *added]
+        return [*turn.token_ids, *added]
 
-    async def _sample_turns(self, history: list[int], sampling: Sampling, **settings: Any) -> list[RecordedTurn]:
-        before, self.policy.temperature = self.policy.temperature, sampling.temperature
+    async def _sample(
+        self,
+        asked: Asked,
+        history: list[int],
+        read: Callable[[Sample], AssistantMessage],
+        begin: Callable[[], PartialMessage | None],
+        stream: TurnStream | None,
+        *,
+        reason: BranchReason | None = None,
+        observations: Sequence[Message] = (),
+    ) -> Answers:
+        """Sample the turns of a request.
+
+        Args:
+            history: [L] token ids that the policy reads.
+            begin: returns a turn that is about to be sampled.
+            reason: as of :meth:`RecordedPolicy.sample_turns`.
+            observations: as of it.
+        """
+        if stream is not None:
+            stream.expect([begin() for _ in range(asked.n)], len(history))
+
+        def finish(sample: Sample) -> AssistantMessage:
+            message = read(sample)
+            return message if stream is None else stream.finish(message)
+
+        policy = self.policy
+        sampling = to_sampling(asked, policy.sampling, policy.stream, policy.temperature)
+        if sampling.json_schema is not None:
+            check_schema_is_followed(policy, self._allowed)
+        before, policy.temperature = policy.temperature, sampling.temperature
         try:
-            return await self.policy.sample_turns(history, sampling, **settings)
+            turns = await policy.sample_turns(
+                history,
+                sampling,
+                num_samples=asked.n,
+                reason=reason,
+                observations=observations,
+                read=finish,
+                on_tokens=None if stream is None else stream.add_tokens,
+            )
         except LimitReachedError:
-            if not self.policy.recorder.branches and len(self.requests) <= 1:
-                self.policy.temperature = before  # nothing has been sampled
+            if not policy.recorder.branches and len(self.requests) <= 1:
+                policy.temperature = before  # nothing has been sampled
             raise
         except RequestRefusedError as error:
             if sampling.json_schema is None or isinstance(error, StreamLostError):
@@ -196,13 +204,7 @@ class Session:
             raise APIError(
                 f"response_format: the engine does not take the schema ({error.line}).", param="response_format"
             ) from error
-
-    def _sampling(self, asked: Asked) -> Sampling:
-        policy = self.policy
-        sampling = to_sampling(asked, policy.sampling, policy.stream, policy.temperature)
-        if sampling.json_schema is not None:
-            check_schema_is_followed(policy, self._allowed)
-        return sampling
+        return Answers(turns, len(history))
 
     def _without_dropped_reasoning(
         self, found: Found, messages: list[Message], tools: Sequence[Message] | None
@@ -211,7 +213,10 @@ class Session:
         if self._keeps_reasoning or found.past is None:
             return found
         thoughts = [message.reasoning for message in found.past.messages if message.reasoning]
-        if not thoughts or all(thought in self._render_text(messages, tools) for thought in thoughts):
+        if not thoughts:
+            return found
+        text = self.policy.chat_format.render_text(messages, tools)
+        if all(thought in text for thought in thoughts):
             return found
         return Found(None, found.num_new, "reasoning_dropped")
 
@@ -219,25 +224,16 @@ class Session:
         self, found: Found, messages: list[Message], new: list[Message], tools: Sequence[Message] | None
     ) -> list[int]:
         chat_format = self.policy.chat_format
-        try:
-            if tools:
-                chat_format.check_tools()
-            if found.past is None:
-                if self.policy.recorder.branches:
-                    return chat_format.render(messages, tools)
-                return list(render_beginning(chat_format, messages, tools))
-            sample = found.past.sample
-            ended = sample.finish_reason == "stop"
-            added = chat_format.render_observations(new, sampled=sample.token_ids, ended=ended)
-            return [*found.past.token_ids, *added]
-        except ConfigError as error:
-            raise APIError(error.line, param="messages") from error
-
-    def _render_text(self, messages: list[Message], tools: Sequence[Message] | None) -> str:
-        try:
-            return self.policy.chat_format.render_text(messages, tools)
-        except ConfigError as error:
-            raise APIError(error.line, param="messages") from error
+        if tools:
+            chat_format.check_tools()
+        if found.past is None:
+            if self.policy.recorder.branches:
+                return chat_format.render(messages, tools)
+            return list(render_beginning(chat_format, messages, tools))
+        turn = found.past.turn
+        ended = turn.sample.finish_reason == "stop"
+        added = chat_format.render_observations(new, sampled=turn.sample.token_ids, ended=ended)
+        return [*turn.token_ids, *added]
 
     def _read(
         self, sample: Sample, history: list[int], tools: Sequence[Message] | None, stops: Sequence[str], number: int
@@ -264,26 +260,22 @@ def render_beginning(
 
 def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:
     """Raise an APIError if turns cannot be sampled by a schema, or must not be."""
+    if RESPONSE_FORMAT in allowed and policy.follows_schemas:
+        return
+    reason = ": what samples from the policy has no structured output. vLLM's engine has."
     if RESPONSE_FORMAT not in allowed:
-        raise APIError(
-            "response_format other than text is not supported by default: it leaves out tokens that training counts "
-            "on. Leave it out, add 'response_format' to the endpoint's ignored parameters "
-            "(environment.endpoint.ignored), or to those that it honours all the same (environment.endpoint.allowed).",
-            param=RESPONSE_FORMAT,
-            code="unsupported_parameter",
+        reason = (
+            " by default: it leaves out tokens that training counts on. Leave it out, add 'response_format' to the "
+            "endpoint's ignored parameters (environment.endpoint.ignored), or to those that it honours all the same "
+            "(environment.endpoint.allowed)."
         )
-    if not policy.follows_schemas:
-        raise APIError(
-            "response_format other than text is not supported: what samples from the policy has no structured output. "
-            "vLLM's engine has.",
-            param=RESPONSE_FORMAT,
-            code="unsupported_parameter",
-        )
+    text = f"response_format other than text is not supported{reason}"
+    raise APIError(text, param=RESPONSE_FORMAT, code="unsupported_parameter")
 
 
 def name_model(policy: RecordedPolicy) -> str:
     """Return what the policy is called in requests."""
-    name = str(getattr(policy.chat_format.tokenizer, "name_or_path", "") or "policy")
+    name = policy.chat_format.tokenizer.name_or_path or "policy"
     return Path(name).name if Path(name).is_dir() else name
 
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rlightning.environments.messages import AssistantMessage
@@ -12,6 +12,8 @@ from rlightning.environments.recorder import RecordedTurn
 Event = tuple[str | None, Any]
 """Of a stream: its name, where the API has one, and its data."""
 Emit = Callable[[Event], None]
+Reply = dict[str, Any] | None
+"""A body; None where all has been emitted as events of a stream."""
 
 
 class Answers(NamedTuple):
@@ -27,10 +29,14 @@ class Answers(NamedTuple):
 
 
 class EventWriter(ABC):
-    """Writes the answer to one request in the form of an API's stream. Texts are those from the begin of a turn."""
+    """Writes the answer to one request in the form of an API, whole or as a stream. Texts begin where a turn does."""
 
     def __init__(self) -> None:
         self._num_written: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+
+    @abstractmethod
+    def write(self, answers: Answers) -> dict[str, Any]:
+        """Return the whole answer."""
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
         """Return what comes before all else."""
@@ -52,12 +58,7 @@ class EventWriter(ABC):
 
 
 class TurnStream:
-    """Emits the events of one request's stream. The first comes with the first token, so that errors may come before.
-
-    Args:
-        writer: of the events.
-        emit: called with each.
-    """
+    """Emits the events of one request's stream, the first with the first token, so that errors may come before."""
 
     def __init__(self, writer: EventWriter, emit: Emit) -> None:
         self._writer, self._emit = writer, emit
@@ -70,7 +71,6 @@ class TurnStream:
 
         Args:
             messages: one a choice; None for one that is read only when it is whole.
-            num_prompt_tokens: that the policy reads.
         """
         self._messages, self._num_prompt_tokens = messages, num_prompt_tokens
 
@@ -100,6 +100,22 @@ class TurnStream:
     def _emit_all(self, events: Iterable[Event]) -> None:
         for event in events:
             self._emit(event)
+
+
+async def answer(
+    writer: EventWriter, emit: Emit | None, sample: Callable[[TurnStream | None], Awaitable[Answers]]
+) -> Reply:
+    """Answer a request: as a stream, whose events go to ``emit``, or whole without it.
+
+    Args:
+        sample: samples the turns; the stream, if any, takes their tokens.
+    """
+    stream = None if emit is None else TurnStream(writer, emit)
+    answers = await sample(stream)
+    if stream is None:
+        return writer.write(answers)
+    stream.end(answers)
+    return None
 
 
 class BlockWriter(EventWriter):
