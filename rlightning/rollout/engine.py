@@ -19,13 +19,12 @@ from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection, ServedEngine
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.prefix_cache import PrefixCacheUse
-from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.rollout.vllm.launcher import EngineProcess
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.transports import make_colocated_sender, make_standalone_sender
-from rlightning.types import Prompt, Sample
+from rlightning.types import Sample
 
 
 class EngineSampler(ABC):
@@ -149,10 +148,6 @@ class Engine(EngineSampler):
         self._is_asleep = False
         self.process = ServedEngine(self.config) if self.config.url else EngineProcess(self.config)
 
-    def wait_until_ready(self) -> None:
-        """Block until the engine is up."""
-        self._running.ready.result()
-
     def submit(self, method: str, *arguments: Any) -> "Future[Any]":
         """Call a method of the engine's process; see :meth:`EngineConnection.submit`."""
         return self._running.submit(method, *arguments)
@@ -201,26 +196,8 @@ class Engine(EngineSampler):
             self._updater.close()
             self._updater = None
 
-    # From a thread without an event loop
-
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Sample]]:
-        """Sample each prompt ``num_samples`` times, in the prompts' order; its place is the number of its stream."""
-        self._check_weights()
-        files = model_files(self.config)
-        arguments = [
-            vllm_sampling(group_sampling(sampling, prompt, stream), num_samples, files.end_token_ids)
-            for stream, prompt in enumerate(prompts)
-        ]
-        answers = [
-            self.submit("generate", prompt.token_ids, one) for prompt, one in zip(prompts, arguments, strict=True)
-        ]
-        return [
-            make_samples(files, prompt.token_ids, answer.result())
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
+        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]; from a thread without a loop."""
         answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
         return np.array([answer.result() for answer in answers], np.float32)
 
@@ -229,10 +206,6 @@ class Engine(EngineSampler):
         if self.process is None:
             raise EngineDiedError("The engine is not running.")
         return self.process
-
-    def _check_weights(self) -> None:
-        if self.is_alive and self._held_version is None:
-            raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
 
 
 def model_files(config: EngineConfig) -> ModelFiles:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_models import engine_config, make_prompt, save_model
+from engine_models import LONG_PROMPT, engine_config, save_model
 from torch import Tensor
 
 from rlightning.errors import EngineError
@@ -28,8 +28,6 @@ from rlightning.types import RolloutBatch
 pytestmark = pytest.mark.processes
 
 ADAPTER = Adapter(rank=4, alpha=16)
-LONG_PROMPT = make_prompt("12+3=15 " * 25)
-"""It fills a block of the prefix cache, of 128 tokens."""
 
 
 class Policy(PolicyModule):

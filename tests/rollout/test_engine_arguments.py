@@ -12,6 +12,7 @@ from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_arguments import COUNTS, OF_THE_RUN, argument_names, check_given
 from rlightning.rollout.engine_options import EngineOptions
+from rlightning.run_key import RUN_KEY_VARIABLE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -166,3 +167,30 @@ def test_engine_seeds_differ_by_engine_and_run() -> None:
     ]
     assert len(set(seeds)) == 16  # seed plus number would make 7
     assert all(0 <= seed < 1 << 31 for seed in seeds)  # what vLLM hands on to NumPy
+
+
+def test_engines_by_url_are_standalone_and_different_ones() -> None:
+    url = "tcp://127.0.0.1:8100"
+    assert EngineOptions(placement="standalone", engines=(url,)).engines == (url,)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"engines": (url,)}, "needs placement: standalone"),
+        ({"engines": (url, url), "placement": "standalone"}, "names one twice"),
+        (
+            {"engines": (url,), "num_engines": 2, "placement": "standalone"},
+            r"num_engines=2 is not the number of .* 1\.",
+        ),
+        ({"engines": ("here",), "placement": "standalone"}, "'here' is no address"),
+        ({"weight_folder": Path("w")}, "weight_folder=w needs placement: standalone"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            EngineOptions(**arguments)
+
+
+def test_other_hosts_are_talked_to_with_a_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineOptions(placement="standalone", engines=("tcp://127.0.0.1:1", "tcp://192.0.2.1:8100"))
+    monkeypatch.delenv(RUN_KEY_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=rf"rollout\.engines=192\.0\.2\.1 is no loopback address.*{RUN_KEY_VARIABLE}"):
+        options.check()
+    monkeypatch.setenv(RUN_KEY_VARIABLE, "secret")
+    options.check()

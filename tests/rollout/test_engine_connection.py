@@ -4,18 +4,18 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from engine_models import bare_config
 
 from rlightning import intervals
 from rlightning.errors import EngineDiedError, EngineError, EngineStartError, RequestRefusedError
-from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_connection import NAME, EngineConnection
-from rlightning.rpc import Peer, background_loop
+from rlightning.rollout.engine_connection import NAME, EngineConnection, ServedEngine
+from rlightning.rpc import BusyError, Peer, background_loop
+from rlightning.rpc.authentication import authenticate_client
 from rlightning.rpc.peer import Method
 
 FOREVER = float("inf")
@@ -71,8 +71,7 @@ class Connection(EngineConnection):
     """To it."""
 
     def __init__(self, end: socket.socket, **config: Any) -> None:
-        place: dict[str, Any] = {"device": torch.device("cpu"), "log_file": Path("engine.log")}
-        super().__init__(EngineConfig(engine_args={}, dtype=torch.float32, **place, **config))
+        super().__init__(bare_config(Path("engine.log"), **config))
         self._end_of_pair = end
         self._begin()
 
@@ -193,3 +192,58 @@ def test_time_in_which_the_trainer_stands_still_does_not_count(monkeypatch: pyte
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 86400)  # a day passes
         assert connection.submit("generate", 0.2).result(60) == "done"
         monkeypatch.undo()
+
+
+# An engine that others have started
+
+
+@contextmanager
+def served_at(port: int, **config: Any) -> Iterator[ServedEngine]:
+    engine = ServedEngine(bare_config(Path("engine.log"), url=f"tcp://127.0.0.1:{port}", **config))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.long
+def test_unreachable_engine_raises_clear_error_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    message = (
+        rf"tcp://127\.0\.0\.1:{port} could not be reached for 1 s: it cannot be reached: .*refused\. "
+        r"Start it with .rlightning serve"
+    )
+    with served_at(port, start_timeout=1.0) as engine, pytest.raises(EngineError, match=message):
+        engine.ready.result(60)
+
+
+@pytest.mark.long
+def test_earlier_refusal_is_reported_when_engine_stops_responding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has a trainer, and then answers nothing: the first is said."""
+    monkeypatch.setattr(intervals, "RECONNECT_INTERVAL", 0.1)
+
+    async def refuse(listener: socket.socket) -> None:
+        end, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with end, suppress(BusyError):
+            end.setblocking(False)
+            await authenticate_client(end, None, lambda: False)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        refusal = background_loop().submit(refuse(listener))
+        message = r"for 1\.5 s: it serves another trainer\. Start it"
+        with (
+            served_at(listener.getsockname()[1], start_timeout=1.5) as engine,
+            pytest.raises(EngineError, match=message),
+        ):
+            engine.ready.result(60)
+        refusal.result(60)
+
+
+def test_waiting_for_an_engine_can_be_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with served_at(listener.getsockname()[1]) as engine:
+            answer = engine.submit("ping")
+        with pytest.raises(EngineDiedError, match="has been closed"):
+            answer.result(60)

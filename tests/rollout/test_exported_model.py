@@ -5,14 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_models import engine_config, save_model
+from engine_models import engine_config, save_model, started
 from tiny import bare_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlightning.algorithms import SFT
 from rlightning.callbacks import SaveHF
 from rlightning.data import PromptDataModule
-from rlightning.rollout.engine import Engine
 from rlightning.types import RolloutBatch
 
 pytestmark = pytest.mark.processes
@@ -36,12 +35,8 @@ def test_transformers_and_vllm_load_what_a_run_saved(tmp_path: Path) -> None:
     config = engine_config(str(saved), tmp_path / "engine.log")
     for name in ("load_format", "worker_extension_cls", "scheduler_cls"):
         del config.engine_args[name]  # a plain engine with its own weights: nothing is sent
-    engine = Engine(config)
-    engine.start()
-    try:
-        assert torch.allclose(torch.from_numpy(engine.score_all(np.array([token_ids]))[0]), expected, atol=1e-4)
-    finally:
-        engine.close()
+    with started(config) as engine:
+        np.testing.assert_allclose(engine.score_all(np.array([token_ids]))[0], expected, atol=1e-4)
 
 
 @torch.no_grad()

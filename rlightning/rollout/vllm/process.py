@@ -140,8 +140,6 @@ def main() -> None:
     """Serve the trainer; the arguments are a scratch folder, a socket and a pipe."""
     folder, connection, lifeline = sys.argv[1:4]
     raise_open_files()
-    # vLLM would import it, to ask whether this process is one of Ray's
-    sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
     gc.freeze()  # what is imported stays: vLLM collects garbage five times as it starts, each time 0.3 s over that
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     watch = ParentWatch(int(lifeline), Path(folder))

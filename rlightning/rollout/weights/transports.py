@@ -3,7 +3,7 @@
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from rlightning.rollout.weights.broadcast import BroadcastSender
 from rlightning.rollout.weights.driver import WeightSender
 from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket, plan_source
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource, plan_source
 from rlightning.rpc.authentication import parse_url
 
 SENDER_RANK = 0
@@ -30,12 +30,8 @@ class ShardSender(WeightSender):
     """
 
     def __init__(self, plan: ChunkPlan, *, destination: int) -> None:
-        self.plan, self._destination = plan, destination
-
-    def fill(self, source: WeightSource) -> Iterator[int]:
-        """Take part in the other rank's :meth:`WeightSender.fill`."""
-        nothing = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device="meta")
-        return fill_bucket(self.plan, nothing, source, destination=self._destination)
+        self.plan, self.destination = plan, destination
+        self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device="meta")
 
 
 def make_colocated_sender(source: WeightSource, config: EngineConfig, ranks: Sequence[int]) -> WeightSender:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rlightning.rollout.weights.rendezvous import RendezvousServer, join_rendezvous
 from rlightning.rollout.weights.transfer_group import TransferGroup
+from rlightning.rollout.weights.transports import own_address
 from rlightning.rpc.server import MAX_UNAUTHENTICATED
 
 HOST = "127.0.0.1"
@@ -96,3 +97,9 @@ def test_weights_reach_receivers_amid_strangers() -> None:
     assert received.tolist() == [0, 1, 2, 3, 4]
     for stranger in strangers:
         stranger.close()
+
+
+def test_the_address_that_engines_reach_the_trainer_at() -> None:
+    assert own_address([]) == "127.0.0.1"
+    assert own_address(["tcp://127.0.0.1:8100"]) == "127.0.0.1"
+    assert own_address(["tcp://no-such-host.invalid:8100", "tcp://127.0.0.1:8100"]) == "127.0.0.1"

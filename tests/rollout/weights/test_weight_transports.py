@@ -12,20 +12,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sharded_net
 import torch
 import torch.distributed as dist
-from engine_models import Actor, Weights, make_prompt, running_engine, save_model
+from engine_models import Weights
 
 from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout import Sampling
-from rlightning.rollout.engine import Engine
 from rlightning.rollout.weights import ChunkPlan, plan_chunks
 from rlightning.rollout.weights import broadcast as broadcast_file
 from rlightning.rollout.weights.broadcast import BroadcastSender, number_by_device
-from rlightning.rollout.weights.driver import WeightReceiver, WeightSender, WeightUpdater
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, join_rendezvous
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
@@ -405,48 +402,6 @@ def fill_from_two_ranks(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_other_ranks_give_their_shards(tmp_path: Path) -> None:
     sharded_net.run_ranks(fill_from_two_ranks, 2, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Engine]:
-    with running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
-        yield engine
-
-
-@pytest.mark.parametrize("version", range(len(TRANSPORTS)))
-def test_engine_samples_from_updated_weights(
-    version: int, engine: Engine, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    actor = Actor(folder)
-    actor.perturb(version)
-    plan = plan_of(Weights(actor.named_weights()), torch.float32, 50_000)
-    updater = WeightUpdater(make_sender(TRANSPORTS[version], plan, tmp_path))
-    assert engine.process is not None
-    asked: list[str] = []
-    submit = engine.process.submit
-
-    def noted(method: str, *arguments: Any) -> Any:
-        asked.append(method)
-        return submit(method, *arguments)
-
-    monkeypatch.setattr(engine.process, "submit", noted)
-    for _ in range(2):
-        assert updater.update_weights(actor, version, [engine.process]) == [engine.process]
-    assert len(plan.chunks) > 3
-    sync = ["receive_weights"] * len(plan.chunks) + ["finish_weight_update"]
-    assert asked == ["open_weight_receivers", *sync, *sync]
-    updater.close()
-    engine.weight_version = version
-    prompts = [make_prompt("1+1="), make_prompt("2+3=", 1)]
-    for prompt, (completion,) in zip(prompts, engine.generate(prompts, 1, Sampling(max_new_tokens=12)), strict=True):
-        expected = actor.logprobs(prompt, completion, 1.0).numpy()
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-        assert completion.weight_versions.tolist() == [version] * len(completion.token_ids)
 
 
 @pytest.mark.multigpu

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout.weights import plan_chunks
 from rlightning.rollout.weights.broadcast import BroadcastSender
-from rlightning.rollout.weights.driver import WeightReceiver, WeightSender, WeightUpdater
+from rlightning.rollout.weights.driver import Engine, WeightReceiver, WeightSender, WeightUpdater
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
 from rlightning.rollout.weights.transports import ShardSender
@@ -31,6 +31,12 @@ PLAN = plan_chunks(weight_shapes(WEIGHTS), torch.float32, 256)
 
 def weights_of(version: int) -> Weights:
     return Weights((name, weight + version) for name, weight in WEIGHTS.items())
+
+
+def update(updater: WeightUpdater, version: int, engines: Sequence[Engine]) -> Sequence[Engine]:
+    """Send a version's weights, and have the engines sample from them."""
+    updater.send_weights(weights_of(version), engines)
+    return updater.activate_weights(version)
 
 
 class LocalEngine:
@@ -116,10 +122,10 @@ def assert_updated(engines: Sequence[LocalEngine], version: int) -> None:
 def test_engines_connect_anew_only_when_they_change(transport: str, engines: list[LocalEngine]) -> None:
     updater = WeightUpdater(make_sender(transport))
     for version in (1, 2):
-        assert updater.update_weights(weights_of(version), version, engines[:2]) == engines[:2]
+        assert update(updater, version, engines[:2]) == engines[:2]
         assert_updated(engines[:2], version)
     assert [engine.num_openings for engine in engines] == [1, 1, 0]
-    assert updater.update_weights(weights_of(3), 3, engines) == engines
+    assert update(updater, 3, engines) == engines
     assert_updated(engines, 3)
     assert [engine.num_openings for engine in engines] == [2, 2, 1]
     assert updater.seconds > 0
@@ -135,13 +141,13 @@ def test_engines_connect_anew_only_when_they_change(transport: str, engines: lis
 )
 def test_death_leaves_other_engines_to_next_update(transport: str, chunk: int, engines: list[LocalEngine]) -> None:
     updater = WeightUpdater(make_sender(transport))
-    updater.update_weights(weights_of(1), 1, engines)
+    update(updater, 1, engines)
     engines[1].dies_at = chunk
-    assert updater.update_weights(weights_of(2), 2, engines) == []
+    assert update(updater, 2, engines) == []
     assert [str(death) for death in updater.deaths] == ["It is gone."]
     assert [engine.version for engine in engines] == [1, 1, 1]
     left = [engines[0], engines[2]]
-    assert updater.update_weights(weights_of(2), 2, left) == left
+    assert update(updater, 2, left) == left
     assert updater.deaths == []
     assert_updated(left, 2)
     updater.close()
@@ -159,9 +165,9 @@ def test_what_an_engine_finds_wrong_is_raised_once(engines: list[LocalEngine]) -
 
 def test_rank_without_engines_gives_all_chunks() -> None:
     updater = WeightUpdater(ShardSender(PLAN, destination=0))
-    assert updater.update_weights(weights_of(1), 1, []) == []
+    assert update(updater, 1, []) == []
     with pytest.raises(EngineError, match="expected nothing more, got d"):
-        updater.update_weights(Weights(weights_of(1) | {"d": torch.zeros(1)}), 2, [])
+        updater.send_weights(Weights(weights_of(1) | {"d": torch.zeros(1)}), [])
     updater.close()
 
 
@@ -176,6 +182,6 @@ def test_documented_transport_updates_engines(
     sender = importlib.import_module("mapped_file").MappedFileSender(PLAN, str(tmp_path / "weights"))
     updater = WeightUpdater(sender)
     for version in (1, 2):
-        assert updater.update_weights(weights_of(version), version, engines[:2]) == engines[:2]
+        assert update(updater, version, engines[:2]) == engines[:2]
         assert_updated(engines[:2], version)
     updater.close()
