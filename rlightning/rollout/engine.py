@@ -45,7 +45,7 @@ class EngineSampler(ABC):
         """Of the model that the engine runs."""
 
     @abstractmethod
-    async def _request(self, method: str, *arguments: Any) -> Any:
+    async def _request(self, method: str, *arguments: object) -> Any:
         """Call a method of the engine's server."""
 
     async def sample(
@@ -148,16 +148,20 @@ class Engine(EngineSampler):
         self._is_asleep = False
         self.process = ServedEngine(self.config) if self.config.url else EngineProcess(self.config)
 
-    def submit(self, method: str, *arguments: Any) -> "Future[Any]":
+    def submit(self, method: str, *arguments: object) -> "Future[Any]":
         """Call a method of the engine's process; see :meth:`EngineConnection.submit`."""
         return self._running.submit(method, *arguments)
 
     @property
     def files(self) -> ModelFiles:
         """Of the model that it runs."""
-        return model_files(self.config)
+        if self.config.files is None:
+            raise EngineError(
+                "EngineConfig.files is None: completions cannot be decoded. Set it by ModelFiles.read(model)."
+            )
+        return self.config.files
 
-    async def _request(self, method: str, *arguments: Any) -> Any:
+    async def _request(self, method: str, *arguments: object) -> Any:
         return await asyncio.wrap_future(self.submit(method, *arguments))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -206,15 +210,6 @@ class Engine(EngineSampler):
         if self.process is None:
             raise EngineDiedError("The engine is not running.")
         return self.process
-
-
-def model_files(config: EngineConfig) -> ModelFiles:
-    """Return what the trainer has read of the model's files."""
-    if config.files is None:
-        raise EngineError(
-            "EngineConfig.files is None: completions cannot be decoded. Set it by ModelFiles.read(model)."
-        )
-    return config.files
 
 
 def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[int]) -> dict[str, Any]:

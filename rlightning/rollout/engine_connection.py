@@ -100,7 +100,7 @@ class EngineConnection(ABC):
 
     # Calls
 
-    def submit(self, method: str, *arguments: Any) -> "Future[Any]":
+    def submit(self, method: str, *arguments: object) -> "Future[Any]":
         """Call a method of the engine; its result is plain data, arrays are memoryviews.
 
         Cancelling the future cancels the call: the engine has been told so before it gets any later one.
@@ -114,7 +114,7 @@ class EngineConnection(ABC):
             return answer
         return background_loop().submit(self.call(method, *arguments))
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: object) -> Any:
         """The same as :meth:`submit`, on the background loop."""
         task = asyncio.current_task()
         assert task is not None

@@ -59,17 +59,11 @@ def check_facts(config: "EngineConfig", engine: dict[str, Any]) -> None:
     if differences:
         more = len(differences) - SHOWN
         listed = "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
-        raise EngineStartError(f"{_whose(config)} It has {listed}. {_way_out(config)}")
-
-
-def _whose(config: "EngineConfig") -> str:
-    return f"The engine at {config.url} is not for this run." if config.url else "The engine is not for this run."
-
-
-def _way_out(config: "EngineConfig") -> str:
-    if config.url:
-        return "Start `rlightning serve` with the run's configuration and the same files of its model."
-    return f"The files of {config.engine_args['model']} must stay as they were when the run began."
+        place, way_out = "", f"The files of {arguments['model']} must stay as they were when the run began."
+        if config.url:
+            place = f" at {config.url}"
+            way_out = "Start `rlightning serve` with the run's configuration and the same files of its model."
+        raise EngineStartError(f"The engine{place} is not for this run. It has {listed}. {way_out}")
 
 
 def _own_version() -> str:

@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,33 +160,17 @@ class EngineOptions:
             max_prompt_tokens: of the longest prompt; None: whatever the model allows.
             folder: for their logs.
         """
-        size = self.devices_per_engine
+        size, num_engines = self.devices_per_engine, self.num_engines
+        configure = partial(self._configure, module, device, sampling, max_prompt_tokens, folder)
         if self.placement == "colocated":
-            first, num_engines = global_rank() // size * self.num_engines, world_size() // size * self.num_engines
-            return [
-                self._configure(
-                    module, device, sampling, max_prompt_tokens, folder, first + place, num_engines, self.num_engines
-                )
-                for place in range(self.num_engines)
-            ]
+            first, total = global_rank() // size * num_engines, world_size() // size * num_engines
+            return [configure(first + place, total, num_engines) for place in range(num_engines)]
         if self.engines:
-            return [
-                replace(
-                    self._configure(module, device, sampling, max_prompt_tokens, folder, number, len(self.engines)),
-                    url=url,
-                )
-                for number, url in enumerate(self.engines)
-            ]
-        places = free_devices(device, self.num_engines, size)
-        sharing = [places.count(names) if names else 1 for names in places]
+            return [replace(configure(n, len(self.engines)), url=url) for n, url in enumerate(self.engines)]
+        places = free_devices(device, num_engines, size)
         return [
-            replace(
-                self._configure(
-                    module, device, sampling, max_prompt_tokens, folder, number, self.num_engines, sharing[number]
-                ),
-                visible_devices=names,
-            )
-            for number, names in enumerate(places)
+            replace(configure(n, num_engines, places.count(names) if names else 1), visible_devices=names)
+            for n, names in enumerate(places)
         ]
 
     def configure_served(
@@ -196,15 +181,7 @@ class EngineOptions:
         max_prompt_tokens: int | None,
         log_file: Path,
     ) -> EngineConfig:
-        """One engine for a trainer on another host, on all devices that this process sees.
-
-        Args:
-            module: as of :meth:`configure`.
-            device: of the type that the engine runs on.
-            sampling: as of :meth:`configure`.
-            max_prompt_tokens: as of :meth:`configure`.
-            log_file: the engine's.
-        """
+        """One engine for a trainer on another host, on all devices that this process sees; see :meth:`configure`."""
         options = replace(self, placement="standalone")
         num_engines = len(self.engines) or self.num_engines
         config = options._configure(module, device, sampling, max_prompt_tokens, log_file.parent, 0, num_engines)

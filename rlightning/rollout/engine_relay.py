@@ -25,6 +25,7 @@ from rlightning.rollout.engine_pool import EngineId
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.sampler import TokenSampler
 from rlightning.rollout.service import pack_arrays
+from rlightning.rollout.weights.rendezvous import find_own_address
 
 COLLECTOR_RANK = 0
 """The rank that samples from all engines."""
@@ -66,7 +67,7 @@ class EngineRelay:
         peer = await rpc.Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
         await peer.wait_closed()
 
-    async def _request(self, number: int, method: str, *arguments: Any) -> Any:
+    async def _request(self, number: int, method: str, *arguments: object) -> Any:
         process = self._engines[number].process
         if process is None:
             raise EngineDiedError("The engine is not running.")
@@ -95,7 +96,7 @@ class RemoteEngine(EngineSampler):
         """Of the model that it runs."""
         return self._files
 
-    async def _request(self, method: str, *arguments: Any) -> Any:
+    async def _request(self, method: str, *arguments: object) -> Any:
         work = self._relay.request(self._id.number, method, *arguments)
         try:
             return await asyncio.wrap_future(rpc.background_loop().submit(work))
@@ -120,7 +121,7 @@ class RelayConnection:
         self._peer: rpc.Peer | None = None
         self._lock = asyncio.Lock()
 
-    async def request(self, number: int, method: str, *arguments: Any) -> Any:
+    async def request(self, number: int, method: str, *arguments: object) -> Any:
         """Call a method of one of the rank's engines, on the background loop."""
         peer = await self.connect()
         return await peer.call("request", number, method, *arguments)
@@ -160,7 +161,10 @@ class EngineNetwork:
             gathered = gather_objects((key, socket.gethostname()), name="engines")
             key, hosts = gathered[COLLECTOR_RANK][0], {host for _, host in gathered}
             if engines and global_rank() != COLLECTOR_RANK:
-                self._relay = EngineRelay(engines, _own_address() if len(hosts) > 1 else "127.0.0.1", key)
+                own = "127.0.0.1"
+                if len(hosts) > 1:  # the address on the way to rank 0's host; the port does not matter
+                    own = find_own_address(os.environ.get("MASTER_ADDR", own), 9)
+                self._relay = EngineRelay(engines, own, key)
         relay = None if self._relay is None else (self._relay.url, len(engines))
         relays = gather_objects(relay, name="engines") if world_size() > 1 else []
         if global_rank() != COLLECTOR_RANK:
@@ -188,15 +192,6 @@ class EngineNetwork:
         if self._relay is not None:
             self._relay.close()
             self._relay = None
-
-
-def _own_address() -> str:
-    """Return the address of this machine on its way to rank 0's host."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as end:
-        end.connect(address)  # which sends nothing
-        return str(end.getsockname()[0])
 
 
 def _bracketed(host: str) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlightning.types import Prompt, Trajectory
 from rlightning.types.trajectory import from_plain, to_plain
@@ -269,12 +270,11 @@ def _describe_change(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(changed)
 
 
-def token_staleness(groups: Sequence[Group], weight_version: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def token_staleness(groups: Sequence[Group], weight_version: int) -> NDArray[np.int64]:
     """Return the staleness of each sampled token of ``groups`` at a weight version, in updates: [T]."""
     trajectories = [one for group in groups for one in group.trajectories or ()]
     versions = [np.asarray(sample.weight_versions) for one in trajectories for sample in one.samples]
-    sampled: np.ndarray[Any, np.dtype[np.int64]] = np.concatenate([np.zeros(0, np.int64), *versions])
-    return weight_version - sampled
+    return np.asarray(weight_version - np.concatenate([np.zeros(0, np.int64), *versions]), np.int64)
 
 
 def _pack(group: Group) -> dict[str, Any]:

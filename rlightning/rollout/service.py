@@ -64,7 +64,7 @@ class Client:
         await self._forward("ping")  # once the engine is up
         return self.engine.ready.result()
 
-    async def _forward(self, method: str, *arguments: Any) -> Any:
+    async def _forward(self, method: str, *arguments: object) -> Any:
         """Call the engine; sampling is cancelled when the trainer is gone, anything else is soon done."""
         call = asyncio.ensure_future(self.engine.call(method, *arguments))
         if method not in SAMPLING_METHODS:

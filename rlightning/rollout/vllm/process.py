@@ -79,7 +79,7 @@ class EngineHost:
         )
 
     def _guard(self, method: Method) -> Method:
-        async def call(*arguments: Any) -> Any:
+        async def call(*arguments: object) -> Any:
             try:
                 return await method(*arguments)
             except EngineDeadError as error:

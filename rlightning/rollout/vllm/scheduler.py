@@ -358,10 +358,10 @@ class RolloutScheduler(Scheduler):
         """See Scheduler: whether there is anything to do; in a pause, to send what has been held back."""
         return bool(super().has_requests()) or (self._is_paused() and any(self.unsent.values()))
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+    def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
         """See Scheduler: forget what is in the KV cache, if need be by requeueing all."""
         self._wake(list(self.resting.rows))
-        return super().reset_prefix_cache(*args, **kwargs)
+        return bool(super().reset_prefix_cache(*args, **kwargs))
 
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):

@@ -92,7 +92,7 @@ class WeightReceiver(Protocol):
         return
 
 
-class WeightSender(Protocol):
+class WeightSender:
     """What a rank sends weights with, or gives its shards. All but :meth:`interrupt` is called by one thread.
 
     A transport subclasses this and :class:`WeightReceiver`, and inherits what it has nothing to do for.

@@ -2,7 +2,6 @@
 
 import contextlib
 import ipaddress
-import socket
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.weights.broadcast import BroadcastSender
 from rlightning.rollout.weights.driver import WeightSender
 from rlightning.rollout.weights.files import FileSender
+from rlightning.rollout.weights.rendezvous import find_own_address
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, plan_source
 from rlightning.rpc.authentication import parse_url
@@ -73,10 +73,7 @@ def own_address(urls: Sequence[str]) -> str:
     found = "127.0.0.1"
     for url in urls:
         with contextlib.suppress(OSError):
-            family, kind, _, _, address = socket.getaddrinfo(*parse_url(url), type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as end:
-                end.connect(address)  # which sends nothing
-                found = str(end.getsockname()[0])
+            found = find_own_address(*parse_url(url))
             if not ipaddress.ip_address(found).is_loopback:
                 break
     return found
