@@ -24,10 +24,6 @@ def make_facts(**facts: object) -> dict[str, Any]:
 def check_facts(config: "EngineConfig", engine: dict[str, Any]) -> None:
     """Refuse an engine that is not what the run needs, or whose model's files are not those that the run began with.
 
-    Args:
-        config: what the trainer would have started.
-        engine: what it says, from its :func:`make_facts`.
-
     Raises:
         EngineStartError: with what differs, what the engine has and what it should have.
     """

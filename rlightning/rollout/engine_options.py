@@ -109,12 +109,7 @@ class EngineOptions:
         return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
 
     def describe(self, config: EngineConfig, num_engines: int) -> str:
-        """What runs where, in a line.
-
-        Args:
-            config: of one of the engines.
-            num_engines: of the run.
-        """
+        """What runs where, in a line."""
         arguments = config.engine_args
         name = "vLLM" if config.url else f"vLLM {find_version()}".strip()
         place = "on the actor's devices" if self.placement == "colocated" else "on devices of their own"
@@ -256,9 +251,6 @@ class EngineOptions:
     def adapter_obstacle(self, module: object) -> str | None:
         """Why engines are not sent an adapter by itself; None if they are, or there is none.
 
-        Args:
-            module: as of :meth:`configure`.
-
         Raises:
             ConfigError: ``send_adapter`` is true, and they cannot be.
         """
@@ -361,12 +353,6 @@ def derive_length(
 ) -> int:
     """Return ``max_model_len``: the user's, if it has room for the run's completions, or what they need.
 
-    Args:
-        module: as of :meth:`EngineOptions.configure`.
-        sampling: of training completions.
-        max_prompt_tokens: as of :meth:`EngineOptions.configure`.
-        given: the user's engine arguments.
-
     Raises:
         ConfigError: if the user's is too short, or longer than the model's positions.
     """
@@ -385,10 +371,6 @@ def read_prompts_whole(given: Mapping[str, Any], arguments: Mapping[str, Any]) -
     """Return what keeps vLLM from cutting prompts into chunks, at which it ends on a CPU if requests have seeds.
 
     Its runner then sets back the random numbers of a chunk by ``torch.Generator.get_offset``, which CPUs have not.
-
-    Args:
-        given: the user's engine arguments.
-        arguments: all of them.
     """
     length = arguments["max_model_len"]
     check_cpu(given, length)

@@ -35,13 +35,7 @@ MAX_CONNECTIONS = 4
 
 
 class EngineRelay:
-    """Relays the requests of rank 0 to this rank's engines.
-
-    Args:
-        engines: of this rank.
-        host: this machine's address that rank 0 reaches.
-        key: of the run.
-    """
+    """Relays the requests of rank 0 to this rank's engines."""
 
     def __init__(self, engines: Sequence[Engine], host: str, key: bytes) -> None:
         self._engines, self._num_requests = engines, 0
@@ -79,13 +73,7 @@ class EngineRelay:
 
 
 class RemoteEngine(EngineSampler):
-    """An engine of another rank, as rank 0 samples from it.
-
-    Args:
-        relay: that rank's.
-        engine_id: of the engine.
-        files: of the model.
-    """
+    """An engine of another rank, as rank 0 samples from it."""
 
     def __init__(self, relay: "RelayConnection", engine_id: EngineId, files: ModelFiles) -> None:
         super().__init__()
@@ -109,12 +97,7 @@ class RemoteEngine(EngineSampler):
 
 
 class RelayConnection:
-    """Rank 0's connection to the relay of another rank, which is made anew when it has been lost.
-
-    Args:
-        url: of the relay.
-        key: of the run.
-    """
+    """Rank 0's connection to the relay of another rank, which is made anew when it has been lost."""
 
     def __init__(self, url: str, key: bytes) -> None:
         self._url, self._key = url, key
@@ -143,10 +126,6 @@ class RelayConnection:
 
 class EngineNetwork:
     """Connects rank 0 to the engines of all ranks, which all make one. It is made and closed with the engines.
-
-    Args:
-        engines: of this rank.
-        files: of the model.
 
     Attributes:
         engines: those of all ranks; on other ranks than rank 0 there are none.

@@ -27,9 +27,6 @@ WANTED_OPEN_FILES = 65536
 def check_host(engine_args: Mapping[str, Any]) -> None:
     """Refuse a host on which no engine could start.
 
-    Args:
-        engine_args: of vLLM's AsyncEngineArgs.
-
     Raises:
         EngineStartError: what is missing, and how to have it.
     """

@@ -129,9 +129,6 @@ class InFlight:
     def requeue_changed(self, settings: dict[str, Any]) -> list[Group]:
         """Requeue groups that were sampled with other settings than these, and log how many.
 
-        Args:
-            settings: of :func:`~rlightning.rollout.sampler.sampling_settings`.
-
         Returns:
             As of :meth:`requeue_stale`.
         """

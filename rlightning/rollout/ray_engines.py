@@ -34,11 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineActor:
-    """One engine, which serves a trainer after the other; the class behind Ray's actors.
-
-    Args:
-        driver: the controller's process.
-    """
+    """One engine, which serves a trainer after the other; the class behind Ray's actors."""
 
     def __init__(self, driver: DriverContext) -> None:
         driver.enter()
@@ -96,10 +92,6 @@ class RayEngines:
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
         """Refuse engines that the cluster has no place for beside the workers, which tell what kind of device is used.
-
-        Args:
-            num_workers: how many there are.
-            each: what Ray reserves for each, by kind.
 
         Raises:
             ConfigError: names what is needed and what there is.

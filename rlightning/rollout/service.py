@@ -27,11 +27,7 @@ SCHEME = "tcp"
 
 
 class Client:
-    """A trainer that has the engine to itself; what it is served with.
-
-    Args:
-        engine: that its calls are forwarded to.
-    """
+    """A trainer that has the engine to itself; what it is served with."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine

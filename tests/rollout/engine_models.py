@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_run
@@ -18,6 +19,7 @@ from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
 from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.weights import WeightSource, plan_chunks
@@ -58,6 +60,24 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
     return bare_config(
         log_file, engine_args=engine_args, bucket_bytes=bucket_bytes, files=ModelFiles.read(model_folder)
     )
+
+
+def configure_engine(
+    device: str,
+    given: dict[str, Any],
+    *,
+    model_config: Any = None,
+    max_model_length: int = 256,
+    max_prompt_tokens: int | None = 16,
+    max_new_tokens: int = 40,
+    **options: Any,
+) -> EngineConfig:
+    """Of a run's engine, with these arguments of the user's."""
+    module = SimpleNamespace(model_path="unused", max_model_length=max_model_length, model_config=model_config)
+    chosen = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given, **options)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    (config,) = chosen.configure(module, torch.device(device), sampling, max_prompt_tokens, Path("unused"))
+    return config
 
 
 @contextmanager

@@ -82,6 +82,15 @@ class Run:
         return self.engines.engines[0]
 
     @contextmanager
+    def other_sender(self, *, keeps_cache: bool = False) -> Iterator[None]:
+        """Within, weights are sent by another sender than in other tests."""
+        self.engines._updater, self.engines.keeps_cache = None, keeps_cache
+        try:
+            yield
+        finally:
+            self.engines._updater, self.engines.keeps_cache = None, False
+
+    @contextmanager
     def finding(self, fault: str) -> "Iterator[pytest.ExceptionInfo[EngineError]]":
         """Within, the engine gets adapters wrong, and the weights that it is sent are found not to be the actor's."""
         self.fault.write_text(fault)
@@ -153,8 +162,7 @@ def test_the_adapter_alone_is_sent_and_used(run: Run, model: str, monkeypatch: p
 def test_keys_and_values_of_the_adapter_before_are_not_read_again(run: Run, model: str) -> None:
     """Where a sync leaves them in the prefix cache; to score a prompt does not read that, to generate does."""
     policy, tokens = Policy(model), list(LONG_PROMPT.token_ids)
-    run.engines._updater, run.engines.keeps_cache = None, True
-    try:
+    with run.other_sender(keeps_cache=True):
         sync = run.begin(policy)
         for seed in range(2):
             policy.change(seed, 0.3)
@@ -166,8 +174,6 @@ def test_keys_and_values_of_the_adapter_before_are_not_read_again(run: Run, mode
                 sampled = np.asarray(sample["token_ids"]).tolist()
                 logprob = expected(policy, [*tokens, *sampled])[-1]
                 np.testing.assert_allclose(np.asarray(sample["logprobs"])[0], logprob, atol=1e-3)
-    finally:
-        run.engines._updater, run.engines.keeps_cache = None, False
 
 
 @pytest.mark.parametrize("fault", ["not applied", "applied twice", "alpha", "rslora", "one module missing"])
@@ -244,12 +250,11 @@ def test_a_module_that_the_engine_has_no_place_for_is_named(has_base: bool, run:
     policy.adapter_weights = lambda: (  # type: ignore[method-assign]
         (name.replace("q_proj", "z_proj"), weight) for name, weight in adapter_parameters(policy.loaded_actor)
     )
-    run.engines._updater = None
-    try:
-        with pytest.raises(EngineError, match=r"weights that the actor sent were not taken, such as .*z_proj"):
-            run.begin(policy).sync_weights()
-    finally:
-        run.engines._updater = None
+    with (
+        run.other_sender(),
+        pytest.raises(EngineError, match=r"weights that the actor sent were not taken, such as .*z_proj"),
+    ):
+        run.begin(policy).sync_weights()
 
 
 def test_a_quantised_bases_numbers_are_the_engines_too(run: Run, model: str) -> None:

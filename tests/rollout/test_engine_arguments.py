@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_models import configure_engine
 from transformers import Qwen3Config
 
 from rlightning.errors import ConfigError
@@ -20,14 +21,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 CONFIG = Qwen3Config(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64)
 
 
-def configure(
-    device: torch.device, max_prompt_tokens: int | None = 16, model_config: Qwen3Config | None = None, **engine: Any
-) -> dict[str, Any]:
+def configure(device: torch.device, max_prompt_tokens: int | None = 16, model_config: Any = None, **given: Any) -> Any:
     """Arguments of a run's engine: prompts of 16 tokens and 40 more, of a model of 256 positions."""
-    module = SimpleNamespace(model_path="unused", max_model_length=256, model_config=model_config)
-    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | engine)
-    (config,) = options.configure(module, device, Sampling(max_new_tokens=40), max_prompt_tokens, Path("unused"))
-    return config.engine_args
+    return configure_engine(
+        str(device), given, model_config=model_config, max_prompt_tokens=max_prompt_tokens
+    ).engine_args
 
 
 def test_arguments_that_no_rule_names_pass() -> None:

@@ -136,11 +136,13 @@ def test_silent_engine_counts_as_hung() -> None:
             connection.submit("ping").result(60)
 
 
-def test_engine_that_does_not_come_up_is_named() -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(("timeout", "sent"), [(0.1, 0), (0.5, 1 << 22)], ids=["silent", "reads nothing"])
+def test_engine_that_does_not_come_up_is_named(timeout: float, sent: int) -> None:
     ours, theirs = socket.socketpair()
-    connection = Connection(ours, start_timeout=0.1)
-    with pytest.raises(EngineDiedError, match=r"The engine did not come up for 0\.1 s\."):
-        connection.ready.result(60)
+    connection = Connection(ours, start_timeout=timeout)
+    with pytest.raises(EngineDiedError, match=rf"The engine did not come up for {timeout} s\."):
+        connection.submit("ping", bytes(sent)).result(60)
     connection.close()
     theirs.close()
 
@@ -156,16 +158,6 @@ def test_engine_that_only_samples_hangs_sooner(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(EngineDiedError, match=r"gave no heartbeat for 0\.3 s"):
             connection.submit("generate", 3600.0).result(60)
         assert time.monotonic() - began < 2.5  # of the 3 s that other calls have
-
-
-@pytest.mark.long
-def test_engine_that_reads_nothing_counts_as_hung() -> None:
-    ours, theirs = socket.socketpair()
-    connection = Connection(ours, start_timeout=0.5)
-    with pytest.raises(EngineDiedError, match=r"did not come up for 0\.5 s"):
-        connection.submit("ping", bytes(1 << 22)).result(60)
-    connection.close()
-    theirs.close()
 
 
 def test_end_of_the_connection_is_the_engines_death() -> None:

@@ -88,17 +88,6 @@ def sample_texts(
     return texts(generate(engine, prompts, num_samples, Sampling(max_new_tokens=16, seed=seed, stop=stop)))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_are_the_actors(engine: Engine, actor: Actor, temperature: float) -> None:
-    num_samples = 16  # so many are not alike by chance
-    groups = generate(engine, PROMPTS, num_samples, Sampling(temperature=temperature, max_new_tokens=16))
-    assert [len(group) for group in groups] == [num_samples] * len(PROMPTS)
-    for prompt, group in zip(PROMPTS, groups, strict=True):
-        assert len({completion.token_ids.tobytes() for completion in group}) > 1
-        for completion in group:
-            assert_sampled_from(actor, prompt, completion, temperature)
-
-
 def test_tokens_that_the_prefix_cache_has_are_counted(engine: Engine, actor: Actor) -> None:
     engine.prefix_cache.take()
     for num_cached in (0, 128):
@@ -116,8 +105,14 @@ def test_prompts_own_temperature_and_limit_are_the_engines(engine: Engine, actor
     assert max(len(completion.token_ids) for completion in groups[1]) > 3
 
 
-def test_tokens_come_as_sampled(engine: Engine, actor: Actor) -> None:
-    groups = generate(engine, PROMPTS, 16, Sampling(max_new_tokens=16))
+def test_tokens_come_as_sampled_with_the_actors_logprobs(engine: Engine, actor: Actor) -> None:
+    num_samples = 16  # so many are not alike by chance
+    groups = generate(engine, PROMPTS, num_samples, Sampling(max_new_tokens=16))
+    assert [len(group) for group in groups] == [num_samples] * len(PROMPTS)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        assert len({completion.token_ids.tobytes() for completion in group}) > 1
+        for completion in group:
+            assert_sampled_from(actor, prompt, completion)
     completions = [completion for group in groups for completion in group]
     characters = {token: character for character, token in VOCABULARY.items()}
     for completion in completions:
@@ -276,27 +271,22 @@ def test_a_schema_is_followed_and_part_of_the_log_probability(engine: Engine, ac
     assert generate(engine, PROMPTS[:1], 1, GREEDY)
 
 
-def test_greedy_completions_are_the_actors(engine: Engine, actor: Actor) -> None:
-    for prompt, (completion,) in zip(PROMPTS, generate(engine, PROMPTS, 1, GREEDY), strict=True):
-        assert completion.token_ids.tolist() == actor.greedy(prompt, 12)
-        assert all(logprob <= 0 for logprob in completion.logprobs)
-
-
 def test_engine_samples_from_new_weights_after_update(engine: Engine, actor: Actor) -> None:
-    prompts = [*PROMPTS, LONG_PROMPT]
-    before = generate(engine, prompts, 1, GREEDY)
-    for version in (1, 2, 3):
-        actor.perturb(version)
-        send(engine, actor, version)
+    prompts, before = [*PROMPTS, LONG_PROMPT], None
+    for version in (0, 1, 2, 3):
+        if version:
+            actor.perturb(version)
+            send(engine, actor, version)
         assert engine.weight_version == version
         after = generate(engine, prompts, 1, GREEDY)
         for prompt, (completion,) in zip(prompts, after, strict=True):
             assert completion.token_ids.tolist() == actor.greedy(prompt, 12)
+            assert all(logprob <= 0 for logprob in completion.logprobs)
             assert completion.weight_versions.tolist() == [version] * len(completion.token_ids)
         for prompt, (completion,) in zip(prompts, generate(engine, prompts, 1, Sampling()), strict=True):
             assert_sampled_from(actor, prompt, completion)
-        assert texts(after) != texts(before)
-        before = after
+        assert texts(after) != before
+        before = texts(after)
 
 
 def test_keys_and_values_of_old_weights_are_forgotten(engine: Engine, actor: Actor) -> None:

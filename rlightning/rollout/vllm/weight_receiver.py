@@ -145,9 +145,6 @@ class StoredForm:
     """Converts weights, one by one, from the form in which transformers runs them to that of a model's files.
 
     Some have other names there, and those of experts are one tensor an expert, not one a layer.
-
-    Args:
-        model: vLLM's configuration of it.
     """
 
     def __init__(self, model: ModelConfig) -> None:

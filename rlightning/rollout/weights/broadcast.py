@@ -89,12 +89,7 @@ class BroadcastSender(WeightSender):
 
 
 class BroadcastReceiver(WeightReceiver):
-    """Has a bucket of its own.
-
-    Args:
-        plan: of the weights.
-        place: among the workers that the sender broadcasts to.
-    """
+    """Has a bucket of its own."""
 
     def __init__(self, plan: ChunkPlan, place: Place) -> None:
         self.plan, self._place = plan, place

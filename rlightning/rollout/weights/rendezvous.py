@@ -103,12 +103,7 @@ class RendezvousServer:
 
 
 class RemoteStore(Store):  # type: ignore[misc]
-    """torch's Store at a :class:`RendezvousServer`. Any thread may use it, but the background loop's.
-
-    Args:
-        peer: the server.
-        timeout: seconds that waiting for a key may take.
-    """
+    """torch's Store at a :class:`RendezvousServer`. Any thread may use it, but the background loop's."""
 
     def __init__(self, peer: Peer, timeout: float) -> None:
         super().__init__()

@@ -46,12 +46,7 @@ def make_colocated_sender(source: WeightSource, config: EngineConfig, ranks: Seq
 
 
 def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]) -> WeightSender:
-    """Return this rank's sender to engines on devices of their own, which are connected with rank 0.
-
-    Args:
-        source: of the weights.
-        configs: of the engines.
-    """
+    """Return this rank's sender to engines on devices of their own, which are connected with rank 0."""
     config = configs[0]
     plan = _plan(source, config)
     if global_rank() != SENDER_RANK:
