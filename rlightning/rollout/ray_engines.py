@@ -16,7 +16,7 @@ import secrets
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -76,14 +76,24 @@ class EngineActor:
         EngineService(config, self._listener, key.encode()).run(lambda: None)
 
 
-class RayEngines:
+class HasOptions(Protocol):
+    """A callback whose engines may be Ray actors."""
+
+    options: EngineOptions
+    sampling: Sampling
+
+
+C = TypeVar("C", bound=HasOptions)
+
+
+class RayEngines(Generic[C]):
     """The standalone engines of a run in Ray actors; they outlive its workers.
 
     Args:
-        callback: whose engines they are; it has ``options`` and ``sampling``.
+        callback: whose engines they are.
     """
 
-    def __init__(self, callback: Any) -> None:
+    def __init__(self, callback: C) -> None:
         self.callback = callback
         self.run_key: str | None = None
         self.actors: list[Any] = []
@@ -96,7 +106,7 @@ class RayEngines:
         Raises:
             ConfigError: names what is needed and what there is.
         """
-        options: EngineOptions = self.callback.options
+        options = self.callback.options
         has = import_ray().cluster_resources()
         self._uses_gpus = each.get("GPU", 0) > 0
         kind = "GPU" if self._uses_gpus else "CPU"
@@ -109,7 +119,7 @@ class RayEngines:
                 "nodes."
             )
 
-    def start(self, module: Any, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> Any:
+    def start(self, module: object, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> C:
         """Start the engines, unless they are there already; returns before they are up.
 
         Args:
@@ -150,7 +160,7 @@ class RayEngines:
         return knowing
 
     def _start_actors(self, driver: DriverContext) -> None:
-        options: EngineOptions = self.callback.options
+        options = self.callback.options
         actor = import_ray().remote(concurrency_groups={"serve": 1})(EngineActor)
         gpus = options.devices_per_engine if self._uses_gpus else 0
         self.run_key = secrets.token_hex(16)

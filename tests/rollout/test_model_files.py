@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine_models import save_model
+from engine_models import bare_config, save_model
 
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_config import EngineConfig
@@ -34,14 +33,8 @@ def hello_of(files: ModelFiles | None, **changes: Any) -> dict[str, Any]:
 
 def config_of(folder: Path, **kwargs: Any) -> EngineConfig:
     """Of a run that reads the folder now."""
-    return EngineConfig(
-        engine_args={"model": str(folder), "max_model_len": 64},
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        log_file=folder / "engine.log",
-        files=ModelFiles.read(str(folder)),
-        **kwargs,
-    )
+    arguments = {"model": str(folder), "max_model_len": 64}
+    return bare_config(folder / "engine.log", engine_args=arguments, files=ModelFiles.read(str(folder)), **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +79,38 @@ def test_engine_that_is_restarted_on_other_files_is_refused(folder: Path) -> Non
         "The engine is not for this run. It has rms_norm_eps 0.5, not 1e-06; generation_config.eos_token_id [0, 3], "
         f"not 0; end_token_ids [0, 3], not [0]. The files of {folder} must stay as they were when the run began."
     )
+
+
+def exchange_tokens(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Another tokenizer of equal size: two characters change places."""
+    vocab = tokenizer["model"]["vocab"]
+    return {"model": tokenizer["model"] | {"vocab": vocab | {"1": vocab["2"], "2": vocab["1"]}}}
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "difference"),
+    [
+        ("tokenizer", exchange_tokens, r"It has tokenizer [0-9a-f]{12}, not [0-9a-f]{12}\. Start"),
+        ("generation_config", {"temperature": 0.5}, r"generation_config\.temperature 0\.5, not \S+\. Start"),
+        (
+            "config",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}},
+            r"rope_theta 123\.0, not [\d.]+\. Start",
+        ),
+        (
+            "config",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantization_config\.quant_method gptq, not None; quantization_config\.bits 4, not None\. Start",
+        ),
+    ],
+)
+def test_served_engine_of_a_changed_copy_is_refused(file: str, changes: Any, difference: str, folder: Path) -> None:
+    config = config_of(folder, url="tcp://127.0.0.1:1")
+    path = folder / f"{file}.json"
+    write(path, **(changes(json.loads(path.read_text())) if callable(changes) else changes))
+    with pytest.raises(EngineError, match=difference) as caught:
+        check_facts(config, hello_of(ModelFiles.read(str(folder))))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import signal
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -298,20 +296,6 @@ def test_keys_and_values_of_old_weights_are_forgotten(engine: Engine, actor: Act
     ((after,),) = generate(engine, [LONG_PROMPT], 1, sampling)
     assert_sampled_from(actor, LONG_PROMPT, after)
     assert abs(before.logprobs - actor.logprobs(LONG_PROMPT, before, 1.0).numpy()).max() > 0.01
-
-
-def test_an_update_waits_for_no_request(engine: Engine, actor: Actor) -> None:
-    assert engine.process is not None
-    actor.perturb(1)
-    with stopped(find_core(engine.process.pid)):  # or all tokens might be there before the update comes
-        unfinished = engine.submit("generate", PROMPTS[0].token_ids, {"n": 8, "max_tokens": 240, "ignore_eos": True})
-        update = threading.Thread(target=send, args=(engine, actor, 1))
-        update.start()
-        time.sleep(0.3)
-    update.join()
-    assert {len(sample["weight_versions"]) for sample in unfinished.result(60)} == {240}
-    assert {sample["weight_versions"][-1] for sample in unfinished.result(60)} == {1}
-    assert generate(engine, PROMPTS, 1, GREEDY)
 
 
 def test_score_is_the_actors(engine: Engine, actor: Actor) -> None:
