@@ -223,9 +223,7 @@ class EngineOptions:
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
             arguments |= expert_settings(model_config, given)
         else:
-            # compiling costs 30 s and gains nothing there; one worker needs no process of its own
-            backend = "uni" if self.devices_per_engine == 1 else "mp"
-            arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
+            arguments |= self._cpu_arguments
         plan = module.plan if has(module, HasPlan) else None
         longest_prompt = max_prompt_tokens or module.max_model_length
         arguments |= derive_settings(self._work(plan, longest_prompt, num_engines), given, is_cuda=is_cuda)
@@ -247,6 +245,12 @@ class EngineOptions:
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
         )
+
+    @property
+    def _cpu_arguments(self) -> dict[str, Any]:
+        """Compiling costs 30 s and gains nothing there; one worker needs no process of its own."""
+        backend = "uni" if self.devices_per_engine == 1 else "mp"
+        return {"enforce_eager": True, "distributed_executor_backend": backend}
 
     def adapter_obstacle(self, module: object) -> str | None:
         """Why engines are not sent an adapter by itself; None if they are, or there is none.

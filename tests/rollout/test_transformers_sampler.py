@@ -89,20 +89,6 @@ def gap(actor: Any, batch: RolloutBatch, temperature: float) -> float:
     return float((logprobs - batch.rollout_logprobs)[batch.is_sampled].abs().max())
 
 
-def test_logprobs_are_the_trainers(loaded: TransformersSampler, actor: Any) -> None:
-    groups = sample(loaded, PROMPTS)
-    batch = pack(PROMPTS, groups)
-    assert gap(actor, batch, 0.8) < 1e-5
-    assert set(batch.weight_versions[batch.is_sampled].tolist()) == {3}
-    lengths = {len(one.token_ids) for group in groups for one in group}
-    assert len(lengths) > 3 and max(lengths) == 24
-    for one in (one for group in groups for one in group):
-        is_ended = one.token_ids[-1] == 0
-        assert 0 not in one.token_ids[:-1] and is_ended == (one.finish_reason == "stop")
-        assert is_ended or len(one.token_ids) == 24
-        assert len(one.text) == len(one.token_ids) - is_ended  # a character a token
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "config"),
@@ -128,28 +114,6 @@ def test_architectures_decode_as_the_trainer_computes(
     assert gap(model, pack(PROMPTS, groups), 0.8) < 1e-5
 
 
-def test_score_is_the_trainers(loaded: TransformersSampler, actor: Any) -> None:
-    batch = RolloutBatch.of_sequences(PROMPTS)
-    with torch.no_grad():
-        expected, _ = packed_logprobs(actor, batch)
-    scores = [asyncio.run(loaded.score(prompt)).tolist() for prompt in PROMPTS]
-    assert [score[0] for score in scores] == [0.0] * len(PROMPTS)
-    assert [x for score in scores for x in score] == pytest.approx(expected.tolist(), abs=1e-5)
-
-
-@torch.no_grad()
-def test_greedy_takes_the_trainers_likeliest_token(loaded: TransformersSampler, actor: Any) -> None:
-    greedy = Sampling(temperature=0.0, max_new_tokens=8)
-    for prompt, (one,) in zip(PROMPTS, sample(loaded, PROMPTS, greedy, 1), strict=True):
-        for place, token in enumerate(one.token_ids.tolist()):
-            before = [*prompt, *one.token_ids[:place].tolist()]
-            bounds = torch.tensor([0, len(before)], dtype=torch.int32)
-            inputs = {"cu_seq_lens_q": bounds, "max_length_q": len(before), "use_cache": False}
-            logits = actor(torch.tensor([before]), **inputs).logits[0, -1]
-            assert token == int(logits.argmax())
-            assert one.logprobs[place] == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-5)
-
-
 @pytest.mark.long
 def test_streams_do_not_depend_on_the_batch(
     loaded: TransformersSampler, folder: str, files: ModelFiles, actor: Any
@@ -167,38 +131,6 @@ def test_streams_do_not_depend_on_the_batch(
     torch.testing.assert_close(one, third, atol=5e-6, rtol=0.0)
     again = pack(PROMPTS, sample(loaded, PROMPTS)).rollout_logprobs
     assert torch.equal(one, again)
-
-
-def test_samples_draw_from_neighbouring_seeds(loaded: TransformersSampler) -> None:
-    def draw(seed: int | None, num_samples: int) -> list[list[int]]:
-        drawn = loaded.sample(PROMPTS[0], replace(SAMPLING, seed=seed), num_samples=num_samples)
-        return [one.token_ids.tolist() for one in asyncio.run(drawn)]
-
-    assert draw(5, 3) == [*draw(5, 1), *draw(6, 1), *draw(7, 1)]
-    assert draw(5, 1) != draw(6, 1)
-    assert draw(None, 8) != draw(None, 8)
-
-
-def test_stop_strings_and_ids_end_a_completion(loaded: TransformersSampler) -> None:
-    free = [one for group in sample(loaded, PROMPTS) for one in group]
-    pair = next(one.text[3:5] for one in free if len(one.text) > 8)
-    stop_id = next(int(one.token_ids[2]) for one in free if len(one.token_ids) > 8)
-    ended = sample(loaded, PROMPTS, replace(SAMPLING, stop=(pair, "no such text"), stop_token_ids=(stop_id,)))
-    num_stopped = 0
-    for one, whole in zip((one for group in ended for one in group), free, strict=True):
-        places = [whole.text.find(pair) + 2] if pair in whole.text else []
-        places += [place + 1 for place, token in enumerate(whole.token_ids.tolist()) if token == stop_id]
-        length = min([*places, len(whole.token_ids)])
-        assert one.token_ids.tolist() == whole.token_ids[:length].tolist()
-        assert one.text == whole.text[:length]
-        assert one.finish_reason == ("stop" if places else whole.finish_reason)
-        num_stopped += bool(places)
-    assert num_stopped > 4
-
-
-def test_too_long_request_is_refused(loaded: TransformersSampler) -> None:
-    with pytest.raises(EngineError, match=r"up to 260 tokens is longer than the sampler's 256"):
-        asyncio.run(loaded.sample([1] * 236, SAMPLING))
 
 
 @pytest.mark.long

@@ -404,30 +404,31 @@ def test_the_other_ranks_give_their_shards(tmp_path: Path) -> None:
     sharded_net.run_ranks(fill_from_two_ranks, 2, tmp_path)
 
 
-@pytest.mark.multigpu
-def test_two_workers_on_one_other_gpu() -> None:
-    own, other = (torch.device("cuda", index) for index in range(2))
-    weights = Weights({name: weight.to(own) for name, weight in LARGE.items()})
-    workers = [Worker(other), Worker(other)]
-    sender = BroadcastSender(plan_of(weights, torch.bfloat16, 4000), own, timeout=20.0)
-    connect(sender, workers, devices=["1", "1"])
-    for factor in (1.0, 2.0):
-        send(sender, workers, scaled(weights, factor))
+@pytest.mark.gpu
+def test_bucket_of_a_killed_engine_is_freed() -> None:
+    """torch would keep it for whom it was shared with, who never counts itself out."""
+    device = torch.device("cuda", 0)
+    weights = Weights({name: weight.to(device) for name, weight in WEIGHTS.items()})
+    before = torch.cuda.memory_allocated(device)
+    sender, worker = SharedMemorySender(PLAN, device), Worker(device)
+    for _ in range(2):  # the second time it has the bucket already
+        connect(sender, [worker])
+        send(sender, [worker], weights)
+    worker.end()
     sender.close()
-    for worker in workers:
-        worker.end()
+    assert torch.cuda.memory_allocated(device) == before
 
 
 @pytest.mark.multigpu
 def test_workers_on_other_gpus() -> None:
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    own, others = devices[0], devices[1:3]
+    own, *others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     weights = Weights({name: weight.to(own) for name, weight in LARGE.items()})
-    workers = [Worker(device) for device in others]
     sender = BroadcastSender(plan_of(weights, torch.bfloat16, 4000), own, timeout=20.0)
-    connect(sender, workers)
-    for factor in (1.0, 2.0):
-        send(sender, workers, scaled(weights, factor))
+    pair, workers = [Worker(others[0]), Worker(others[0])], [Worker(device) for device in others[:2]]
+    for connected, devices in ((pair, ["1", "1"]), (workers, None)):
+        connect(sender, connected, devices)
+        for factor in (1.0, 2.0):
+            send(sender, connected, scaled(weights, factor))
     workers[0].process.kill()
     workers[0].process.join()
     next(sender.fill(weights))
@@ -438,5 +439,5 @@ def test_workers_on_other_gpus() -> None:
     connect(sender, left)
     send(sender, left, weights)
     sender.close()
-    for worker in left:
+    for worker in [*pair, *left]:
         worker.end()

@@ -1,0 +1,165 @@
+"""What every sampler does, vLLM's engine and the one in this process: what is sampled is the actor's."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import CHARACTERS, PROMPTS, Actor, assert_sampled_from, make_prompt, running_engine, save_model
+
+from rlightning.errors import EngineError
+from rlightning.models import load_config
+from rlightning.rollout import Sampler, Sampling
+from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.requests import group_sampling
+from rlightning.rollout.transformers_sampler import TransformersSampler
+from rlightning.types import Prompt, Sample
+
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.8, seed=1)
+VERSION = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Its embeddings are its head too: a sampler that keeps the head of the weights before is found by all tests."""
+    return save_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def actor(folder: str) -> Actor:
+    """What samplers are sent second."""
+    actor = Actor(folder)
+    actor.perturb(1)
+    names = [name for name, _ in actor.named_weights()]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    return actor
+
+
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.processes), "transformers"])
+def sampler(request: pytest.FixtureRequest, folder: str, actor: Actor, tmp_path_factory: Any) -> Iterator[Sampler]:
+    with ExitStack() as stack:
+        made: Sampler
+        if request.param == "vllm":
+            made = stack.enter_context(running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log"))
+        else:
+            usual: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_length": 256}
+            made = TransformersSampler(load_config(folder), ModelFiles.read(folder), **usual)
+            stack.callback(made.close)
+        made.update_weights(Actor(folder), 1)
+        made.update_weights(actor, VERSION)
+        yield made
+
+
+def sample(
+    sampler: Sampler, sampling: Sampling = SAMPLING, num_samples: int = 16, prompts: Sequence[Prompt] = PROMPTS
+) -> list[list[Sample]]:
+    """All at once, each prompt with a stream of its own."""
+
+    async def sample_all() -> list[list[Sample]]:
+        own = [group_sampling(sampling, prompt, prompt.index) for prompt in prompts]
+        calls = zip(prompts, own, strict=True)
+        return await asyncio.gather(
+            *(sampler.sample(prompt.token_ids, one, num_samples=num_samples) for prompt, one in calls)
+        )
+
+    return asyncio.run(sample_all())
+
+
+def tokens(groups: list[list[Sample]]) -> list[list[list[int]]]:
+    return [[one.token_ids.tolist() for one in group] for group in groups]
+
+
+def written(token_ids: Sequence[int]) -> str:
+    return "".join(CHARACTERS[token - 1] for token in token_ids if token)
+
+
+def test_samples_have_the_actors_logprobs(sampler: Sampler, actor: Actor) -> None:
+    groups = sample(sampler)
+    assert [len(group) for group in groups] == [16] * len(PROMPTS)  # so many are not alike by chance
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        assert len({one.token_ids.tobytes() for one in group}) > 1
+        for one in group:
+            assert_sampled_from(actor, prompt, one, 0.8)
+    samples = [one for group in groups for one in group]
+    for one in samples:
+        token_ids, is_ended = one.token_ids.tolist(), one.finish_reason == "stop"
+        assert one.weight_versions.tolist() == [VERSION] * len(token_ids)
+        assert is_ended == (token_ids[-1] == 0) and 0 not in token_ids[:-1]
+        assert is_ended or (len(token_ids) == 24 and one.is_truncated)
+        assert one.text == written(token_ids)
+    assert {one.finish_reason for one in samples} == {"stop", "length"}
+
+
+def test_prompts_own_temperature_and_limit_hold(sampler: Sampler, actor: Actor) -> None:
+    own = [PROMPTS[0]._replace(temperature=2.0, max_new_tokens=3), PROMPTS[1]._replace(temperature=0.5)]
+    groups = sample(sampler, prompts=own)
+    for prompt, group, longest in zip(own, groups, (3, 24), strict=True):
+        assert all(len(one.token_ids) <= longest for one in group)
+        for one in group:
+            assert_sampled_from(actor, prompt, one, prompt.temperature or 1.0)
+    assert max(len(one.token_ids) for one in groups[1]) > 3
+
+
+def test_score_is_the_actors(sampler: Sampler, actor: Actor) -> None:
+    prompt, completion = make_prompt("1"), "2+34=46"
+    token_ids = make_prompt("1" + completion).token_ids
+    scored = asyncio.run(sampler.score(token_ids))
+    assert scored.shape == (8,) and scored[0] == 0
+    given = Sample(token_ids[1:], [0.0] * 7, [0] * 7, completion, "stop")
+    np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=1e-4)
+
+
+def test_greedy_takes_the_actors_likeliest_token(sampler: Sampler, actor: Actor) -> None:
+    greedy = Sampling(temperature=0.0, max_new_tokens=12)
+    for prompt, (one,) in zip(PROMPTS, sample(sampler, greedy, 1), strict=True):
+        assert one.token_ids.tolist() == actor.greedy(prompt, 12)
+        assert_sampled_from(actor, prompt, one)
+
+
+def test_streams_do_not_depend_on_the_batch(sampler: Sampler) -> None:
+    """What is asked again after a restart comes out as it would have, whatever was done before."""
+    together = sample(sampler, num_samples=4)
+    alone = [group for prompt in PROMPTS for group in sample(sampler, num_samples=4, prompts=[prompt])]
+    assert tokens(together) == tokens(alone)
+    for one, other in zip(chain(*together), chain(*alone), strict=True):
+        # Products of other shapes add in other orders: a few units in the last place of float32, by the CPU's kernels.
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_samples_draw_from_neighbouring_seeds(sampler: Sampler) -> None:
+    def draw(seed: int | None, num_samples: int) -> list[list[int]]:
+        drawn = sampler.sample(PROMPTS[0].token_ids, replace(SAMPLING, seed=seed), num_samples=num_samples)
+        return [one.token_ids.tolist() for one in asyncio.run(drawn)]
+
+    assert draw(5, 3) == [*draw(5, 1), *draw(6, 1), *draw(7, 1)]
+    assert draw(5, 8) != draw(13, 8)
+    assert draw(None, 8) != draw(None, 8)
+
+
+def test_stop_strings_and_ids_end_a_completion(sampler: Sampler) -> None:
+    free = [one for group in sample(sampler) for one in group]
+    pair = next(one.text[3:5] for one in free if len(one.text) > 8)
+    stop_id = next(int(one.token_ids[2]) for one in free if len(one.token_ids) > 8)
+    ended = sample(sampler, replace(SAMPLING, stop=(pair, "no such text"), stop_token_ids=(stop_id,)))
+    num_stopped = 0
+    for one, whole in zip((one for group in ended for one in group), free, strict=True):
+        places = [whole.text.find(pair) + 2] if pair in whole.text else []
+        places += [place + 1 for place, token in enumerate(whole.token_ids.tolist()) if token == stop_id]
+        # It was sampled and is trained, so it is in the tokens and in the text, and no more after it.
+        length = min([*places, len(whole.token_ids)])
+        assert one.token_ids.tolist() == whole.token_ids[:length].tolist()
+        assert one.text == whole.text[:length]
+        assert one.finish_reason == ("stop" if places else whole.finish_reason)
+        num_stopped += bool(places)
+    assert num_stopped > 4
+
+
+def test_too_long_request_is_refused(sampler: Sampler) -> None:
+    with pytest.raises(EngineError, match=r"(?s)\b256\b"):
+        asyncio.run(sampler.sample([1] * 257, SAMPLING))
+    assert sample(sampler, num_samples=1)  # and it goes on
