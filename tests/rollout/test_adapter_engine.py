@@ -159,7 +159,7 @@ def test_the_adapter_alone_is_sent_and_used(run: Run, model: str, monkeypatch: p
     assert chunks == list(range(plan.num_adapter_chunks)) * 3
 
 
-def test_keys_and_values_of_the_adapter_before_are_not_read_again(run: Run, model: str) -> None:
+def test_former_adapters_keys_and_values_are_not_read(run: Run, model: str) -> None:
     """Where a sync leaves them in the prefix cache; to score a prompt does not read that, to generate does."""
     policy, tokens = Policy(model), list(LONG_PROMPT.token_ids)
     with run.other_sender(keeps_cache=True):
@@ -177,7 +177,7 @@ def test_keys_and_values_of_the_adapter_before_are_not_read_again(run: Run, mode
 
 
 @pytest.mark.parametrize("fault", ["not applied", "applied twice", "alpha", "rslora", "one module missing"])
-def test_what_is_wrong_with_a_new_adapter_is_found(fault: str, run: Run, model: str) -> None:
+def test_wrong_new_adapter_is_found(fault: str, run: Run, model: str) -> None:
     """A new adapter changes nothing, so only other values in it show that it is wrong."""
     sync = run.begin(Policy(model))
     with run.finding(fault) as error:
@@ -188,7 +188,7 @@ def test_what_is_wrong_with_a_new_adapter_is_found(fault: str, run: Run, model: 
 
 
 @pytest.mark.parametrize("size", [0.001, 0.1])
-def test_what_is_wrong_with_a_later_adapter_is_found(size: float, run: Run, model: str) -> None:
+def test_wrong_later_adapter_is_found(size: float, run: Run, model: str) -> None:
     policy = Policy(model)
     policy.change(1, size)
     sync = run.begin(policy)
@@ -199,7 +199,7 @@ def test_what_is_wrong_with_a_later_adapter_is_found(size: float, run: Run, mode
             sync.sync_weights()
 
 
-def test_requests_under_way_go_on_with_the_new_adapter(run: Run, model: str) -> None:
+def test_running_requests_go_on_with_new_adapter(run: Run, model: str) -> None:
     """Tokens carry the version that sampled them; those after the sync are the new adapter's, on the whole sequence."""
     policy = Policy(model)
     policy.change(1, 0.3)
@@ -228,7 +228,7 @@ def test_requests_under_way_go_on_with_the_new_adapter(run: Run, model: str) -> 
     np.testing.assert_allclose(logprobs[versions > before], new[versions > before], atol=1e-3)
 
 
-def test_a_restarted_engine_is_sent_base_and_adapter_and_proves_it(run: Run, model: str) -> None:
+def test_restarted_engine_gets_base_and_adapter_and_proves_it(run: Run, model: str) -> None:
     policy = Policy(model)
     policy.change(1, 0.3)
     sync = run.begin(policy)
@@ -243,7 +243,7 @@ def test_a_restarted_engine_is_sent_base_and_adapter_and_proves_it(run: Run, mod
 
 
 @pytest.mark.parametrize("has_base", [True, False])
-def test_a_module_that_the_engine_has_no_place_for_is_named(has_base: bool, run: Run, model: str) -> None:
+def test_adapter_module_without_place_in_engine_is_named(has_base: bool, run: Run, model: str) -> None:
     """Also where the base follows the adapter, of whose last chunk the engine reports too."""
     policy = Policy(model)
     run.engine.has_base = has_base

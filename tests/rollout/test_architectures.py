@@ -113,13 +113,13 @@ def check_plan(kind: str, config: PreTrainedConfig, work: Work) -> None:
 
 
 @pytest.mark.long
-def test_a_run_of_a_mixture_of_experts_is_planned(config_file: str) -> None:
+def test_run_of_mixture_of_experts_is_planned(config_file: str) -> None:
     assert "GiB each" in plan(["--config", config_file, "--device-memory", "80GB"])
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "sizes"), KINDS)
-def test_an_architecture_goes_through_plan_export_engine_and_sync(
+def test_architecture_passes_plan_export_engine_and_sync(
     kind: str, sizes: dict[str, Any], work: Work, tokenizer: Any, tmp_path: Path
 ) -> None:
     actor = Actor(save_tiny(kind, tmp_path / "model", **SIZES | sizes))
@@ -146,7 +146,7 @@ def test_an_architecture_goes_through_plan_export_engine_and_sync(
 
 
 @pytest.mark.processes
-def test_a_weight_that_vllm_has_no_place_for_is_named(tokenizer: Any, tmp_path: Path) -> None:
+def test_weight_without_place_in_vllm_is_named(tokenizer: Any, tmp_path: Path) -> None:
     model = save_tiny("qwen3", tmp_path / "model", **SIZES | HEADS | {"attention_bias": True})
     tokenizer.save_pretrained(model)
     with started(engine_config(model, tmp_path / "engine.log")) as engine:

@@ -40,7 +40,7 @@ def test_argument_name_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", [name for names in OF_THE_RUN.values() for name in names])
-def test_argument_of_the_run_is_refused_in_a_line(name: str) -> None:
+def test_argument_of_the_run_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout\.engine\.{name} cannot be set: [^\n]+\.$"):
         check_given({name: "x"})
 
@@ -133,7 +133,7 @@ def test_kv_cache_of_sliding_windows_is_vllms_matter() -> None:
     assert given.items() <= configure(CPU, model_config=config, **given).items()
 
 
-def test_max_model_len_without_a_known_prompt_holds_a_completion() -> None:
+def test_max_model_len_of_unknown_prompts_holds_a_completion() -> None:
     assert configure(CPU, None)["max_model_len"] == 256
     assert configure(CPU, None, max_model_len=64)["max_model_len"] == 64
     with pytest.raises(ConfigError, match=r"max_model_len=40 must be from 41 \(1 of a prompt"):
@@ -185,7 +185,7 @@ def test_engines_by_url_are_standalone_and_different_ones() -> None:
             EngineOptions(**arguments)
 
 
-def test_other_hosts_are_talked_to_with_a_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_other_hosts_need_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     options = EngineOptions(placement="standalone", engines=("tcp://127.0.0.1:1", "tcp://192.0.2.1:8100"))
     monkeypatch.delenv(RUN_KEY_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=rf"rollout\.engines=192\.0\.2\.1 is no loopback address.*{RUN_KEY_VARIABLE}"):

@@ -177,7 +177,7 @@ def test_refused_arguments_are_a_line() -> None:
         connection.ready.result(60)
 
 
-def test_time_in_which_the_trainer_stands_still_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_trainer_does_not_count_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(hang_timeout=30.0) as (connection, _):
         connection.ready.result(60)
         clock = time.monotonic

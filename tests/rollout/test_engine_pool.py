@@ -74,7 +74,7 @@ async def loads(pool: EnginePool) -> list[int]:
     return [member.load for member in pool.members.values()]
 
 
-def test_requests_go_to_the_least_loaded_and_sessions_stay() -> None:
+def test_requests_go_to_least_loaded_sessions_stay() -> None:
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
         submit(pool, 6, "first")
         assert await loads(pool) == [6, 0]
@@ -91,7 +91,7 @@ def test_requests_go_to_the_least_loaded_and_sessions_stay() -> None:
     run(test)
 
 
-def test_requests_of_a_dead_engine_go_to_another_and_it_is_found_once() -> None:
+def test_dead_engines_requests_move_and_death_found_once() -> None:
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
         tasks = [submit(pool, 2, "first") for _ in range(3)]
         assert await loads(pool) == [6, 0]
@@ -108,7 +108,7 @@ def test_requests_of_a_dead_engine_go_to_another_and_it_is_found_once() -> None:
     run(test)
 
 
-def test_a_stream_whose_engine_dies_is_refused_once_it_has_begun() -> None:
+def test_begun_stream_of_dead_engine_is_refused() -> None:
     class Streams(HeldEngine):
         async def stream(self, on_tokens: OnTokens, token_ids: Any, sampling: Sampling, **settings: Any) -> Any:
             on_tokens(0, [1])
@@ -146,7 +146,7 @@ def test_requests_wait_until_an_engine_serves() -> None:
     run(test)
 
 
-def test_a_late_death_does_not_remove_a_restarted_engine() -> None:
+def test_late_death_does_not_remove_restarted_engine() -> None:
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
         task = submit(pool, 1)
         await loads(pool)

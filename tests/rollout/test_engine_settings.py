@@ -69,7 +69,7 @@ def test_graphs_are_captured_for_what_can_come() -> None:
     assert all(above <= 1.125 * below or above - below <= 8 for below, above in pairwise(largest))
 
 
-def test_what_is_given_stays_and_the_rest_fits_it() -> None:
+def test_given_settings_stay_and_others_fit_them() -> None:
     settings = derive_settings(GSM8K, {"max_num_seqs": 10_000, "block_size": 32}, is_cuda=True)
     assert settings["max_num_seqs"] == settings["max_num_batched_tokens"] == 10_000  # vLLM refuses fewer tokens
     assert settings["cudagraph_capture_sizes"][-1] == 10_000
@@ -133,7 +133,7 @@ def test_what_vllm_computes_otherwise_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["ernie4_5_moe", "apertus", "deepseek_v3", "phi3"])
-def test_what_vllm_computes_alike_on_a_gpu_is_not_refused(kind: str) -> None:
+def test_models_that_vllm_computes_alike_are_taken(kind: str) -> None:
     # a factor of 1.2247 is what the lengths make it
     sizes = longrope(attention_factor=1.2247) if kind == "phi3" else {}
     configure_engine("cuda:0", {}, model_config=tiny_config(kind, **sizes))

@@ -39,7 +39,7 @@ CONSEQUENCE = "RuntimeError: Engine core initialization failed. See root cause a
         (["terminate called after throwing an instance of 'std::system_error'", "  what():  Resource"], "Resource"),
     ],
 )
-def test_find_cause_takes_the_last_error_that_is_no_consequence(lines: list[str], cause: str | None) -> None:
+def test_find_cause_returns_last_error_without_consequences(lines: list[str], cause: str | None) -> None:
     assert find_cause(lines) == cause
 
 

@@ -69,7 +69,7 @@ def test_engine_with_the_runs_files_is_taken(folder: Path) -> None:
     check_facts(config_of(folder), hello_of(ModelFiles.read(str(folder))))
 
 
-def test_engine_that_is_restarted_on_other_files_is_refused(folder: Path) -> None:
+def test_engine_restarted_on_other_files_is_refused(folder: Path) -> None:
     config = config_of(folder)
     write(folder / "config.json", rms_norm_eps=0.5)
     write(folder / "generation_config.json", eos_token_id=[0, 3])

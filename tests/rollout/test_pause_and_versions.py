@@ -208,7 +208,7 @@ def test_versions_change_where_each_sample_was() -> None:
     assert versions.end("a", []) == []
 
 
-def test_a_full_device_is_told_with_the_ways_out() -> None:
+def test_full_device_error_names_the_ways_out() -> None:
     """As vLLM 0.24 reports it; on a CPU nothing sleeps."""
 
     class FullDevice:
@@ -278,7 +278,7 @@ def test_no_tokens_arrive_after_pause_begins(policy: Policy, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
-def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
+def test_paused_requests_wait_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
     (before,) = trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
     (running,) = trainer.pause_amid((PROMPTS[0], 4))
     trainer.ask("begin_weight_update")

@@ -21,7 +21,7 @@ def test_streams_differ_by_purpose_version_prompt_and_repetition() -> None:
     assert len(set(drawn)) == len(drawn) == 2 * 3 * 20 * 5
 
 
-def test_streams_of_a_step_that_begins_again_are_the_same() -> None:
+def test_repeated_step_draws_the_same_streams() -> None:
     streams = RandomStreams()
     first = [streams.draw(PROMPTS, 3), streams.draw(PROMPTS[:2], 3)]
     streams.begin("training")

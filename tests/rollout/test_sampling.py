@@ -57,7 +57,7 @@ def test_neighbouring_seeds_and_streams_share_no_random_numbers() -> None:
     assert all(0 <= seed < 1 << 63 for some in streams for seed in some)
 
 
-def test_number_of_samples_leaves_the_first_ones_as_they_are() -> None:
+def test_number_of_samples_does_not_change_the_seed() -> None:
     few, many = (vllm_sampling(group_sampling(Sampling(seed=5), PROMPT, 7), n, ())["seed"] for n in (2, 8))
     assert few == many
     assert vllm_sampling(group_sampling(Sampling(), PROMPT, 2), 4, ())["seed"] is None

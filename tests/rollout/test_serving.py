@@ -362,7 +362,7 @@ def test_run_continues_after_one_server_is_killed(
 
 
 @pytest.mark.slow
-def test_dead_served_engine_is_restarted_by_server_though_its_models_folder_was_moved(
+def test_dead_served_engine_restarts_without_its_models_folder(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed: list[int] = []

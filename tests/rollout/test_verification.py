@@ -68,7 +68,7 @@ def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored
     assert calls == [number for number in scored for _ in range(NUM_FORWARDS)]
 
 
-def test_an_engine_that_was_started_again_is_verified_at_once(tmp_path: Path) -> None:
+def test_restarted_engine_is_verified_at_once(tmp_path: Path) -> None:
     module, verification, _ = begin(tmp_path, 100)
     engine: Any = SimpleNamespace(is_alive=True, is_verified=True)
     found = []

@@ -89,7 +89,7 @@ def test_decoded_text_matches_vllm_with_stop_strings(engine: Engine, actor: Acto
 
 
 @pytest.mark.processes
-def test_trainer_decides_what_ends_a_completion_and_what_it_says(
+def test_trainers_tokenizer_decides_ends_and_texts(
     engine: Engine, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has read that token 0 ends one; the trainer has read that 3 does, and that "1" stands for token 2."""
@@ -131,7 +131,7 @@ def test_a_stream_gives_the_beginnings_of_its_samples(engine: Engine, actor: Act
         assert_sampled_from(actor, prompt, one)
 
 
-def test_a_schema_is_followed_and_part_of_the_log_probability(engine: Engine, actor: Actor) -> None:
+def test_schema_is_followed_and_part_of_log_probabilities(engine: Engine, actor: Actor) -> None:
     sampling = Sampling(max_new_tokens=16, seed=3, json_schema='{"enum": [12, 345]}')
     samples = asyncio.run(engine.sample(PROMPTS[0].token_ids, sampling, num_samples=32))
     assert {one.text for one in samples} == {"12", "345"}
@@ -178,7 +178,7 @@ def test_weights_that_are_missing_are_named(engine: Engine, actor: Actor) -> Non
     assert engine.weight_version is None
 
 
-def test_weights_of_another_shape_are_refused_by_the_engine(engine: Engine, actor: Actor) -> None:
+def test_weights_of_another_shape_are_refused(engine: Engine, actor: Actor) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     wrong = Weights((n, w[:, :100] if n == name else w) for n, w in actor.named_weights())
     with pytest.raises(EngineError, match=rf"{name} \(64, 100\) does not fit the engine's model"):

@@ -30,7 +30,7 @@ def test_chunks_fill_up_to_the_bucket() -> None:
     assert size == 912
 
 
-def test_a_tensor_larger_than_the_bucket_makes_it_larger() -> None:
+def test_tensor_larger_than_bucket_enlarges_it() -> None:
     chunks, size = plan_chunks([("a", (8,)), ("b", (1000,)), ("c", (8,))], torch.bfloat16, 100)[:2]
     assert [[slot.name for slot in chunk] for chunk in chunks] == [["a"], ["b"], ["c"]]
     assert size == 2000
@@ -50,7 +50,7 @@ def test_buffers_are_sent_in_their_own_dtype() -> None:
     sender.close()
 
 
-def test_weights_that_are_made_as_they_are_sent_are_not_kept() -> None:
+def test_weights_made_while_sent_are_not_kept() -> None:
     """As the sums of base and adapter, in float32, are."""
     alive = weakref.WeakSet[torch.Tensor]()
     numbers = []
