@@ -27,7 +27,7 @@ def check_facts(config: "EngineConfig", engine: dict[str, Any]) -> None:
     Raises:
         EngineStartError: with what differs, what the engine has and what it should have.
     """
-    if config.files is None:  # nobody samples from it here
+    if config.files is None:  # it only serves others
         return
     arguments = config.engine_args
     size = int(arguments.get("tensor_parallel_size") or 1)

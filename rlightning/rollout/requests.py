@@ -47,7 +47,7 @@ class RandomStreams:
         return numbers
 
     def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[Request]:
-        """Return each prompt with the number of its stream; without a seed, which nobody asks for streams, with 0."""
+        """Return each prompt with the number of its stream; without a seed, which needs no streams, with 0."""
         numbers = [0] * len(prompts) if sampling.seed is None else self.draw(prompts, weight_version)
         return list(zip(prompts, numbers, strict=True))
 

@@ -228,7 +228,7 @@ def test_running_requests_go_on_with_new_adapter(run: Run, model: str) -> None:
     np.testing.assert_allclose(logprobs[versions > before], new[versions > before], atol=1e-3)
 
 
-def test_restarted_engine_gets_base_and_adapter_and_proves_it(run: Run, model: str) -> None:
+def test_restarted_engine_gets_and_proves_base_and_adapter(run: Run, model: str) -> None:
     policy = Policy(model)
     policy.change(1, 0.3)
     sync = run.begin(policy)

@@ -133,7 +133,7 @@ def test_kv_cache_of_sliding_windows_is_vllms_matter() -> None:
     assert given.items() <= configure(CPU, model_config=config, **given).items()
 
 
-def test_max_model_len_of_unknown_prompts_holds_a_completion() -> None:
+def test_max_model_len_of_unknown_prompts_holds_completion() -> None:
     assert configure(CPU, None)["max_model_len"] == 256
     assert configure(CPU, None, max_model_len=64)["max_model_len"] == 64
     with pytest.raises(ConfigError, match=r"max_model_len=40 must be from 41 \(1 of a prompt"):

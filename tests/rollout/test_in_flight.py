@@ -33,7 +33,7 @@ def admit(flight: InFlight, *numbers: int) -> list[Group]:
 
 
 def begin(flight: InFlight, version: int, *numbers: int) -> list[Group]:
-    """Admit prompts, and have somebody work on them."""
+    """Admit prompts, and count them as being sampled."""
     groups = [group for group in admit(flight, *numbers) if group.prompt.index in numbers]
     for group in groups:
         group.first_weight_version = version

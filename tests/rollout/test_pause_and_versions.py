@@ -65,7 +65,7 @@ class Policy:
         expected = []
         for version, num_sampled in spans(sample["weight_versions"]):
             self.plain.load_state_dict(self.weights[version], strict=False)
-            # The last of a version's tokens has been sampled, and read by nobody yet.
+            # The last of a version's tokens has been sampled, and not read yet.
             end = max(num_cached + 1, len(prompt.token_ids)) - 1 + num_sampled
             logits = self.plain(torch.tensor([tokens[num_cached:end]]), past_key_values=cache).logits[0, -num_sampled:]
             sampled = torch.tensor(tokens[end - num_sampled + 1 : end + 1])

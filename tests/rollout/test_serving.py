@@ -222,12 +222,12 @@ def test_idle_connections_do_not_keep_a_trainer_out(project: Path, server: Serve
     before = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (descriptors + 20, before[1]))
     try:
-        strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+        others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
         with connected(make_config(project, server.url)) as link:
             assert link.ready.result(PATIENCE_SECONDS)["max_model_len"] == 80
             assert len(os.listdir(f"/proc/{server.process.pid}/fd")) <= descriptors + 20
-        for stranger in strangers:
-            stranger.close()
+        for other in others:
+            other.close()
     finally:
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, before)
 

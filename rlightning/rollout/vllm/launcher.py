@@ -123,7 +123,7 @@ class EngineProcess(EngineConnection):
         end = f" ({self._process.describe_end()})" if code is not None else ""
         place = f"(Its log is {self.config.log_file})"
         log_tail = f"The end of {self.config.log_file}:\n{self._process.log_tail()}"
-        # One that gives up by itself while it starts would do so again.
+        # An engine that exits by itself while it starts would do so again.
         if not self.ready.done() and code is not None and (code > 0 or -code in FAULTS):
             cause = self._find_cause()
             if cause:

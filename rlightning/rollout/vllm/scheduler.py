@@ -1,7 +1,7 @@
 """vLLM's scheduler with less work for a token. Loaded by vLLM's core as ``scheduler_cls``.
 
 The core is one Python process that goes through all running sequences in every step. Where a model is small, that takes
-longer than the GPU's part of the step (docs/performance.md), and most of it is in vain: a sequence whose last block has
+longer than the GPU's part of the step (docs/performance.md), and most of it is waste: a sequence whose last block has
 room, and which the sampled token does not end, needs nothing but one more token. Such sequences rest: their tokens are
 written into arrays, for all of them at once. vLLM's code gets to see one, brought up to date, when something can happen
 to it: its block is full, it ends, it is aborted or paused, or the KV cache runs out. What runs when, and in which
@@ -149,7 +149,7 @@ class RestingSequences:
 
 
 def is_seen_whole(request: Request) -> bool:
-    """Whether nobody looks at a request before it has ended, as for stop strings, and then at what it sampled alone."""
+    """Whether of a request nothing is read before its end, as for stop strings, and then only what it sampled."""
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
