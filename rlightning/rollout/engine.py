@@ -17,6 +17,7 @@ from rlightning.parallel.collectives import global_rank
 from rlightning.rollout.detokenize import decode_completions
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection, ServedEngine
+from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.sampler import OnTokens, Sampling
@@ -125,7 +126,7 @@ class Engine(EngineSampler):
         return self.process is not None and self.process.death is None
 
     @property
-    def ready(self) -> "Future[dict[str, Any]]":
+    def ready(self) -> "Future[EngineFacts]":
         """Done when the engine that was started last is up, or has failed to start."""
         return self._running.ready
 

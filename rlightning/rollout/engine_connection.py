@@ -15,7 +15,7 @@ from rlightning.errors import EngineDiedError, EngineError, EngineStartError, Re
 from rlightning.foreign_text import cut_line
 from rlightning.processes.liveness import Deadline
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_facts import check_facts
+from rlightning.rollout.engine_facts import EngineFacts, check_facts
 from rlightning.rpc import (
     AuthenticationError,
     BusyError,
@@ -63,7 +63,7 @@ class EngineConnection(ABC):
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.death: EngineError | None = None
-        self.ready: Future[dict[str, Any]] = Future()
+        self.ready: Future[EngineFacts] = Future()
         self.ended: Future[EngineError] = Future()
         self._is_closing = False
         self._has_sampled = False
@@ -87,7 +87,7 @@ class EngineConnection(ABC):
         """
 
     @abstractmethod
-    async def _start(self, peer: Peer) -> dict[str, Any]:
+    async def _start(self, peer: Peer) -> EngineFacts:
         """Return what the engine says of itself, once it is up."""
 
     @abstractmethod
@@ -307,8 +307,8 @@ class ServedEngine(EngineConnection):
                 )
             await asyncio.sleep(min(intervals.RECONNECT_INTERVAL, deadline.remaining))
 
-    async def _start(self, peer: Peer) -> dict[str, Any]:
-        facts: dict[str, Any] = await peer.call("describe")
+    async def _start(self, peer: Peer) -> EngineFacts:
+        facts: EngineFacts = await peer.call("describe")
         return facts
 
     async def _note_reason(self, reason: str) -> None:

@@ -1,8 +1,9 @@
 """What an engine says of itself when it is up, and whether that is what a trainer needs."""
 
 import re
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from rlightning.errors import EngineStartError
 
@@ -16,12 +17,26 @@ CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rop
 """Keys of a model's configuration that are compared even if only one side has them."""
 
 
-def make_facts(**facts: object) -> dict[str, Any]:
+class EngineFacts(TypedDict, total=False):
+    """What an engine says of itself: what it has read of the model's files, by which versions, and its settings."""
+
+    rlightning: str
+    transformers: str
+    files: Mapping[str, object]
+    pid: int
+    device: str
+    dtype: str
+    max_model_len: int
+    tensor_parallel_size: int
+    adapter_rank: int
+
+
+def make_facts(**facts: Unpack[EngineFacts]) -> EngineFacts:
     """Return the versions of rlightning and transformers, and further ``facts``."""
     return {"rlightning": _own_version(), "transformers": version("transformers"), **facts}
 
 
-def check_facts(config: "EngineConfig", engine: dict[str, Any]) -> None:
+def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
     """Refuse an engine that is not what the run needs, or whose model's files are not those that the run began with.
 
     Raises:

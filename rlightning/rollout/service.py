@@ -19,6 +19,7 @@ from rlightning import intervals, rpc
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import METHODS, SAMPLING_METHODS
+from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rollout.vllm.launcher import EngineProcess
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Client:
             if self._unfinished:
                 await asyncio.wait(self._unfinished)
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _describe(self) -> EngineFacts:
         await self._forward("ping")  # once the engine is up
         return self.engine.ready.result()
 

@@ -14,6 +14,7 @@ from engine_models import bare_config
 from rlightning import intervals
 from rlightning.errors import EngineDiedError, EngineError, EngineStartError, RequestRefusedError
 from rlightning.rollout.engine_connection import NAME, EngineConnection, ServedEngine
+from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rpc import BusyError, Peer, background_loop
 from rlightning.rpc.authentication import authenticate_client
 from rlightning.rpc.peer import Method
@@ -84,8 +85,8 @@ class Connection(EngineConnection):
         timeout = self.config.start_timeout
         return await Peer.open(self._end_of_pair, {}, name=NAME, heartbeat_timeout=timeout, heartbeat_interval=0.02)
 
-    async def _start(self, peer: Peer) -> dict[str, Any]:
-        facts: dict[str, Any] = await peer.call("start")
+    async def _start(self, peer: Peer) -> EngineFacts:
+        facts: EngineFacts = await peer.call("start")
         return facts
 
     async def _end(self, how: str) -> EngineError:

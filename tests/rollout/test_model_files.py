@@ -9,7 +9,7 @@ from engine_models import bare_config, save_model
 
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_facts import check_facts, make_facts
+from rlightning.rollout.engine_facts import EngineFacts, check_facts, make_facts
 from rlightning.rollout.model_files import ModelFiles
 
 
@@ -24,10 +24,10 @@ def write(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(known | values))
 
 
-def facts_of(files: ModelFiles | None, **changes: Any) -> dict[str, Any]:
+def facts_of(files: ModelFiles | None, **changes: Any) -> EngineFacts:
     """Of an engine that has read ``files``."""
     assert files is not None
-    facts = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
+    facts: dict[str, Any] = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
     return make_facts(files=dict(files.facts), **facts | changes)
 
 

@@ -22,6 +22,7 @@ from rlightning.foreign_text import cut_line
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import NAME, EngineConnection
+from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rollout.host_check import check_host, describe_host
 from rlightning.rpc import Peer
 from rlightning.scratch import ScratchFolder
@@ -74,8 +75,8 @@ class EngineProcess(EngineConnection):
     async def _connect(self) -> Peer:
         return await Peer.open(self._process.connection, {}, name=NAME, heartbeat_timeout=self.config.start_timeout)
 
-    async def _start(self, peer: Peer) -> dict[str, Any]:
-        facts: dict[str, Any] = await peer.call("start", self._find_model(self.config.engine_args))
+    async def _start(self, peer: Peer) -> EngineFacts:
+        facts: EngineFacts = await peer.call("start", self._find_model(self.config.engine_args))
         return facts
 
     def _find_model(self, engine_args: dict[str, Any]) -> dict[str, Any]:
