@@ -52,11 +52,14 @@ class HeldEngine:
                 request.set_exception(EngineDiedError("The engine died."))
 
 
-def run(test: Callable[[EnginePool, HeldEngine, HeldEngine, list[None]], Awaitable[None]]) -> None:
+def run(
+    test: Callable[[EnginePool, HeldEngine, HeldEngine, list[None]], Awaitable[None]],
+    kind: type[HeldEngine] = HeldEngine,
+) -> None:
     """Run a test on the pool of two engines; the list has an item for each death that the pool has found."""
 
     async def start() -> None:
-        engines, deaths = (HeldEngine(), HeldEngine()), list[None]()
+        engines, deaths = (kind(), HeldEngine()), list[None]()
         pool = EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: deaths.append(None))
         pool.set_serving({FIRST, SECOND})
         await test(pool, *engines, deaths)
@@ -114,19 +117,17 @@ def test_begun_stream_of_dead_engine_is_refused() -> None:
             on_tokens(0, [1])
             return await self.sample(token_ids, sampling)
 
-    async def test() -> None:
-        engines, got = (Streams(), HeldEngine()), list[Any]()
-        pool = EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: None)
-        pool.set_serving({FIRST, SECOND})
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        got: list[Any] = []
         both = [asyncio.ensure_future(pool.stream(lambda *one: got.append(one), [1], SHORT)) for _ in range(2)]
         assert await loads(pool) == [1, 1] and got == [(0, [1])]
-        engines[0].die()
+        first.die()
         with pytest.raises(StreamLostError, match=r"The engine died while its tokens were streamed\.$"):
             await both[0]
-        engines[1].release()
+        second.release()
         assert await both[1] == []  # of one without partial output
 
-    asyncio.run(test())
+    run(test, Streams)
 
 
 def test_requests_wait_until_an_engine_serves() -> None:
