@@ -55,7 +55,7 @@ class EngineProcess(EngineConnection):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        check_host(config.engine_args)
+        check_host(len(config.worker_devices))
         self._scratch = ScratchFolder("engine")
         config = self._with_log(config)
         super().__init__(config)

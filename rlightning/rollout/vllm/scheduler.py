@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import vllm
 import vllm.envs as envs
+from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -375,7 +376,7 @@ def _counted(request: Request, name: str) -> int:
     return int(getattr(request, name, 0))
 
 
-def make_scheduler(vllm_config: Any, **arguments: Any) -> Scheduler:
+def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """A scheduler, for a core that ends with the process that it was forked from; the arguments are those of vLLM's."""
     if multiprocessing.parent_process() is not None:
         die_with_parent()

@@ -196,8 +196,12 @@ class ReadWeights(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Record the tensors that ``func`` takes; to ask for a property such as a shape is not to read."""
         kwargs = kwargs or {}
         if self._is_recording and getattr(func, "__name__", "") != "__get__":
