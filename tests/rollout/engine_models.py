@@ -22,8 +22,10 @@ from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
-from rlightning.rollout.weights import WeightSource, plan_chunks
-from rlightning.rollout.weights.driver import WeightUpdater
+from rlightning.rollout.weights import ChunkPlan, WeightSource, plan_chunks
+from rlightning.rollout.weights.broadcast import BroadcastSender
+from rlightning.rollout.weights.driver import WeightSender, WeightUpdater
+from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
@@ -112,6 +114,14 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def make_sender(transport: str, plan: ChunkPlan, folder: Path = Path("unused")) -> WeightSender:
+    """On the CPU, by "shared memory", "broadcast" or "files"."""
+    cpu = torch.device("cpu")
+    if transport == "shared memory":
+        return SharedMemorySender(plan, cpu)
+    return FileSender(plan, cpu, folder=folder) if transport == "files" else BroadcastSender(plan, cpu)
 
 
 class Weights(dict[str, Tensor]):

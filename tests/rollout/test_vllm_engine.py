@@ -5,7 +5,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from engine_models import (
     Weights,
     assert_sampled_from,
     generate,
+    make_sender,
     running_engine,
     save_model,
     send,
@@ -33,10 +34,7 @@ from rlightning.rollout import Sampling
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.weights import plan_chunks
-from rlightning.rollout.weights.broadcast import BroadcastSender
 from rlightning.rollout.weights.driver import WeightUpdater
-from rlightning.rollout.weights.files import FileSender
-from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
 from rlightning.types import Sample
 
@@ -191,14 +189,13 @@ def test_on_the_cpu_it_never_sleeps(engine: Engine, actor: Actor) -> None:
     assert generate(engine, PROMPTS[:1], 1, GREEDY)
 
 
-@pytest.mark.parametrize("transport", [SharedMemorySender, BroadcastSender, FileSender])
+@pytest.mark.parametrize("transport", ["shared memory", "broadcast", "files"])
 def test_engine_samples_from_weights_of_each_transport(
-    transport: Callable[..., Any], engine: Engine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transport: str, engine: Engine, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor.perturb(1)
     plan = plan_chunks(weight_shapes(actor), torch.float32, 50_000)
-    folder = {"folder": tmp_path} if transport is FileSender else {}
-    updater = WeightUpdater(transport(plan, torch.device("cpu"), **folder))
+    updater = WeightUpdater(make_sender(transport, plan, tmp_path))
     assert engine.process is not None
     asked: list[str] = []
     submit = engine.process.submit

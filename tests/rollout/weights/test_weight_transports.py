@@ -16,7 +16,7 @@ import pytest
 import sharded_net
 import torch
 import torch.distributed as dist
-from engine_models import Weights
+from engine_models import Weights, make_sender
 
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.weights import ChunkPlan, plan_chunks
@@ -42,14 +42,6 @@ def plan_of(weights: Weights, dtype: torch.dtype, bucket_bytes: int) -> ChunkPla
 
 def scaled(weights: Weights, factor: float) -> Weights:
     return Weights((name, weight * factor) for name, weight in weights.items())
-
-
-def make_sender(transport: str, plan: ChunkPlan, folder: Path) -> WeightSender:
-    if transport == "shared memory":
-        return SharedMemorySender(plan, CPU)
-    if transport == "files":
-        return FileSender(plan, CPU, folder=folder)
-    return BroadcastSender(plan, CPU)
 
 
 PLAN = plan_of(WEIGHTS, torch.bfloat16, 600)

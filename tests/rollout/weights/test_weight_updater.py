@@ -11,14 +11,12 @@ from typing import TypeVar
 
 import pytest
 import torch
-from engine_models import Weights
+from engine_models import Weights, make_sender
 from torch import Tensor
 
 from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout.weights import plan_chunks
-from rlightning.rollout.weights.broadcast import BroadcastSender
-from rlightning.rollout.weights.driver import Engine, WeightReceiver, WeightSender, WeightUpdater
-from rlightning.rollout.weights.shared_memory import SharedMemorySender
+from rlightning.rollout.weights.driver import Engine, WeightReceiver, WeightUpdater
 from rlightning.rollout.weights.source import weight_shapes
 from rlightning.rollout.weights.transports import ShardSender
 
@@ -107,10 +105,6 @@ def engines() -> Iterator[list[LocalEngine]]:
         yield made
 
 
-def make_sender(transport: str) -> WeightSender:
-    return SharedMemorySender(PLAN, CPU) if transport == "shared memory" else BroadcastSender(PLAN, CPU)
-
-
 def assert_updated(engines: Sequence[LocalEngine], version: int) -> None:
     for engine in engines:
         assert engine.version == version
@@ -120,7 +114,7 @@ def assert_updated(engines: Sequence[LocalEngine], version: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shared memory", "broadcast"])
 def test_engines_connect_anew_only_when_they_change(transport: str, engines: list[LocalEngine]) -> None:
-    updater = WeightUpdater(make_sender(transport))
+    updater = WeightUpdater(make_sender(transport, PLAN))
     for version in (1, 2):
         assert update(updater, version, engines[:2]) == engines[:2]
         assert_updated(engines[:2], version)
@@ -140,7 +134,7 @@ def test_engines_connect_anew_only_when_they_change(transport: str, engines: lis
     ],
 )
 def test_death_leaves_other_engines_to_next_update(transport: str, chunk: int, engines: list[LocalEngine]) -> None:
-    updater = WeightUpdater(make_sender(transport))
+    updater = WeightUpdater(make_sender(transport, PLAN))
     update(updater, 1, engines)
     engines[1].dies_at = chunk
     assert update(updater, 2, engines) == []
@@ -154,7 +148,7 @@ def test_death_leaves_other_engines_to_next_update(transport: str, chunk: int, e
 
 
 def test_what_an_engine_finds_wrong_is_raised_once(engines: list[LocalEngine]) -> None:
-    updater = WeightUpdater(make_sender("shared memory"))
+    updater = WeightUpdater(make_sender("shared memory", PLAN))
     for engine in engines[:2]:
         engine.faults = ["2 weights were not taken."]
     with pytest.raises(EngineError, match=r"^2 weights were not taken\.$"):
