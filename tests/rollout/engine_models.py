@@ -20,6 +20,8 @@ from rlightning.rollout import Sampling
 from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_options import EngineOptions
+from rlightning.rollout.engine_pool import EngineId
+from rlightning.rollout.engine_relay import EngineRelay, RelayConnection, RemoteEngine
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.weights import ChunkPlan, WeightSource, plan_chunks
@@ -28,6 +30,7 @@ from rlightning.rollout.weights.driver import WeightSender, WeightUpdater
 from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
+from rlightning.rpc import background_loop
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 CHARACTERS = "".join(list(VOCABULARY)[1:])
@@ -104,6 +107,19 @@ def started(config: EngineConfig) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
+
+
+@contextmanager
+def relayed(engine: Engine) -> Iterator[RemoteEngine]:
+    """Within, the engine as rank 0 has it from another rank."""
+    key = b"key of the run" * 2
+    relay = EngineRelay([engine], "127.0.0.1", key)
+    connection = RelayConnection(relay.url, key)
+    try:
+        yield RemoteEngine(connection, EngineId(1, 0), engine.files)
+    finally:
+        background_loop().run(connection.close())
+        relay.close()
 
 
 @contextmanager

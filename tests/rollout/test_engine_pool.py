@@ -1,30 +1,23 @@
 """Several engines as one sampler: the least loaded is asked, a session stays where it is, and death moves both."""
 
 import asyncio
-import os
-import signal
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_models import Actor, Weights, bare_config, make_prompt, running_engine, save_model, send
+from engine_models import Weights, bare_config
 
 from rlightning.errors import EngineDiedError, StreamLostError
 from rlightning.rollout import OnTokens, Sampling
-from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
-from rlightning.rollout.engine_relay import EngineRelay, RelayConnection, RemoteEngine
 from rlightning.rollout.rank_engines import RankEngines
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightSender
-from rlightning.rpc import background_loop
-from rlightning.rpc.client import LoopThread
 from rlightning.types import Sample
 
-LONG, SHORT = Sampling(max_new_tokens=200), Sampling(max_new_tokens=4)
+SHORT = Sampling(max_new_tokens=4)
 FIRST, SECOND = EngineId(0, 0), EngineId(0, 1)
 
 
@@ -205,65 +198,3 @@ def test_engine_that_comes_back_is_not_waited_for(tmp_path: Path) -> None:
     assert not run.is_starting
     engines[1].is_up = False
     assert run.is_starting
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Engine]:
-    """An engine that holds weights; the last test of this file ends it."""
-    folder = tmp_path_factory.mktemp("pool")
-    actor = Actor(save_model(folder / "model"))
-    with running_engine(str(folder / "model"), folder / "engine.log") as engine:
-        send(engine, actor, 0)
-        yield engine
-
-
-@pytest.fixture
-def remote(engine: Engine) -> Iterator[RemoteEngine]:
-    """The engine through its rank's relay."""
-    key = b"key of the run" * 2
-    relay = EngineRelay([engine], "127.0.0.1", key)
-    connection = RelayConnection(relay.url, key)
-    try:
-        yield RemoteEngine(connection, EngineId(1, 0), engine.files)
-    finally:
-        background_loop().run(connection.close())
-        relay.close()
-
-
-@pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    loop = LoopThread("test")
-    try:
-        yield loop
-    finally:
-        loop.close()
-
-
-def test_relayed_samples_are_those_of_the_engine(engine: Engine, remote: RemoteEngine, loop: LoopThread) -> None:
-    prompt, sampling = make_prompt("1+1="), Sampling(max_new_tokens=16, seed=3)
-    near = loop.run(engine.sample(prompt.token_ids, sampling, num_samples=3))
-    far = loop.run(remote.sample(prompt.token_ids, sampling, num_samples=3))
-    assert [one.token_ids for one in near] == [one.token_ids for one in far] and len(far) == 3
-    for one, other in zip(near, far, strict=True):  # vLLM may put the sequences into other batches
-        assert one.logprobs.tolist() == pytest.approx(other.logprobs.tolist(), abs=1e-5)
-        assert (one.weight_versions, one.text) == (other.weight_versions, other.text)
-        assert one.finish_reason == other.finish_reason
-    scores = [loop.run(one.score(prompt.token_ids)).tolist() for one in (engine, remote)]
-    assert scores[0] == scores[1]
-
-
-def test_relayed_death_is_the_engines_death(engine: Engine, remote: RemoteEngine, loop: LoopThread) -> None:
-    """The last test that needs the engine."""
-    pool = EnginePool({EngineId(1, 0): remote}, (found := threading.Event()).set)
-    loop.run(_call(pool.set_serving, {EngineId(1, 0)}))
-    request = loop.submit(pool.sample(make_prompt("1+1=").token_ids, LONG, num_samples=4))
-    assert engine.process is not None
-    os.kill(engine.process.pid, signal.SIGKILL)
-    assert found.wait(60) and pool.num_serving == 0 and not request.done()
-    with pytest.raises(EngineDiedError, match="The engine died"):
-        loop.run(remote.sample([1], SHORT))
-    request.cancel()
-
-
-async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)

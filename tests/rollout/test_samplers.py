@@ -1,8 +1,7 @@
-"""What every sampler does, vLLM's engine and the one in this process: what is sampled is the actor's."""
+"""What every sampler does, vLLM's engine, another rank's and the one in this process: it samples from the actor."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -10,11 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_models import CHARACTERS, PROMPTS, Actor, assert_sampled_from, make_prompt, running_engine, save_model
+from engine_models import (
+    CHARACTERS,
+    PROMPTS,
+    Actor,
+    assert_sampled_from,
+    make_prompt,
+    relayed,
+    running_engine,
+    save_model,
+)
 
 from rlightning.errors import EngineError
 from rlightning.models import load_config
-from rlightning.rollout import Sampler, Sampling
+from rlightning.rollout import Sampling, TokenSampler
+from rlightning.rollout.engine import Engine
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.transformers_sampler import TransformersSampler
@@ -40,23 +49,35 @@ def actor(folder: str) -> Actor:
     return actor
 
 
-@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.processes), "transformers"])
-def sampler(request: pytest.FixtureRequest, folder: str, actor: Actor, tmp_path_factory: Any) -> Iterator[Sampler]:
-    with ExitStack() as stack:
-        made: Sampler
-        if request.param == "vllm":
-            made = stack.enter_context(running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log"))
-        else:
-            usual: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_length": 256}
-            made = TransformersSampler(load_config(folder), ModelFiles.read(folder), **usual)
-            stack.callback(made.close)
-        made.update_weights(Actor(folder), 1)
-        made.update_weights(actor, VERSION)
-        yield made
+@pytest.fixture(scope="module")
+def engine(folder: str, actor: Actor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
+        engine.update_weights(Actor(folder), 1)
+        engine.update_weights(actor, VERSION)
+        yield engine
+
+
+KINDS = [*(pytest.param(kind, marks=pytest.mark.processes) for kind in ("vllm", "relayed")), "transformers"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def sampler(request: pytest.FixtureRequest, folder: str, actor: Actor) -> Iterator[TokenSampler]:
+    if request.param == "vllm":
+        yield request.getfixturevalue("engine")
+    elif request.param == "relayed":
+        with relayed(request.getfixturevalue("engine")) as remote:
+            yield remote
+    else:
+        usual: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_length": 256}
+        sampler = TransformersSampler(load_config(folder), ModelFiles.read(folder), **usual)
+        sampler.update_weights(Actor(folder), 1)
+        sampler.update_weights(actor, VERSION)
+        yield sampler
+        sampler.close()
 
 
 def sample(
-    sampler: Sampler, sampling: Sampling = SAMPLING, num_samples: int = 16, prompts: Sequence[Prompt] = PROMPTS
+    sampler: TokenSampler, sampling: Sampling = SAMPLING, num_samples: int = 16, prompts: Sequence[Prompt] = PROMPTS
 ) -> list[list[Sample]]:
     """All at once, each prompt with a stream of its own."""
 
@@ -78,7 +99,7 @@ def written(token_ids: Sequence[int]) -> str:
     return "".join(CHARACTERS[token - 1] for token in token_ids if token)
 
 
-def test_samples_have_the_actors_logprobs(sampler: Sampler, actor: Actor) -> None:
+def test_samples_have_the_actors_logprobs(sampler: TokenSampler, actor: Actor) -> None:
     groups = sample(sampler)
     assert [len(group) for group in groups] == [16] * len(PROMPTS)  # so many are not alike by chance
     for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -95,7 +116,7 @@ def test_samples_have_the_actors_logprobs(sampler: Sampler, actor: Actor) -> Non
     assert {one.finish_reason for one in samples} == {"stop", "length"}
 
 
-def test_prompts_own_temperature_and_limit_hold(sampler: Sampler, actor: Actor) -> None:
+def test_prompts_own_temperature_and_limit_hold(sampler: TokenSampler, actor: Actor) -> None:
     own = [PROMPTS[0]._replace(temperature=2.0, max_new_tokens=3), PROMPTS[1]._replace(temperature=0.5)]
     groups = sample(sampler, prompts=own)
     for prompt, group, longest in zip(own, groups, (3, 24), strict=True):
@@ -105,7 +126,7 @@ def test_prompts_own_temperature_and_limit_hold(sampler: Sampler, actor: Actor) 
     assert max(len(one.token_ids) for one in groups[1]) > 3
 
 
-def test_score_is_the_actors(sampler: Sampler, actor: Actor) -> None:
+def test_score_is_the_actors(sampler: TokenSampler, actor: Actor) -> None:
     prompt, completion = make_prompt("1"), "2+34=46"
     token_ids = make_prompt("1" + completion).token_ids
     scored = asyncio.run(sampler.score(token_ids))
@@ -114,14 +135,14 @@ def test_score_is_the_actors(sampler: Sampler, actor: Actor) -> None:
     np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=1e-4)
 
 
-def test_greedy_takes_the_actors_likeliest_token(sampler: Sampler, actor: Actor) -> None:
+def test_greedy_takes_the_actors_likeliest_token(sampler: TokenSampler, actor: Actor) -> None:
     greedy = Sampling(temperature=0.0, max_new_tokens=12)
     for prompt, (one,) in zip(PROMPTS, sample(sampler, greedy, 1), strict=True):
         assert one.token_ids.tolist() == actor.greedy(prompt, 12)
         assert_sampled_from(actor, prompt, one)
 
 
-def test_streams_do_not_depend_on_the_batch(sampler: Sampler) -> None:
+def test_streams_do_not_depend_on_the_batch(sampler: TokenSampler) -> None:
     """What is asked again after a restart comes out as it would have, whatever was done before."""
     together = sample(sampler, num_samples=4)
     alone = [group for prompt in PROMPTS for group in sample(sampler, num_samples=4, prompts=[prompt])]
@@ -131,7 +152,7 @@ def test_streams_do_not_depend_on_the_batch(sampler: Sampler) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-def test_samples_draw_from_neighbouring_seeds(sampler: Sampler) -> None:
+def test_samples_draw_from_neighbouring_seeds(sampler: TokenSampler) -> None:
     def draw(seed: int | None, num_samples: int) -> list[list[int]]:
         drawn = sampler.sample(PROMPTS[0].token_ids, replace(SAMPLING, seed=seed), num_samples=num_samples)
         return [one.token_ids.tolist() for one in asyncio.run(drawn)]
@@ -141,7 +162,7 @@ def test_samples_draw_from_neighbouring_seeds(sampler: Sampler) -> None:
     assert draw(None, 8) != draw(None, 8)
 
 
-def test_stop_strings_and_ids_end_a_completion(sampler: Sampler) -> None:
+def test_stop_strings_and_ids_end_a_completion(sampler: TokenSampler) -> None:
     free = [one for group in sample(sampler) for one in group]
     pair = next(one.text[3:5] for one in free if len(one.text) > 8)
     stop_id = next(int(one.token_ids[2]) for one in free if len(one.token_ids) > 8)
@@ -159,7 +180,7 @@ def test_stop_strings_and_ids_end_a_completion(sampler: Sampler) -> None:
     assert num_stopped > 4
 
 
-def test_too_long_request_is_refused(sampler: Sampler) -> None:
+def test_too_long_request_is_refused(sampler: TokenSampler) -> None:
     with pytest.raises(EngineError, match=r"(?s)\b256\b"):
         asyncio.run(sampler.sample([1] * 257, SAMPLING))
     assert sample(sampler, num_samples=1)  # and it goes on

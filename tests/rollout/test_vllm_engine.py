@@ -20,6 +20,7 @@ from engine_models import (
     assert_sampled_from,
     generate,
     make_sender,
+    relayed,
     running_engine,
     save_model,
     send,
@@ -32,6 +33,8 @@ from transformers import PreTrainedTokenizerFast
 from rlightning.errors import EngineDiedError, EngineError, RequestRefusedError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine import Engine
+from rlightning.rollout.engine_pool import EngineId, EnginePool
+from rlightning.rollout.engine_relay import RemoteEngine
 from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.weights import plan_chunks
 from rlightning.rollout.weights.driver import WeightUpdater
@@ -230,6 +233,26 @@ def test_a_killed_core_ends_a_waiting_call(folder: str, tmp_path: Path) -> None:
         os.kill(core, signal.SIGKILL)
         with pytest.raises(EngineDiedError, match="The engine died"):
             answer.result(100)
+
+
+@pytest.mark.processes
+def test_relayed_death_is_the_engines_death(folder: str, tmp_path: Path) -> None:
+    async def sample(remote: RemoteEngine, pid: int) -> None:
+        pool = EnginePool({EngineId(1, 0): remote}, (found := asyncio.Event()).set)
+        pool.set_serving({EngineId(1, 0)})
+        request = asyncio.ensure_future(pool.sample(PROMPTS[0].token_ids, GREEDY, num_samples=4))
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(found.wait(), 60)
+        assert pool.num_serving == 0 and not request.done()
+        with pytest.raises(EngineDiedError, match="The engine died"):
+            await remote.sample([1], GREEDY)
+        request.cancel()
+
+    with running_engine(folder, tmp_path / "engine.log") as engine, relayed(engine) as remote:
+        send(engine, Actor(folder), 0)
+        assert engine.process is not None
+        asyncio.run(sample(remote, engine.process.pid))
 
 
 def test_engine_process_holds_weights_once_without_trainer_state(engine: Engine, actor: Actor, census: Path) -> None:
