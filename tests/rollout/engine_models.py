@@ -1,5 +1,6 @@
 """Models that vLLM takes on a CPU (a head_dim of 32), and an engine that holds one."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.parallel.sharding import named_weights
-from rlightning.rollout import Sampling
+from rlightning.rollout import Sampling, TokenSampler
 from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_options import EngineOptions
@@ -219,10 +220,24 @@ def make_prompt(text: str, index: int = 0) -> Prompt:
     return Prompt(index, text, [VOCABULARY[character] for character in text], {})
 
 
-def assert_sampled_from(actor: Actor, prompt: Prompt, completion: Sample, temperature: float = 1.0) -> None:
+def assert_sampled_from(
+    actor: Actor, prompt: Prompt, completion: Sample, temperature: float = 1.0, *, atol: float = 1e-4
+) -> None:
     """Compare each token's log-probability with the actor's."""
     expected = actor.logprobs(prompt, completion, temperature).numpy()
-    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=atol)
+
+
+def sample_all(
+    sampler: TokenSampler, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int = 4
+) -> list[list[Sample]]:
+    """Sample from all prompts at once, each with a stream of its own."""
+
+    async def sample() -> list[list[Sample]]:
+        calls = ((prompt.token_ids, group_sampling(sampling, prompt, prompt.index)) for prompt in prompts)
+        return await asyncio.gather(*(sampler.sample(*call, num_samples=num_samples) for call in calls))
+
+    return asyncio.run(sample())
 
 
 PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]

@@ -17,6 +17,7 @@ from engine_models import (
     make_prompt,
     relayed,
     running_engine,
+    sample_all,
     save_model,
 )
 
@@ -25,7 +26,6 @@ from rlightning.models import load_config
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.transformers_sampler import TransformersSampler
 from rlightning.types import Prompt, Sample
 
@@ -79,16 +79,12 @@ def sampler(request: pytest.FixtureRequest, folder: str, actor: Actor) -> Iterat
 def sample(
     sampler: TokenSampler, sampling: Sampling = SAMPLING, num_samples: int = 16, prompts: Sequence[Prompt] = PROMPTS
 ) -> list[list[Sample]]:
-    """All at once, each prompt with a stream of its own."""
+    return sample_all(sampler, prompts, sampling, num_samples)
 
-    async def sample_all() -> list[list[Sample]]:
-        own = [group_sampling(sampling, prompt, prompt.index) for prompt in prompts]
-        calls = zip(prompts, own, strict=True)
-        return await asyncio.gather(
-            *(sampler.sample(prompt.token_ids, one, num_samples=num_samples) for prompt, one in calls)
-        )
 
-    return asyncio.run(sample_all())
+def tolerance(sampler: TokenSampler) -> float:
+    """Of log-probabilities: vLLM computes by other kernels than the actor."""
+    return 1e-5 if isinstance(sampler, TransformersSampler) else 1e-4
 
 
 def tokens(groups: list[list[Sample]]) -> list[list[list[int]]]:
@@ -105,7 +101,7 @@ def test_samples_have_the_actors_logprobs(sampler: TokenSampler, actor: Actor) -
     for prompt, group in zip(PROMPTS, groups, strict=True):
         assert len({one.token_ids.tobytes() for one in group}) > 1
         for one in group:
-            assert_sampled_from(actor, prompt, one, 0.8)
+            assert_sampled_from(actor, prompt, one, 0.8, atol=tolerance(sampler))
     samples = [one for group in groups for one in group]
     for one in samples:
         token_ids, is_ended = one.token_ids.tolist(), one.finish_reason == "stop"
@@ -122,7 +118,7 @@ def test_prompts_own_temperature_and_limit_hold(sampler: TokenSampler, actor: Ac
     for prompt, group, longest in zip(own, groups, (3, 24), strict=True):
         assert all(len(one.token_ids) <= longest for one in group)
         for one in group:
-            assert_sampled_from(actor, prompt, one, prompt.temperature or 1.0)
+            assert_sampled_from(actor, prompt, one, prompt.temperature or 1.0, atol=tolerance(sampler))
     assert max(len(one.token_ids) for one in groups[1]) > 3
 
 
@@ -132,14 +128,14 @@ def test_score_is_the_actors(sampler: TokenSampler, actor: Actor) -> None:
     scored = asyncio.run(sampler.score(token_ids))
     assert scored.shape == (8,) and scored[0] == 0
     given = Sample(token_ids[1:], [0.0] * 7, [0] * 7, completion, "stop")
-    np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=1e-4)
+    np.testing.assert_allclose(scored[1:], actor.logprobs(prompt, given, 1.0).numpy(), atol=tolerance(sampler))
 
 
 def test_greedy_takes_the_actors_likeliest_token(sampler: TokenSampler, actor: Actor) -> None:
     greedy = Sampling(temperature=0.0, max_new_tokens=12)
     for prompt, (one,) in zip(PROMPTS, sample(sampler, greedy, 1), strict=True):
         assert one.token_ids.tolist() == actor.greedy(prompt, 12)
-        assert_sampled_from(actor, prompt, one)
+        assert_sampled_from(actor, prompt, one, atol=tolerance(sampler))
 
 
 def test_streams_do_not_depend_on_the_batch(sampler: TokenSampler) -> None:
