@@ -41,7 +41,7 @@ def actor(folder: str) -> Actor:
 
 @pytest.fixture
 def make(folder: str) -> Iterator[Make]:
-    """Samplers, closed at the end: with a source, they have its weights as version 3; endless ones end at limits alone."""
+    """Samplers, closed at the end; of a source they have the weights as version 3, and endless ones stop at limits."""
     with ExitStack() as stack:
 
         def make(
