@@ -239,7 +239,7 @@ class VLLMRollout(RolloutCallback):
                 self._network.close()
             self._engines = self._network = self._runner = self._collector = None
 
-    def ray_engines(self) -> "RayEngines | None":
+    def ray_engines(self) -> "RayEngines[VLLMRollout] | None":
         """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
         if self.options.placement != "standalone" or self.options.engines:
             return None

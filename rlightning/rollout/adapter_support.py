@@ -78,12 +78,7 @@ def find_class(architecture: str) -> tuple[str, str] | None:
 
 @cache
 def supports_adapters(module: str, name: str) -> bool:
-    """Return whether a class, or one that it derives from, takes adapters.
-
-    Args:
-        module: of the class.
-        name: of the class in it.
-    """
+    """Return whether a class, or one that it derives from, takes adapters."""
     tree = ast.parse(read_source(module))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:

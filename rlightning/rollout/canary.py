@@ -228,12 +228,7 @@ class AdaptedSampler(VerifiedSampler, Protocol):
 
 
 class InProcessSampler:
-    """A sampler of the trainer's process, as what is verified.
-
-    Args:
-        sampler: the one.
-        loop: on which it is called.
-    """
+    """A sampler of the trainer's process, as what is verified."""
 
     is_alive = True
 
@@ -283,14 +278,7 @@ class Verification:
         self.canary: Canary | None = None
 
     def begin_run(self, module: SampledPolicy, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Count syncs anew.
-
-        Args:
-            module: has ``tokenizer``, ``weight_version`` and ``score(batch, dtype)``.
-            max_length: tokens of the longest sequence that the samplers take.
-            dtype: of the samplers.
-            device: of the samplers.
-        """
+        """Count syncs anew."""
         self.num_syncs = 0
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 

@@ -105,7 +105,7 @@ class EndpointSampler(TokenSampler):
         """Refuse: OpenAI's API has no log-probabilities of a prompt."""
         raise EngineError(f"{self.url} cannot score sequences, which verifying trajectories needs. Turn that off.")
 
-    async def _request(self, body: dict[str, Any]) -> str:
+    async def _request(self, body: dict[str, object]) -> str:
         """Return what the server answers.
 
         Raises:
@@ -150,9 +150,9 @@ class EndpointSampler(TokenSampler):
 
 def make_body(
     model: str | None, prompt: list[int], sampling: Sampling, num_samples: int, returns_ids: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the body of a request; what only some servers know is left out where it changes nothing."""
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "model": model,
         "prompt": prompt,
         "n": num_samples,

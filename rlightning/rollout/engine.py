@@ -17,15 +17,15 @@ from rlightning.parallel.collectives import global_rank
 from rlightning.rollout.detokenize import decode_completions
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection, ServedEngine
+from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.prefix_cache import PrefixCacheUse
-from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.rollout.vllm.launcher import EngineProcess
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightUpdater
 from rlightning.rollout.weights.transports import make_colocated_sender, make_standalone_sender
-from rlightning.types import Prompt, Sample
+from rlightning.types import Sample
 from rlightning.types.supports import Supports
 
 
@@ -47,7 +47,7 @@ class EngineSampler(ABC):
         """Of the model that the engine runs."""
 
     @abstractmethod
-    async def _request(self, method: str, *arguments: Any) -> Any:
+    async def _request(self, method: str, *arguments: object) -> Any:
         """Call a method of the engine's server."""
 
     async def sample(
@@ -127,7 +127,7 @@ class Engine(EngineSampler):
         return self.process is not None and self.process.death is None
 
     @property
-    def ready(self) -> "Future[dict[str, Any]]":
+    def ready(self) -> "Future[EngineFacts]":
         """Done when the engine that was started last is up, or has failed to start."""
         return self._running.ready
 
@@ -150,20 +150,20 @@ class Engine(EngineSampler):
         self._is_asleep = False
         self.process = ServedEngine(self.config) if self.config.url else EngineProcess(self.config)
 
-    def wait_until_ready(self) -> None:
-        """Block until the engine is up."""
-        self._running.ready.result()
-
-    def submit(self, method: str, *arguments: Any) -> "Future[Any]":
+    def submit(self, method: str, *arguments: object) -> "Future[Any]":
         """Call a method of the engine's process; see :meth:`EngineConnection.submit`."""
         return self._running.submit(method, *arguments)
 
     @property
     def files(self) -> ModelFiles:
         """Of the model that it runs."""
-        return model_files(self.config)
+        if self.config.files is None:
+            raise EngineError(
+                "EngineConfig.files is None: completions cannot be decoded. Set it by ModelFiles.read(model)."
+            )
+        return self.config.files
 
-    async def _request(self, method: str, *arguments: Any) -> Any:
+    async def _request(self, method: str, *arguments: object) -> Any:
         return await asyncio.wrap_future(self.submit(method, *arguments))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -202,26 +202,8 @@ class Engine(EngineSampler):
             self._updater.close()
             self._updater = None
 
-    # From a thread without an event loop
-
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Sample]]:
-        """Sample each prompt ``num_samples`` times, in the prompts' order; its place is the number of its stream."""
-        self._check_weights()
-        files = model_files(self.config)
-        arguments = [
-            vllm_sampling(group_sampling(sampling, prompt, stream), num_samples, files.end_token_ids)
-            for stream, prompt in enumerate(prompts)
-        ]
-        answers = [
-            self.submit("generate", prompt.token_ids, one) for prompt, one in zip(prompts, arguments, strict=True)
-        ]
-        return [
-            make_samples(files, prompt.token_ids, answer.result())
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]."""
+        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]; from a thread without a loop."""
         answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
         return np.array([answer.result() for answer in answers], np.float32)
 
@@ -230,19 +212,6 @@ class Engine(EngineSampler):
         if self.process is None:
             raise EngineDiedError("The engine is not running.")
         return self.process
-
-    def _check_weights(self) -> None:
-        if self.is_alive and self._held_version is None:
-            raise EngineError("The engine has not been sent any weights yet: its own are random. Load some.")
-
-
-def model_files(config: EngineConfig) -> ModelFiles:
-    """Return what the trainer has read of the model's files."""
-    if config.files is None:
-        raise EngineError(
-            "EngineConfig.files is None: completions cannot be decoded. Set it by ModelFiles.read(model)."
-        )
-    return config.files
 
 
 def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[int]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ OF_THE_RUN: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Engine arguments that are not passed through, by the reason and the way out."""
 OTHER_PARALLELISM = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
-"""Engine arguments that would take further devices, which nobody has set aside and no weights are sent to."""
+"""Engine arguments that would take further devices, which are not reserved and get no weights."""
 COUNTS = (
     "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens",
     "max_num_active_seqs", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override",

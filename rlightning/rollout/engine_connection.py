@@ -4,8 +4,10 @@ import asyncio
 import atexit
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from rlightning import intervals
@@ -13,7 +15,7 @@ from rlightning.errors import EngineDiedError, EngineError, EngineStartError, Re
 from rlightning.foreign_text import cut_line
 from rlightning.processes.liveness import Deadline
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_facts import check_facts
+from rlightning.rollout.engine_facts import EngineFacts, check_facts
 from rlightning.rpc import (
     AuthenticationError,
     BusyError,
@@ -61,11 +63,11 @@ class EngineConnection(ABC):
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.death: EngineError | None = None
-        self.ready: Future[dict[str, Any]] = Future()
+        self.ready: Future[EngineFacts] = Future()
         self.ended: Future[EngineError] = Future()
         self._is_closing = False
         self._has_sampled = False
-        self._num_sampling = self._num_others = 0
+        self._num_calls = Counter[bool]()  # under way, by whether they sample
         self._calls: set[asyncio.Future[Any]] = set()
         self._is_up, self._is_over = asyncio.Event(), asyncio.Event()
         self._peer: Peer | None = None
@@ -85,7 +87,7 @@ class EngineConnection(ABC):
         """
 
     @abstractmethod
-    async def _start(self, peer: Peer) -> dict[str, Any]:
+    async def _start(self, peer: Peer) -> EngineFacts:
         """Return what the engine says of itself, once it is up."""
 
     @abstractmethod
@@ -98,7 +100,7 @@ class EngineConnection(ABC):
 
     # Calls
 
-    def submit(self, method: str, *arguments: Any) -> "Future[Any]":
+    def submit(self, method: str, *arguments: object) -> "Future[Any]":
         """Call a method of the engine; its result is plain data, arrays are memoryviews.
 
         Cancelling the future cancels the call: the engine has been told so before it gets any later one.
@@ -112,26 +114,20 @@ class EngineConnection(ABC):
             return answer
         return background_loop().submit(self.call(method, *arguments))
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: object) -> Any:
         """The same as :meth:`submit`, on the background loop."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
+        is_sampling = method in SAMPLING_METHODS
         try:
             await self._is_up.wait()
-            return await self._call(method, arguments)
-        finally:
-            self._calls.discard(task)
-
-    async def _call(self, method: str, arguments: Sequence[Any]) -> Any:
-        if self.death is not None:
-            raise self.death.with_traceback(None)
-        assert self._peer is not None
-        is_sampling = method in SAMPLING_METHODS
-        self._count(is_sampling, 1)
-        try:
-            result = await self._peer.call(method, *arguments)
-            self._has_sampled |= is_sampling
+            if self.death is not None:
+                raise self.death.with_traceback(None)
+            assert self._peer is not None
+            with self._counted(is_sampling):
+                result = await self._peer.call(method, *arguments)
+                self._has_sampled |= is_sampling
             return result
         except RemoteError as error:
             raise RequestRefusedError(error.traceback or error.message) from None
@@ -140,7 +136,7 @@ class EngineConnection(ABC):
             assert self.death is not None
             raise self.death.with_traceback(None) from None  # all calls get the same one
         finally:
-            self._count(is_sampling, -1)
+            self._calls.discard(task)
 
     @property
     def worker_devices(self) -> Sequence[str]:
@@ -237,19 +233,23 @@ class EngineConnection(ABC):
         text = str(lost).removeprefix(f"{NAME}: ")
         return text if text.startswith("gave no heartbeat") else "died"
 
-    def _count(self, is_sampling: bool, change: int) -> None:
-        if is_sampling:
-            self._num_sampling += change
-        else:
-            self._num_others += change
+    @contextmanager
+    def _counted(self, is_sampling: bool) -> Iterator[None]:
+        """Within, a call is under way."""
+        self._num_calls[is_sampling] += 1
         self._limit_silence()
+        try:
+            yield
+        finally:
+            self._num_calls[is_sampling] -= 1
+            self._limit_silence()
 
     def _limit_silence(self) -> None:
         """Set how long the engine may be silent: loading weights, or compiling for the first samples, may take long."""
         if self._peer is None:
             return
         timeout = self.config.hang_timeout
-        if self._has_sampled and self._num_sampling and not self._num_others:
+        if self._has_sampled and self._num_calls[True] and not self._num_calls[False]:
             timeout = min(timeout, intervals.ENGINE_PROGRESS_TIMEOUT)
         self._peer.heartbeat_timeout = timeout
 
@@ -307,8 +307,8 @@ class ServedEngine(EngineConnection):
                 )
             await asyncio.sleep(min(intervals.RECONNECT_INTERVAL, deadline.remaining))
 
-    async def _start(self, peer: Peer) -> dict[str, Any]:
-        facts: dict[str, Any] = await peer.call("describe")
+    async def _start(self, peer: Peer) -> EngineFacts:
+        facts: EngineFacts = await peer.call("describe")
         return facts
 
     async def _note_reason(self, reason: str) -> None:

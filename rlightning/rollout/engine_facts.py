@@ -1,8 +1,9 @@
 """What an engine says of itself when it is up, and whether that is what a trainer needs."""
 
 import re
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from rlightning.errors import EngineStartError
 
@@ -16,22 +17,32 @@ CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rop
 """Keys of a model's configuration that are compared even if only one side has them."""
 
 
-def make_facts(**facts: object) -> dict[str, Any]:
+class EngineFacts(TypedDict, total=False):
+    """What an engine says of itself: what it has read of the model's files, by which versions, and its settings."""
+
+    rlightning: str
+    transformers: str
+    files: Mapping[str, object]
+    pid: int
+    device: str
+    dtype: str
+    max_model_len: int
+    tensor_parallel_size: int
+    adapter_rank: int
+
+
+def make_facts(**facts: Unpack[EngineFacts]) -> EngineFacts:
     """Return the versions of rlightning and transformers, and further ``facts``."""
     return {"rlightning": _own_version(), "transformers": version("transformers"), **facts}
 
 
-def check_facts(config: "EngineConfig", engine: dict[str, Any]) -> None:
+def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
     """Refuse an engine that is not what the run needs, or whose model's files are not those that the run began with.
-
-    Args:
-        config: what the trainer would have started.
-        engine: what it says, from its :func:`make_facts`.
 
     Raises:
         EngineStartError: with what differs, what the engine has and what it should have.
     """
-    if config.files is None:  # nobody samples from it here
+    if config.files is None:  # it only serves others
         return
     arguments = config.engine_args
     size = int(arguments.get("tensor_parallel_size") or 1)
@@ -59,17 +70,11 @@ def check_facts(config: "EngineConfig", engine: dict[str, Any]) -> None:
     if differences:
         more = len(differences) - SHOWN
         listed = "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
-        raise EngineStartError(f"{_whose(config)} It has {listed}. {_way_out(config)}")
-
-
-def _whose(config: "EngineConfig") -> str:
-    return f"The engine at {config.url} is not for this run." if config.url else "The engine is not for this run."
-
-
-def _way_out(config: "EngineConfig") -> str:
-    if config.url:
-        return "Start `rlightning serve` with the run's configuration and the same files of its model."
-    return f"The files of {config.engine_args['model']} must stay as they were when the run began."
+        place, way_out = "", f"The files of {arguments['model']} must stay as they were when the run began."
+        if config.url:
+            place = f" at {config.url}"
+            way_out = "Start `rlightning serve` with the run's configuration and the same files of its model."
+        raise EngineStartError(f"The engine{place} is not for this run. It has {listed}. {way_out}")
 
 
 def _own_version() -> str:

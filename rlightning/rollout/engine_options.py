@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,12 +109,7 @@ class EngineOptions:
         return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
 
     def describe(self, config: EngineConfig, num_engines: int) -> str:
-        """What runs where, in a line.
-
-        Args:
-            config: of one of the engines.
-            num_engines: of the run.
-        """
+        """What runs where, in a line."""
         arguments = config.engine_args
         name = "vLLM" if config.url else f"vLLM {find_version()}".strip()
         place = "on the actor's devices" if self.placement == "colocated" else "on devices of their own"
@@ -159,33 +155,17 @@ class EngineOptions:
             max_prompt_tokens: of the longest prompt; None: whatever the model allows.
             folder: for their logs.
         """
-        size = self.devices_per_engine
+        size, num_engines = self.devices_per_engine, self.num_engines
+        configure = partial(self._configure, module, device, sampling, max_prompt_tokens, folder)
         if self.placement == "colocated":
-            first, num_engines = global_rank() // size * self.num_engines, world_size() // size * self.num_engines
-            return [
-                self._configure(
-                    module, device, sampling, max_prompt_tokens, folder, first + place, num_engines, self.num_engines
-                )
-                for place in range(self.num_engines)
-            ]
+            first, total = global_rank() // size * num_engines, world_size() // size * num_engines
+            return [configure(first + place, total, num_engines) for place in range(num_engines)]
         if self.engines:
-            return [
-                replace(
-                    self._configure(module, device, sampling, max_prompt_tokens, folder, number, len(self.engines)),
-                    url=url,
-                )
-                for number, url in enumerate(self.engines)
-            ]
-        places = free_devices(device, self.num_engines, size)
-        sharing = [places.count(names) if names else 1 for names in places]
+            return [replace(configure(n, len(self.engines)), url=url) for n, url in enumerate(self.engines)]
+        places = free_devices(device, num_engines, size)
         return [
-            replace(
-                self._configure(
-                    module, device, sampling, max_prompt_tokens, folder, number, self.num_engines, sharing[number]
-                ),
-                visible_devices=names,
-            )
-            for number, names in enumerate(places)
+            replace(configure(n, num_engines, places.count(names) if names else 1), visible_devices=names)
+            for n, names in enumerate(places)
         ]
 
     def configure_served(
@@ -196,15 +176,7 @@ class EngineOptions:
         max_prompt_tokens: int | None,
         log_file: Path,
     ) -> EngineConfig:
-        """One engine for a trainer on another host, on all devices that this process sees.
-
-        Args:
-            module: as of :meth:`configure`.
-            device: of the type that the engine runs on.
-            sampling: as of :meth:`configure`.
-            max_prompt_tokens: as of :meth:`configure`.
-            log_file: the engine's.
-        """
+        """One engine for a trainer on another host, on all devices that this process sees; see :meth:`configure`."""
         options = replace(self, placement="standalone")
         num_engines = len(self.engines) or self.num_engines
         config = options._configure(module, device, sampling, max_prompt_tokens, log_file.parent, 0, num_engines)
@@ -252,9 +224,7 @@ class EngineOptions:
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
             arguments |= expert_settings(model_config, given)
         else:
-            # compiling costs 30 s and gains nothing there; one worker needs no process of its own
-            backend = "uni" if self.devices_per_engine == 1 else "mp"
-            arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
+            arguments |= self._cpu_arguments
         plan = module.plan if has(module, HasPlan) else None
         longest_prompt = max_prompt_tokens or module.max_model_length
         arguments |= derive_settings(self._work(plan, longest_prompt, num_engines), given, is_cuda=is_cuda)
@@ -277,11 +247,14 @@ class EngineOptions:
             hang_timeout=self.hang_timeout,
         )
 
+    @property
+    def _cpu_arguments(self) -> dict[str, Any]:
+        """Compiling costs 30 s and gains nothing there; one worker needs no process of its own."""
+        backend = "uni" if self.devices_per_engine == 1 else "mp"
+        return {"enforce_eager": True, "distributed_executor_backend": backend}
+
     def adapter_obstacle(self, module: object) -> str | None:
         """Why engines are not sent an adapter by itself; None if they are, or there is none.
-
-        Args:
-            module: as of :meth:`configure`.
 
         Raises:
             ConfigError: ``send_adapter`` is true, and they cannot be.
@@ -385,12 +358,6 @@ def derive_length(
 ) -> int:
     """Return ``max_model_len``: the user's, if it has room for the run's completions, or what they need.
 
-    Args:
-        module: as of :meth:`EngineOptions.configure`.
-        sampling: of training completions.
-        max_prompt_tokens: as of :meth:`EngineOptions.configure`.
-        given: the user's engine arguments.
-
     Raises:
         ConfigError: if the user's is too short, or longer than the model's positions.
     """
@@ -409,10 +376,6 @@ def read_prompts_whole(given: Mapping[str, Any], arguments: Mapping[str, Any]) -
     """Return what keeps vLLM from cutting prompts into chunks, at which it ends on a CPU if requests have seeds.
 
     Its runner then sets back the random numbers of a chunk by ``torch.Generator.get_offset``, which CPUs have not.
-
-    Args:
-        given: the user's engine arguments.
-        arguments: all of them.
     """
     length = arguments["max_model_len"]
     check_cpu(given, length)

@@ -25,6 +25,7 @@ from rlightning.rollout.engine_pool import EngineId
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.sampler import TokenSampler
 from rlightning.rollout.service import pack_arrays
+from rlightning.rollout.weights.rendezvous import find_own_address
 
 COLLECTOR_RANK = 0
 """The rank that samples from all engines."""
@@ -34,13 +35,7 @@ MAX_CONNECTIONS = 4
 
 
 class EngineRelay:
-    """Relays the requests of rank 0 to this rank's engines.
-
-    Args:
-        engines: of this rank.
-        host: this machine's address that rank 0 reaches.
-        key: of the run.
-    """
+    """Relays the requests of rank 0 to this rank's engines."""
 
     def __init__(self, engines: Sequence[Engine], host: str, key: bytes) -> None:
         self._engines, self._num_requests = engines, 0
@@ -66,7 +61,7 @@ class EngineRelay:
         peer = await rpc.Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
         await peer.wait_closed()
 
-    async def _request(self, number: int, method: str, *arguments: Any) -> Any:
+    async def _request(self, number: int, method: str, *arguments: object) -> Any:
         process = self._engines[number].process
         if process is None:
             raise EngineDiedError("The engine is not running.")
@@ -78,13 +73,7 @@ class EngineRelay:
 
 
 class RemoteEngine(EngineSampler):
-    """An engine of another rank, as rank 0 samples from it.
-
-    Args:
-        relay: that rank's.
-        engine_id: of the engine.
-        files: of the model.
-    """
+    """An engine of another rank, as rank 0 samples from it."""
 
     def __init__(self, relay: "RelayConnection", engine_id: EngineId, files: ModelFiles) -> None:
         super().__init__()
@@ -95,7 +84,7 @@ class RemoteEngine(EngineSampler):
         """Of the model that it runs."""
         return self._files
 
-    async def _request(self, method: str, *arguments: Any) -> Any:
+    async def _request(self, method: str, *arguments: object) -> Any:
         work = self._relay.request(self._id.number, method, *arguments)
         try:
             return await asyncio.wrap_future(rpc.background_loop().submit(work))
@@ -108,19 +97,14 @@ class RemoteEngine(EngineSampler):
 
 
 class RelayConnection:
-    """Rank 0's connection to the relay of another rank, which is made anew when it has been lost.
-
-    Args:
-        url: of the relay.
-        key: of the run.
-    """
+    """Rank 0's connection to the relay of another rank, which is made anew when it has been lost."""
 
     def __init__(self, url: str, key: bytes) -> None:
         self._url, self._key = url, key
         self._peer: rpc.Peer | None = None
         self._lock = asyncio.Lock()
 
-    async def request(self, number: int, method: str, *arguments: Any) -> Any:
+    async def request(self, number: int, method: str, *arguments: object) -> Any:
         """Call a method of one of the rank's engines, on the background loop."""
         peer = await self.connect()
         return await peer.call("request", number, method, *arguments)
@@ -143,10 +127,6 @@ class RelayConnection:
 class EngineNetwork:
     """Connects rank 0 to the engines of all ranks, which all make one. It is made and closed with the engines.
 
-    Args:
-        engines: of this rank.
-        files: of the model.
-
     Attributes:
         engines: those of all ranks; on other ranks than rank 0 there are none.
     """
@@ -160,7 +140,10 @@ class EngineNetwork:
             gathered = gather_objects((key, socket.gethostname()), name="engines")
             key, hosts = gathered[COLLECTOR_RANK][0], {host for _, host in gathered}
             if engines and global_rank() != COLLECTOR_RANK:
-                self._relay = EngineRelay(engines, _own_address() if len(hosts) > 1 else "127.0.0.1", key)
+                own = "127.0.0.1"
+                if len(hosts) > 1:  # the address on the way to rank 0's host; the port does not matter
+                    own = find_own_address(os.environ.get("MASTER_ADDR", own), 9)
+                self._relay = EngineRelay(engines, own, key)
         relay = None if self._relay is None else (self._relay.url, len(engines))
         relays = gather_objects(relay, name="engines") if world_size() > 1 else []
         if global_rank() != COLLECTOR_RANK:
@@ -188,15 +171,6 @@ class EngineNetwork:
         if self._relay is not None:
             self._relay.close()
             self._relay = None
-
-
-def _own_address() -> str:
-    """Return the address of this machine on its way to rank 0's host."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as end:
-        end.connect(address)  # which sends nothing
-        return str(end.getsockname()[0])
 
 
 def _bracketed(host: str) -> str:

@@ -93,12 +93,7 @@ def expert_settings(config: PreTrainedConfig | None, given: Mapping[str, Any]) -
 
 
 def check_engine_model(config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
-    """Raise ConfigError for a model that vLLM is known to compute otherwise than transformers.
-
-    Args:
-        config: the model's; None where a custom loop's module does not tell.
-        is_cuda: whether the engine runs on a GPU.
-    """
+    """Raise ConfigError for a model that vLLM is known to compute otherwise than transformers."""
     if config is None:
         return
     longrope_gap = describe_longrope_gap(config)

@@ -4,9 +4,7 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rlightning import intervals
 from rlightning.errors import EngineStartError
@@ -24,16 +22,12 @@ WANTED_OPEN_FILES = 65536
 """That it is allowed where the host's own limit is that high."""
 
 
-def check_host(engine_args: Mapping[str, Any]) -> None:
-    """Refuse a host on which no engine could start.
-
-    Args:
-        engine_args: of vLLM's AsyncEngineArgs.
+def check_host(num_workers: int) -> None:
+    """Refuse a host on which no engine of so many workers could start.
 
     Raises:
         EngineStartError: what is missing, and how to have it.
     """
-    num_workers = int(engine_args.get("tensor_parallel_size") or 1)
     needed = MIN_SHARED_BYTES_OF_WORKERS if num_workers > 1 else MIN_SHARED_BYTES
     for problem in (describe_shared_memory(needed), describe_open_files(), describe_network()):
         if problem is not None:

@@ -14,11 +14,12 @@ settings than the step's, such as groups of another size in a resumed run, are r
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlightning.types import Prompt, Trajectory
 from rlightning.types.trajectory import from_plain, to_plain
@@ -50,7 +51,7 @@ class Group:
     number: int
     first_weight_version: int | None = None
     trajectories: list[Trajectory] | None = None
-    settings: dict[str, Any] | None = None
+    settings: dict[str, object] | None = None
     saved: list[Any] | None = None
 
     def requeue(self) -> None:
@@ -125,11 +126,8 @@ class InFlight:
         self.num_stale += len(old)
         return self._requeue(old)
 
-    def requeue_changed(self, settings: dict[str, Any]) -> list[Group]:
+    def requeue_changed(self, settings: dict[str, object]) -> list[Group]:
         """Requeue groups that were sampled with other settings than these, and log how many.
-
-        Args:
-            settings: of :func:`~rlightning.rollout.sampler.sampling_settings`.
 
         Returns:
             As of :meth:`requeue_stale`.
@@ -264,20 +262,19 @@ def _first_version(group: Group, default: int) -> int:
     return default if group.first_weight_version is None else group.first_weight_version
 
 
-def _describe_change(old: dict[str, Any], new: dict[str, Any]) -> str:
+def _describe_change(old: Mapping[str, object], new: Mapping[str, object]) -> str:
     changed = [f"{key}: {old[key]}, now {value}" for key, value in new.items() if key in old and old[key] != value]
     return "; ".join(changed)
 
 
-def token_staleness(groups: Sequence[Group], weight_version: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def token_staleness(groups: Sequence[Group], weight_version: int) -> NDArray[np.int64]:
     """Return the staleness of each sampled token of ``groups`` at a weight version, in updates: [T]."""
     trajectories = [one for group in groups for one in group.trajectories or ()]
     versions = [np.asarray(sample.weight_versions) for one in trajectories for sample in one.samples]
-    sampled: np.ndarray[Any, np.dtype[np.int64]] = np.concatenate([np.zeros(0, np.int64), *versions])
-    return weight_version - sampled
+    return np.asarray(weight_version - np.concatenate([np.zeros(0, np.int64), *versions]), np.int64)
 
 
-def _pack(group: Group) -> dict[str, Any]:
+def _pack(group: Group) -> dict[str, object]:
     trajectories = group.trajectories
     return {
         "prompt": group.prompt._asdict(),

@@ -91,7 +91,7 @@ def digest_tokenizer(tokenizer: Tokenizer) -> str:
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
 
 
-def _relevant(values: Mapping[str, Any]) -> dict[str, Any]:
+def _relevant(values: Mapping[str, object]) -> dict[str, object]:
     """Those that may change what is sampled, under plain names."""
     names = {name: name.rpartition(".")[2] for name in values}
     return {

@@ -261,11 +261,7 @@ class RankEngines:
         self._updater.send_weights(source, list(self._sent.values()))
 
     def activate_weights(self, weight_version: int) -> None:
-        """Have the engines that were sent weights sample from them; those that died meanwhile hold none.
-
-        Args:
-            weight_version: of the weights.
-        """
+        """Have the engines that were sent weights sample from them; those that died meanwhile hold none."""
         assert self._updater is not None, "send_weights comes first"
         self._synchronize("engine takes its KV cache")
         complete = self._updater.activate_weights(weight_version)
@@ -331,11 +327,7 @@ def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = T
 
 
 def check_living(states: Sequence[EngineStates]) -> None:
-    """Raise an EngineError if no engine of any rank is left.
-
-    Args:
-        states: of all ranks.
-    """
+    """Raise an EngineError if no engine of any rank is left."""
     if any(state.num_living for state in states):
         return
     number = sum(state.num_engines for state in states)
@@ -346,11 +338,7 @@ def check_living(states: Sequence[EngineStates]) -> None:
 
 
 def check_group_size(size: int) -> None:
-    """Refuse a number of ranks an engine that the run cannot be cut into.
-
-    Args:
-        size: ``rollout.engine.tensor_parallel_size``.
-    """
+    """Refuse a number of ranks an engine that the run cannot be cut into."""
     if size == 1:
         return
     hosts = gather_objects(socket.gethostname(), name="hosts")

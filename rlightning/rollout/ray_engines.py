@@ -16,7 +16,7 @@ import secrets
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -34,11 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineActor:
-    """One engine, which serves a trainer after the other; the class behind Ray's actors.
-
-    Args:
-        driver: the controller's process.
-    """
+    """One engine, which serves a trainer after the other; the class behind Ray's actors."""
 
     def __init__(self, driver: DriverContext) -> None:
         driver.enter()
@@ -80,14 +76,24 @@ class EngineActor:
         EngineService(config, self._listener, key.encode()).run(lambda: None)
 
 
-class RayEngines:
+class HasOptions(Protocol):
+    """A callback whose engines may be Ray actors."""
+
+    options: EngineOptions
+    sampling: Sampling
+
+
+C = TypeVar("C", bound=HasOptions)
+
+
+class RayEngines(Generic[C]):
     """The standalone engines of a run in Ray actors; they outlive its workers.
 
     Args:
-        callback: whose engines they are; it has ``options`` and ``sampling``.
+        callback: whose engines they are.
     """
 
-    def __init__(self, callback: Any) -> None:
+    def __init__(self, callback: C) -> None:
         self.callback = callback
         self.run_key: str | None = None
         self.actors: list[Any] = []
@@ -97,14 +103,10 @@ class RayEngines:
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
         """Refuse engines that the cluster has no place for beside the workers, which tell what kind of device is used.
 
-        Args:
-            num_workers: how many there are.
-            each: what Ray reserves for each, by kind.
-
         Raises:
             ConfigError: names what is needed and what there is.
         """
-        options: EngineOptions = self.callback.options
+        options = self.callback.options
         has = import_ray().cluster_resources()
         self._uses_gpus = each.get("GPU", 0) > 0
         kind = "GPU" if self._uses_gpus else "CPU"
@@ -117,7 +119,7 @@ class RayEngines:
                 "nodes."
             )
 
-    def start(self, module: Any, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> Any:
+    def start(self, module: object, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> C:
         """Start the engines, unless they are there already; returns before they are up.
 
         Args:
@@ -158,7 +160,7 @@ class RayEngines:
         return knowing
 
     def _start_actors(self, driver: DriverContext) -> None:
-        options: EngineOptions = self.callback.options
+        options = self.callback.options
         actor = import_ray().remote(concurrency_groups={"serve": 1})(EngineActor)
         gpus = options.devices_per_engine if self._uses_gpus else 0
         self.run_key = secrets.token_hex(16)

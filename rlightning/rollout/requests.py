@@ -36,12 +36,7 @@ class RandomStreams:
         self._num_drawn.clear()
 
     def draw(self, prompts: Sequence[Prompt], weight_version: int) -> list[int]:
-        """Return a number for each of this rank's prompts; a collective.
-
-        Args:
-            prompts: of this rank.
-            weight_version: of the weights that complete them.
-        """
+        """Return a number for each of this rank's prompts; a collective."""
         drawn_by_rank = gather_objects([prompt.index for prompt in prompts], name="prompts to complete")
         seen = self._num_drawn + Counter(index for drawn in drawn_by_rank[: global_rank()] for index in drawn)
         self._num_drawn.update(index for drawn in drawn_by_rank for index in drawn)
@@ -52,7 +47,7 @@ class RandomStreams:
         return numbers
 
     def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[Request]:
-        """Return each prompt with the number of its stream; without a seed, which nobody asks for streams, with 0."""
+        """Return each prompt with the number of its stream; without a seed, which needs no streams, with 0."""
         numbers = [0] * len(prompts) if sampling.seed is None else self.draw(prompts, weight_version)
         return list(zip(prompts, numbers, strict=True))
 
@@ -67,25 +62,13 @@ def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
 
 
 def group_sampling(sampling: Sampling, prompt: Prompt, stream: int) -> Sampling:
-    """Return how one prompt's completions are sampled, with a seed of their own.
-
-    Args:
-        sampling: of the rollout.
-        prompt: which may have a temperature and a limit of its own.
-        stream: number of its random stream.
-    """
+    """Return how one prompt's completions are sampled, with a seed of their own."""
     seed = None if sampling.seed is None else mix_seed(sampling.seed, "completions", stream)
     return replace(sampling.of(prompt), seed=seed)
 
 
 def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, max_model_len: int) -> None:
     """Refuse what an engine would cut, or refuse itself in the midst of a step.
-
-    Args:
-        prompts: to complete.
-        num_samples: completions of each.
-        sampling: how.
-        max_model_len: tokens of the longest sequence that the engine takes.
 
     Raises:
         ConfigError: with the numbers.

@@ -83,7 +83,7 @@ class Sampling:
         return replace(self, **given) if given else self
 
 
-def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, Any]:
+def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, object]:
     """Return what decides how a group's completions are distributed, by configuration key, in plain types.
 
     Args:

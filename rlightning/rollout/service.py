@@ -19,6 +19,7 @@ from rlightning import intervals, rpc
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import METHODS, SAMPLING_METHODS
+from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rollout.vllm.launcher import EngineProcess
 
 log = logging.getLogger(__name__)
@@ -27,11 +28,7 @@ SCHEME = "tcp"
 
 
 class Client:
-    """A trainer that has the engine to itself; what it is served with.
-
-    Args:
-        engine: that its calls are forwarded to.
-    """
+    """A trainer that has the engine to itself; what it is served with."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine
@@ -60,11 +57,11 @@ class Client:
             if self._unfinished:
                 await asyncio.wait(self._unfinished)
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _describe(self) -> EngineFacts:
         await self._forward("ping")  # once the engine is up
         return self.engine.ready.result()
 
-    async def _forward(self, method: str, *arguments: Any) -> Any:
+    async def _forward(self, method: str, *arguments: object) -> Any:
         """Call the engine; sampling is cancelled when the trainer is gone, anything else is soon done."""
         call = asyncio.ensure_future(self.engine.call(method, *arguments))
         if method not in SAMPLING_METHODS:

@@ -341,12 +341,7 @@ def can_sleep(device: torch.device) -> bool:
 
 @torch.no_grad()
 def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
-    """Take part in rank 0's :meth:`TransformersSampler.update_weights`, on a rank without a sampler.
-
-    Args:
-        source: of the weights.
-        dtype: the sampler's.
-    """
+    """Take part in rank 0's :meth:`TransformersSampler.update_weights`, on a rank without a sampler."""
     weights = [tensor for _, tensor in source.named_weights()]
     nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
     gather_into(nothing, weights, destination=SAMPLING_RANK)

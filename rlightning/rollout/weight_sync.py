@@ -27,17 +27,7 @@ class MemoryCallback(Protocol):
 
 
 class WeightSync:
-    """Keeps the engines of all ranks at the actor's weights. All ranks make one, and call it alike.
-
-    Args:
-        trainer: whose callbacks are told.
-        module: has the weights, and their version.
-        engines: of this rank.
-        verification: of the weights that engines hold.
-        memory: of the device that the engines share with the actor.
-        pool: of all engines, on rank 0.
-        loop: the pool's.
-    """
+    """Keeps the engines of all ranks at the actor's weights. All ranks make one, and call it alike."""
 
     def __init__(
         self,

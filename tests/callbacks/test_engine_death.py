@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import send
+from engine_models import generate, send
 from engine_run import (
     Witness,
     check_on_policy,
@@ -272,7 +272,7 @@ def test_nobody_waits_for_an_engine_that_reads_nothing(engine_model: str, tmp_pa
     rollout.setup(trainer, module, "validate")
     engine = rollout.engine
     assert engine is not None and isinstance(engine.process, EngineProcess)
-    engine.wait_until_ready()
+    engine.ready.result()
     send(engine, module, 0)
     session = engine.process.pid
     os.kill(session, signal.SIGSTOP)
@@ -280,6 +280,6 @@ def test_nobody_waits_for_an_engine_that_reads_nothing(engine_model: str, tmp_pa
     # More than a socket holds
     prompts = [Prompt(i, "", torch.zeros(250, dtype=torch.int64).tolist(), {}) for i in range(4000)]
     with pytest.raises(EngineError, match=r"The engine gave no heartbeat for 2 s"):
-        engine.generate(prompts, 1, Sampling())
+        generate(engine, prompts, 1, Sampling())
     assert in_session(session) == []
     rollout.close()

@@ -261,7 +261,7 @@ module = make_module(sys.argv[1])
 trainer = make_trainer(Path(sys.argv[2]), 1, rollout)
 module.trainer = trainer
 rollout.setup(trainer, module, "validate")
-rollout.engine.wait_until_ready()
+rollout.engine.ready.result()
 child = os.fork()
 if child == 0:
     time.sleep(600)

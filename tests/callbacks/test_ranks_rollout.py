@@ -41,7 +41,7 @@ class Witness(RLCallback):
         if engine is not None and engine.process is not None:
             self.engines.add(engine.process.pid)
             if trainer.global_rank == self.victim and trainer.global_step == 1:
-                engine.wait_until_ready()  # standalone, another may have been up before it
+                engine.ready.result()  # standalone, another may have been up before it
                 os.kill(find_core(engine.process.pid), signal.SIGKILL)
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:

@@ -69,7 +69,7 @@ class EngineFaults(RLCallback):
             process.ended.result()  # the next weight sync starts it again
         if module.weight_version in self.waits:
             for engine in engines:
-                engine.wait_until_ready()
+                engine.ready.result()
 
 
 @pytest.mark.processes

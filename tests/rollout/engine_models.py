@@ -1,42 +1,52 @@
 """Models that vLLM takes on a CPU (a head_dim of 32), and an engine that holds one."""
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import tiny
+import engine_run
+import numpy as np
 import torch
 from tiny import VOCABULARY
 from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.parallel.sharding import named_weights
-from rlightning.rollout.engine import Engine
+from rlightning.rollout import Sampling, TokenSampler
+from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
 from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_options import EngineOptions
+from rlightning.rollout.engine_pool import EngineId
+from rlightning.rollout.engine_relay import EngineRelay, RelayConnection, RemoteEngine
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.sampler import MAX_SUPPORT
-from rlightning.rollout.weights import WeightSource, plan_chunks
-from rlightning.rollout.weights.driver import WeightUpdater
+from rlightning.rollout.weights import ChunkPlan, WeightSource, plan_chunks
+from rlightning.rollout.weights.broadcast import BroadcastSender
+from rlightning.rollout.weights.driver import WeightSender, WeightUpdater
+from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
+from rlightning.rpc import background_loop
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 CHARACTERS = "".join(list(VOCABULARY)[1:])
 
 
-def save_model(folder: Path, seed: int = 0, **config: Any) -> str:
-    """A tiny model with weights wide enough for an opinion, and an output layer of its own."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.1,
-    }
-    return tiny.save_model(folder, seed, **sizes | config)
+def save_model(folder: Path, **config: Any) -> str:
+    """A tiny model with an opinion, and an output layer of its own."""
+    return engine_run.save_model(folder, **{"tie_word_embeddings": False} | config)
+
+
+def bare_config(log_file: Path, **kwargs: Any) -> EngineConfig:
+    """Of an engine on the CPU, without arguments of vLLM's."""
+    usual: dict[str, Any] = {"engine_args": {}, "device": torch.device("cpu"), "dtype": torch.float32}
+    return EngineConfig(**usual | kwargs, log_file=log_file)
 
 
 def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> EngineConfig:
@@ -55,14 +65,27 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
         "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
     }
-    return EngineConfig(
-        engine_args=engine_args,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        log_file=log_file,
-        bucket_bytes=bucket_bytes,
-        files=ModelFiles.read(model_folder) if Path(model_folder).is_dir() else None,
+    return bare_config(
+        log_file, engine_args=engine_args, bucket_bytes=bucket_bytes, files=ModelFiles.read(model_folder)
     )
+
+
+def configure_engine(
+    device: str,
+    given: dict[str, Any],
+    *,
+    model_config: Any = None,
+    max_model_length: int = 256,
+    max_prompt_tokens: int | None = 16,
+    max_new_tokens: int = 40,
+    **options: Any,
+) -> EngineConfig:
+    """Of a run's engine, with these arguments of the user's."""
+    module = SimpleNamespace(model_path="unused", max_model_length=max_model_length, model_config=model_config)
+    chosen = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given, **options)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    (config,) = chosen.configure(module, torch.device(device), sampling, max_prompt_tokens, Path("unused"))
+    return config
 
 
 @contextmanager
@@ -83,10 +106,23 @@ def started(config: EngineConfig) -> Iterator[Engine]:
     engine = Engine(config)
     engine.start()
     try:
-        engine.wait_until_ready()
+        engine.ready.result()
         yield engine
     finally:
         engine.close()
+
+
+@contextmanager
+def relayed(engine: Engine) -> Iterator[RemoteEngine]:
+    """Within, the engine as rank 0 has it from another rank."""
+    key = b"key of the run" * 2
+    relay = EngineRelay([engine], "127.0.0.1", key)
+    connection = RelayConnection(relay.url, key)
+    try:
+        yield RemoteEngine(connection, EngineId(1, 0), engine.files)
+    finally:
+        background_loop().run(connection.close())
+        relay.close()
 
 
 @contextmanager
@@ -97,6 +133,14 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def make_sender(transport: str, plan: ChunkPlan, folder: Path = Path("unused")) -> WeightSender:
+    """On the CPU, by "shared memory", "broadcast" or "files"."""
+    cpu = torch.device("cpu")
+    if transport == "shared memory":
+        return SharedMemorySender(plan, cpu)
+    return FileSender(plan, cpu, folder=folder) if transport == "files" else BroadcastSender(plan, cpu)
 
 
 class Weights(dict[str, Tensor]):
@@ -122,6 +166,16 @@ def load(engine: Engine, source: WeightSource) -> WeightUpdater:
     updater.send_weights(source, [engine.process])
     updater.close()
     return updater
+
+
+def generate(engine: Engine, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Sample]]:
+    """Sample each prompt so many times; its place is the number of its random stream."""
+    answers = []
+    for stream, prompt in enumerate(prompts):
+        arguments = vllm_sampling(group_sampling(sampling, prompt, stream), num_samples, engine.files.end_token_ids)
+        answers.append(engine.submit("generate", prompt.token_ids, arguments))
+    pairs = zip(prompts, answers, strict=True)
+    return [make_samples(engine.files, prompt.token_ids, answer.result()) for prompt, answer in pairs]
 
 
 class Actor:
@@ -166,3 +220,28 @@ class Actor:
 def make_prompt(text: str, index: int = 0) -> Prompt:
     """A prompt, tokenized by character."""
     return Prompt(index, text, [VOCABULARY[character] for character in text], {})
+
+
+def assert_sampled_from(
+    actor: Actor, prompt: Prompt, completion: Sample, temperature: float = 1.0, *, atol: float = 1e-4
+) -> None:
+    """Compare each token's log-probability with the actor's."""
+    expected = actor.logprobs(prompt, completion, temperature).numpy()
+    np.testing.assert_allclose(completion.logprobs, expected, atol=atol)
+
+
+def sample_all(
+    sampler: TokenSampler, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int = 4
+) -> list[list[Sample]]:
+    """Sample from all prompts at once, each with a stream of its own."""
+
+    async def sample() -> list[list[Sample]]:
+        calls = ((prompt.token_ids, group_sampling(sampling, prompt, prompt.index)) for prompt in prompts)
+        return await asyncio.gather(*(sampler.sample(*call, num_samples=num_samples) for call in calls))
+
+    return asyncio.run(sample())
+
+
+PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
+LONG_PROMPT = make_prompt("12+3=15 " * 25)
+"""It fills a block of the prefix cache, of 128 tokens."""

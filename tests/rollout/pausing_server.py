@@ -63,7 +63,7 @@ def counted(server: VLLMServer) -> dict[tuple[str, int], int]:
 
 
 def check(sample: dict[str, Any], boundaries: list[int | None]) -> None:
-    """Each token of the last version that was adopted before it."""
+    """Each token of the version that was active then."""
     expected = np.zeros(MAX_TOKENS, np.int32)
     for version, boundary in enumerate(boundaries, start=1):
         if boundary is not None:  # else it was at its end before

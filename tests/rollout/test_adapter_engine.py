@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_models import engine_config, make_prompt, save_model
+from engine_models import LONG_PROMPT, engine_config, save_model
 from torch import Tensor
 
 from rlightning.errors import EngineError
@@ -28,8 +28,6 @@ from rlightning.types import RolloutBatch
 pytestmark = pytest.mark.processes
 
 ADAPTER = Adapter(rank=4, alpha=16)
-LONG_PROMPT = make_prompt("12+3=15 " * 25)
-"""It fills a block of the prefix cache, of 128 tokens."""
 
 
 class Policy(PolicyModule):
@@ -82,6 +80,15 @@ class Run:
     @property
     def engine(self) -> Engine:
         return self.engines.engines[0]
+
+    @contextmanager
+    def other_sender(self, *, keeps_cache: bool = False) -> Iterator[None]:
+        """Within, weights are sent by another sender than in other tests."""
+        self.engines._updater, self.engines.keeps_cache = None, keeps_cache
+        try:
+            yield
+        finally:
+            self.engines._updater, self.engines.keeps_cache = None, False
 
     @contextmanager
     def finding(self, fault: str) -> "Iterator[pytest.ExceptionInfo[EngineError]]":
@@ -152,11 +159,10 @@ def test_the_adapter_alone_is_sent_and_used(run: Run, model: str, monkeypatch: p
     assert chunks == list(range(plan.num_adapter_chunks)) * 3
 
 
-def test_keys_and_values_of_the_adapter_before_are_not_read_again(run: Run, model: str) -> None:
+def test_former_adapters_keys_and_values_are_not_read(run: Run, model: str) -> None:
     """Where a sync leaves them in the prefix cache; to score a prompt does not read that, to generate does."""
     policy, tokens = Policy(model), list(LONG_PROMPT.token_ids)
-    run.engines._updater, run.engines.keeps_cache = None, True
-    try:
+    with run.other_sender(keeps_cache=True):
         sync = run.begin(policy)
         for seed in range(2):
             policy.change(seed, 0.3)
@@ -168,12 +174,10 @@ def test_keys_and_values_of_the_adapter_before_are_not_read_again(run: Run, mode
                 sampled = np.asarray(sample["token_ids"]).tolist()
                 logprob = expected(policy, [*tokens, *sampled])[-1]
                 np.testing.assert_allclose(np.asarray(sample["logprobs"])[0], logprob, atol=1e-3)
-    finally:
-        run.engines._updater, run.engines.keeps_cache = None, False
 
 
 @pytest.mark.parametrize("fault", ["not applied", "applied twice", "alpha", "rslora", "one module missing"])
-def test_what_is_wrong_with_a_new_adapter_is_found(fault: str, run: Run, model: str) -> None:
+def test_wrong_new_adapter_is_found(fault: str, run: Run, model: str) -> None:
     """A new adapter changes nothing, so only other values in it show that it is wrong."""
     sync = run.begin(Policy(model))
     with run.finding(fault) as error:
@@ -184,7 +188,7 @@ def test_what_is_wrong_with_a_new_adapter_is_found(fault: str, run: Run, model: 
 
 
 @pytest.mark.parametrize("size", [0.001, 0.1])
-def test_what_is_wrong_with_a_later_adapter_is_found(size: float, run: Run, model: str) -> None:
+def test_wrong_later_adapter_is_found(size: float, run: Run, model: str) -> None:
     policy = Policy(model)
     policy.change(1, size)
     sync = run.begin(policy)
@@ -195,7 +199,7 @@ def test_what_is_wrong_with_a_later_adapter_is_found(size: float, run: Run, mode
             sync.sync_weights()
 
 
-def test_requests_under_way_go_on_with_the_new_adapter(run: Run, model: str) -> None:
+def test_running_requests_go_on_with_new_adapter(run: Run, model: str) -> None:
     """Tokens carry the version that sampled them; those after the sync are the new adapter's, on the whole sequence."""
     policy = Policy(model)
     policy.change(1, 0.3)
@@ -224,7 +228,7 @@ def test_requests_under_way_go_on_with_the_new_adapter(run: Run, model: str) -> 
     np.testing.assert_allclose(logprobs[versions > before], new[versions > before], atol=1e-3)
 
 
-def test_a_restarted_engine_is_sent_base_and_adapter_and_proves_it(run: Run, model: str) -> None:
+def test_restarted_engine_gets_and_proves_base_and_adapter(run: Run, model: str) -> None:
     policy = Policy(model)
     policy.change(1, 0.3)
     sync = run.begin(policy)
@@ -239,19 +243,18 @@ def test_a_restarted_engine_is_sent_base_and_adapter_and_proves_it(run: Run, mod
 
 
 @pytest.mark.parametrize("has_base", [True, False])
-def test_a_module_that_the_engine_has_no_place_for_is_named(has_base: bool, run: Run, model: str) -> None:
+def test_adapter_module_without_place_in_engine_is_named(has_base: bool, run: Run, model: str) -> None:
     """Also where the base follows the adapter, of whose last chunk the engine reports too."""
     policy = Policy(model)
     run.engine.has_base = has_base
     policy.adapter_weights = lambda: (  # type: ignore[method-assign]
         (name.replace("q_proj", "z_proj"), weight) for name, weight in adapter_parameters(policy.loaded_actor)
     )
-    run.engines._updater = None
-    try:
-        with pytest.raises(EngineError, match=r"weights that the actor sent were not taken, such as .*z_proj"):
-            run.begin(policy).sync_weights()
-    finally:
-        run.engines._updater = None
+    with (
+        run.other_sender(),
+        pytest.raises(EngineError, match=r"weights that the actor sent were not taken, such as .*z_proj"),
+    ):
+        run.begin(policy).sync_weights()
 
 
 def test_a_quantised_bases_numbers_are_the_engines_too(run: Run, model: str) -> None:

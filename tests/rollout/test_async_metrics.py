@@ -18,19 +18,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def window(monitor: BottleneckMonitor, clock: list[float], trainer_waited: float, engines_idle: float) -> list[str]:
+def window(monitored: BottleneckMonitor, clock: list[float], trainer_waited: float, engines_idle: float) -> list[str]:
     """What is said in a window of steps that take 2 s each."""
     said = []
     for _ in range(WINDOW_STEPS):
         clock[0] += 2.0
         totals = StepTotals(trainer_wait_seconds=trainer_waited, engine_idle_seconds=engines_idle)
-        said.append(monitor.add(totals))
+        said.append(monitored.add(totals))
     assert not any(said[:-1])
     return [sentence for sentence in said if sentence]
 
 
+def monitor(num_engines: int, engines_key: str = "rollout.num_engines") -> BottleneckMonitor:
+    return BottleneckMonitor(max_staleness=1, num_engines=num_engines, engines_key=engines_key)
+
+
 def test_a_trainer_that_waits_is_told_about_once(clock: list[float]) -> None:
-    told = BottleneckMonitor(max_staleness=1, num_engines=3, engines_key="rollout.num_engines")
+    told = monitor(3)
     (sentence,) = window(told, clock, 1.0, 0.2)
     assert sentence.startswith("The trainer has waited for completions 50% of the last 20 steps.")
     assert "rollout.num_engines, now 3" in sentence and "rollout.max_staleness, now 1" in sentence
@@ -41,16 +45,11 @@ def test_a_trainer_that_waits_is_told_about_once(clock: list[float]) -> None:
 
 
 def test_a_run_in_balance_is_left_in_peace(clock: list[float]) -> None:
-    assert (
-        window(BottleneckMonitor(max_staleness=1, num_engines=1, engines_key="rollout.num_engines"), clock, 0.5, 0.5)
-        == []
-    )
+    assert window(monitor(1), clock, 0.5, 0.5) == []
 
 
 def test_bottleneck_advice_names_the_engines_key(clock: list[float]) -> None:
-    (sentence,) = window(
-        BottleneckMonitor(max_staleness=1, num_engines=2, engines_key="rollout.engines"), clock, 1.0, 0.2
-    )
+    (sentence,) = window(monitor(2, "rollout.engines"), clock, 1.0, 0.2)
     assert "Add engines (rollout.engines, now 2)" in sentence
 
 

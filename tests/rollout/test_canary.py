@@ -200,7 +200,7 @@ def test_weights_stale_by_updates_are_caught(policy: Policy, updates: int) -> No
     policy.verify(policy.weights)
 
 
-def test_what_a_check_found_is_kept_whether_it_passed_or_not(policy: Policy) -> None:
+def test_findings_of_passed_and_failed_checks_are_kept(policy: Policy) -> None:
     former, version = policy.weights, policy.version
     policy.verify(former)
     policy.take(update(former, 1e-5, seed=10))
@@ -225,7 +225,7 @@ def test_shards_stale_by_one_update_are_caught(policy: Policy) -> None:
         policy.verify(old_shard(policy.weights, former))
 
 
-def test_a_disagreement_says_what_was_compared_and_the_architectures_traits(policy: Policy) -> None:
+def test_disagreement_says_what_was_compared_and_traits(policy: Policy) -> None:
     config = tiny_config("glm4_moe", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     answers = policy.engine.score_all(policy.canary.token_ids) * 0 - 1
     with pytest.raises(
@@ -266,7 +266,7 @@ def test_one_token_in_a_hundred_does_not_count() -> None:
     assert root_mean_square(values) == np.sqrt((197 + 196) / 198)
 
 
-def test_way_back_is_a_share_and_its_standard_errors() -> None:
+def test_way_back_is_share_and_standard_errors() -> None:
     # Three evaluations each, 1 apart, which is nothing beside a step of 10,000: in units of half of that a step is 2,
     # and a value is on side -1 with the current weights, and 1 with the former ones: a score of -2 or 2.
     spread = np.array([[-1.0], [0.0], [1.0]])

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from engine_models import configure_engine
 from transformers import Qwen3Config
 
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_arguments import COUNTS, OF_THE_RUN, argument_names, check_given
 from rlightning.rollout.engine_options import EngineOptions
+from rlightning.run_key import RUN_KEY_VARIABLE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -19,14 +21,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 CONFIG = Qwen3Config(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64)
 
 
-def configure(
-    device: torch.device, max_prompt_tokens: int | None = 16, model_config: Qwen3Config | None = None, **engine: Any
-) -> dict[str, Any]:
+def configure(device: torch.device, max_prompt_tokens: int | None = 16, model_config: Any = None, **given: Any) -> Any:
     """Arguments of a run's engine: prompts of 16 tokens and 40 more, of a model of 256 positions."""
-    module = SimpleNamespace(model_path="unused", max_model_length=256, model_config=model_config)
-    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | engine)
-    (config,) = options.configure(module, device, Sampling(max_new_tokens=40), max_prompt_tokens, Path("unused"))
-    return config.engine_args
+    return configure_engine(
+        str(device), given, model_config=model_config, max_prompt_tokens=max_prompt_tokens
+    ).engine_args
 
 
 def test_arguments_that_no_rule_names_pass() -> None:
@@ -41,7 +40,7 @@ def test_argument_name_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", [name for names in OF_THE_RUN.values() for name in names])
-def test_argument_of_the_run_is_refused_in_a_line(name: str) -> None:
+def test_argument_of_the_run_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout\.engine\.{name} cannot be set: [^\n]+\.$"):
         check_given({name: "x"})
 
@@ -134,7 +133,7 @@ def test_kv_cache_of_sliding_windows_is_vllms_matter() -> None:
     assert given.items() <= configure(CPU, model_config=config, **given).items()
 
 
-def test_max_model_len_without_a_known_prompt_holds_a_completion() -> None:
+def test_max_model_len_of_unknown_prompts_holds_completion() -> None:
     assert configure(CPU, None)["max_model_len"] == 256
     assert configure(CPU, None, max_model_len=64)["max_model_len"] == 64
     with pytest.raises(ConfigError, match=r"max_model_len=40 must be from 41 \(1 of a prompt"):
@@ -166,3 +165,30 @@ def test_engine_seeds_differ_by_engine_and_run() -> None:
     ]
     assert len(set(seeds)) == 16  # seed plus number would make 7
     assert all(0 <= seed < 1 << 31 for seed in seeds)  # what vLLM hands on to NumPy
+
+
+def test_engines_by_url_are_standalone_and_different_ones() -> None:
+    url = "tcp://127.0.0.1:8100"
+    assert EngineOptions(placement="standalone", engines=(url,)).engines == (url,)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"engines": (url,)}, "needs placement: standalone"),
+        ({"engines": (url, url), "placement": "standalone"}, "names one twice"),
+        (
+            {"engines": (url,), "num_engines": 2, "placement": "standalone"},
+            r"num_engines=2 is not the number of .* 1\.",
+        ),
+        ({"engines": ("here",), "placement": "standalone"}, "'here' is no address"),
+        ({"weight_folder": Path("w")}, "weight_folder=w needs placement: standalone"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            EngineOptions(**arguments)
+
+
+def test_engines_of_other_hosts_need_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineOptions(placement="standalone", engines=("tcp://127.0.0.1:1", "tcp://192.0.2.1:8100"))
+    monkeypatch.delenv(RUN_KEY_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=rf"rollout\.engines=192\.0\.2\.1 is no loopback address.*{RUN_KEY_VARIABLE}"):
+        options.check()
+    monkeypatch.setenv(RUN_KEY_VARIABLE, "secret")
+    options.check()

@@ -4,18 +4,19 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from engine_models import bare_config
 
 from rlightning import intervals
 from rlightning.errors import EngineDiedError, EngineError, EngineStartError, RequestRefusedError
-from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_connection import NAME, EngineConnection
-from rlightning.rpc import Peer, background_loop
+from rlightning.rollout.engine_connection import NAME, EngineConnection, ServedEngine
+from rlightning.rollout.engine_facts import EngineFacts
+from rlightning.rpc import BusyError, Peer, background_loop
+from rlightning.rpc.authentication import authenticate_client
 from rlightning.rpc.peer import Method
 
 FOREVER = float("inf")
@@ -71,8 +72,7 @@ class Connection(EngineConnection):
     """To it."""
 
     def __init__(self, end: socket.socket, **config: Any) -> None:
-        place: dict[str, Any] = {"device": torch.device("cpu"), "log_file": Path("engine.log")}
-        super().__init__(EngineConfig(engine_args={}, dtype=torch.float32, **place, **config))
+        super().__init__(bare_config(Path("engine.log"), **config))
         self._end_of_pair = end
         self._begin()
 
@@ -85,8 +85,8 @@ class Connection(EngineConnection):
         timeout = self.config.start_timeout
         return await Peer.open(self._end_of_pair, {}, name=NAME, heartbeat_timeout=timeout, heartbeat_interval=0.02)
 
-    async def _start(self, peer: Peer) -> dict[str, Any]:
-        facts: dict[str, Any] = await peer.call("start")
+    async def _start(self, peer: Peer) -> EngineFacts:
+        facts: EngineFacts = await peer.call("start")
         return facts
 
     async def _end(self, how: str) -> EngineError:
@@ -137,11 +137,13 @@ def test_silent_engine_counts_as_hung() -> None:
             connection.submit("ping").result(60)
 
 
-def test_engine_that_does_not_come_up_is_named() -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(("timeout", "sent"), [(0.1, 0), (0.5, 1 << 22)], ids=["silent", "reads nothing"])
+def test_engine_that_does_not_come_up_is_named(timeout: float, sent: int) -> None:
     ours, theirs = socket.socketpair()
-    connection = Connection(ours, start_timeout=0.1)
-    with pytest.raises(EngineDiedError, match=r"The engine did not come up for 0\.1 s\."):
-        connection.ready.result(60)
+    connection = Connection(ours, start_timeout=timeout)
+    with pytest.raises(EngineDiedError, match=rf"The engine did not come up for {timeout} s\."):
+        connection.submit("ping", bytes(sent)).result(60)
     connection.close()
     theirs.close()
 
@@ -157,16 +159,6 @@ def test_engine_that_only_samples_hangs_sooner(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(EngineDiedError, match=r"gave no heartbeat for 0\.3 s"):
             connection.submit("generate", 3600.0).result(60)
         assert time.monotonic() - began < 2.5  # of the 3 s that other calls have
-
-
-@pytest.mark.long
-def test_engine_that_reads_nothing_counts_as_hung() -> None:
-    ours, theirs = socket.socketpair()
-    connection = Connection(ours, start_timeout=0.5)
-    with pytest.raises(EngineDiedError, match=r"did not come up for 0\.5 s"):
-        connection.submit("ping", bytes(1 << 22)).result(60)
-    connection.close()
-    theirs.close()
 
 
 def test_end_of_the_connection_is_the_engines_death() -> None:
@@ -186,10 +178,65 @@ def test_refused_arguments_are_a_line() -> None:
         connection.ready.result(60)
 
 
-def test_time_in_which_the_trainer_stands_still_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_trainer_does_not_count_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(hang_timeout=30.0) as (connection, _):
         connection.ready.result(60)
         clock = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 86400)  # a day passes
         assert connection.submit("generate", 0.2).result(60) == "done"
         monkeypatch.undo()
+
+
+# An engine that others have started
+
+
+@contextmanager
+def served_at(port: int, **config: Any) -> Iterator[ServedEngine]:
+    engine = ServedEngine(bare_config(Path("engine.log"), url=f"tcp://127.0.0.1:{port}", **config))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.long
+def test_unreachable_engine_raises_clear_error_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    message = (
+        rf"tcp://127\.0\.0\.1:{port} could not be reached for 1 s: it cannot be reached: .*refused\. "
+        r"Start it with .rlightning serve"
+    )
+    with served_at(port, start_timeout=1.0) as engine, pytest.raises(EngineError, match=message):
+        engine.ready.result(60)
+
+
+@pytest.mark.long
+def test_earlier_refusal_is_reported_when_engine_stops_responding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has a trainer, and then answers nothing: the first is said."""
+    monkeypatch.setattr(intervals, "RECONNECT_INTERVAL", 0.1)
+
+    async def refuse(listener: socket.socket) -> None:
+        end, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with end, suppress(BusyError):
+            end.setblocking(False)
+            await authenticate_client(end, None, lambda: False)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        refusal = background_loop().submit(refuse(listener))
+        message = r"for 1\.5 s: it serves another trainer\. Start it"
+        with (
+            served_at(listener.getsockname()[1], start_timeout=1.5) as engine,
+            pytest.raises(EngineError, match=message),
+        ):
+            engine.ready.result(60)
+        refusal.result(60)
+
+
+def test_waiting_for_an_engine_can_be_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with served_at(listener.getsockname()[1]) as engine:
+            answer = engine.submit("ping")
+        with pytest.raises(EngineDiedError, match="has been closed"):
+            answer.result(60)

@@ -1,33 +1,23 @@
 """Several engines as one sampler: the least loaded is asked, a session stays where it is, and death moves both."""
 
 import asyncio
-import os
-import signal
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from engine_models import Actor, Weights, engine_config, make_prompt, save_model, send
+from engine_models import Weights, bare_config
 
 from rlightning.errors import EngineDiedError, StreamLostError
 from rlightning.rollout import OnTokens, Sampling
-from rlightning.rollout.engine import Engine
-from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
-from rlightning.rollout.engine_relay import EngineRelay, RelayConnection, RemoteEngine
-from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.rank_engines import RankEngines
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightSender
-from rlightning.rpc import background_loop
-from rlightning.rpc.client import LoopThread
 from rlightning.types import Sample
 
-LONG, SHORT = Sampling(max_new_tokens=200), Sampling(max_new_tokens=4)
+SHORT = Sampling(max_new_tokens=4)
 FIRST, SECOND = EngineId(0, 0), EngineId(0, 1)
 
 
@@ -55,11 +45,14 @@ class HeldEngine:
                 request.set_exception(EngineDiedError("The engine died."))
 
 
-def run(test: Callable[[EnginePool, HeldEngine, HeldEngine, list[None]], Awaitable[None]]) -> None:
+def run(
+    test: Callable[[EnginePool, HeldEngine, HeldEngine, list[None]], Awaitable[None]],
+    kind: type[HeldEngine] = HeldEngine,
+) -> None:
     """Run a test on the pool of two engines; the list has an item for each death that the pool has found."""
 
     async def start() -> None:
-        engines, deaths = (HeldEngine(), HeldEngine()), list[None]()
+        engines, deaths = (kind(), HeldEngine()), list[None]()
         pool = EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: deaths.append(None))
         pool.set_serving({FIRST, SECOND})
         await test(pool, *engines, deaths)
@@ -77,7 +70,7 @@ async def loads(pool: EnginePool) -> list[int]:
     return [member.load for member in pool.members.values()]
 
 
-def test_requests_go_to_the_least_loaded_and_sessions_stay() -> None:
+def test_requests_go_to_least_loaded_sessions_stay() -> None:
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
         submit(pool, 6, "first")
         assert await loads(pool) == [6, 0]
@@ -94,7 +87,7 @@ def test_requests_go_to_the_least_loaded_and_sessions_stay() -> None:
     run(test)
 
 
-def test_requests_of_a_dead_engine_go_to_another_and_it_is_found_once() -> None:
+def test_dead_engines_requests_move_and_death_found_once() -> None:
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
         tasks = [submit(pool, 2, "first") for _ in range(3)]
         assert await loads(pool) == [6, 0]
@@ -111,25 +104,23 @@ def test_requests_of_a_dead_engine_go_to_another_and_it_is_found_once() -> None:
     run(test)
 
 
-def test_a_stream_whose_engine_dies_is_refused_once_it_has_begun() -> None:
+def test_begun_stream_of_dead_engine_is_refused() -> None:
     class Streams(HeldEngine):
         async def stream(self, on_tokens: OnTokens, token_ids: Any, sampling: Sampling, **settings: Any) -> Any:
             on_tokens(0, [1])
             return await self.sample(token_ids, sampling)
 
-    async def test() -> None:
-        engines, got = (Streams(), HeldEngine()), list[Any]()
-        pool = EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: None)
-        pool.set_serving({FIRST, SECOND})
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        got: list[Any] = []
         both = [asyncio.ensure_future(pool.stream(lambda *one: got.append(one), [1], SHORT)) for _ in range(2)]
         assert await loads(pool) == [1, 1] and got == [(0, [1])]
-        engines[0].die()
+        first.die()
         with pytest.raises(StreamLostError, match=r"The engine died while its tokens were streamed\.$"):
             await both[0]
-        engines[1].release()
+        second.release()
         assert await both[1] == []  # of one without partial output
 
-    asyncio.run(test())
+    run(test, Streams)
 
 
 def test_requests_wait_until_an_engine_serves() -> None:
@@ -149,7 +140,7 @@ def test_requests_wait_until_an_engine_serves() -> None:
     run(test)
 
 
-def test_a_late_death_does_not_remove_a_restarted_engine() -> None:
+def test_late_death_does_not_remove_restarted_engine() -> None:
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
         task = submit(pool, 1)
         await loads(pool)
@@ -177,7 +168,6 @@ def test_idle_seconds_count_serving_engines_without_requests(monkeypatch: pytest
     monkeypatch.setattr("rlightning.rollout.engine_pool.time.monotonic", lambda: now[0])
 
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
-        pool.set_serving({FIRST, SECOND})
         now[0] = 2.0
         submit(pool, 1)
         await loads(pool)
@@ -189,11 +179,7 @@ def test_idle_seconds_count_serving_engines_without_requests(monkeypatch: pytest
         now[0] = 6.0
         assert pool.take_idle_seconds() == 1 / 2
 
-    async def start() -> None:
-        engines = (HeldEngine(), HeldEngine())
-        await test(EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: None), *engines, [])
-
-    asyncio.run(start())
+    run(test)
 
 
 class NoWeights(WeightSender):
@@ -206,81 +192,9 @@ class NoWeights(WeightSender):
 def test_engine_that_comes_back_is_not_waited_for(tmp_path: Path) -> None:
     """Beside one that is up, also if all were up as the run began, so that it has waited for none."""
     engines: list[Any] = [SimpleNamespace(is_alive=True, is_up=True, weight_version=None, process=None) for _ in "01"]
-    config = EngineConfig(engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "log")
-    run = RankEngines([config], engines, lambda _: NoWeights(), is_colocated=False)
+    run = RankEngines([bare_config(tmp_path / "log")], engines, lambda _: NoWeights(), is_colocated=False)
     run.send_weights(Weights(), 0)
     engines[0].is_up = False
     assert not run.is_starting
     engines[1].is_up = False
     assert run.is_starting
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Engine]:
-    """An engine that holds weights; the last test of this file ends it."""
-    folder = tmp_path_factory.mktemp("pool")
-    actor = Actor(save_model(folder / "model"))
-    engine = Engine(engine_config(str(folder / "model"), folder / "engine.log"))
-    engine.start()
-    try:
-        send(engine, actor, 0)
-        yield engine
-    finally:
-        engine.close()
-
-
-@pytest.fixture
-def remote(engine: Engine) -> Iterator[RemoteEngine]:
-    """The engine through its rank's relay."""
-    key = b"key of the run" * 2
-    relay = EngineRelay([engine], "127.0.0.1", key)
-    connection = RelayConnection(relay.url, key)
-    try:
-        files = engine.config.files
-        assert isinstance(files, ModelFiles)
-        yield RemoteEngine(connection, EngineId(1, 0), files)
-    finally:
-        background_loop().run(connection.close())
-        relay.close()
-
-
-@pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    loop = LoopThread("test")
-    try:
-        yield loop
-    finally:
-        loop.close()
-
-
-def test_relayed_samples_are_those_of_the_engine(engine: Engine, remote: RemoteEngine, loop: LoopThread) -> None:
-    prompt, sampling = make_prompt("1+1="), Sampling(max_new_tokens=16, seed=3)
-    near = loop.run(engine.sample(prompt.token_ids, sampling, num_samples=3))
-    far = loop.run(remote.sample(prompt.token_ids, sampling, num_samples=3))
-    assert [one.token_ids for one in near] == [one.token_ids for one in far] and len(far) == 3
-    for one, other in zip(near, far, strict=True):  # vLLM may put the sequences into other batches
-        assert one.logprobs.tolist() == pytest.approx(other.logprobs.tolist(), abs=1e-5)
-        assert (one.weight_versions, one.text, one.finish_reason) == (
-            other.weight_versions,
-            other.text,
-            other.finish_reason,
-        )
-    scores = [loop.run(one.score(prompt.token_ids)).tolist() for one in (engine, remote)]
-    assert scores[0] == scores[1]
-
-
-def test_relayed_death_is_the_engines_death(engine: Engine, remote: RemoteEngine, loop: LoopThread) -> None:
-    """The last test that needs the engine."""
-    pool = EnginePool({EngineId(1, 0): remote}, (found := threading.Event()).set)
-    loop.run(_call(pool.set_serving, {EngineId(1, 0)}))
-    request = loop.submit(pool.sample(make_prompt("1+1=").token_ids, LONG, num_samples=4))
-    assert engine.process is not None
-    os.kill(engine.process.pid, signal.SIGKILL)
-    assert found.wait(60) and pool.num_serving == 0 and not request.done()
-    with pytest.raises(EngineDiedError, match="The engine died"):
-        loop.run(remote.sample([1], SHORT))
-    request.cancel()
-
-
-async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)

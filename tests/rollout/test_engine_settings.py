@@ -1,18 +1,14 @@
 """What follows from the work, by hand."""
 
 from itertools import pairwise
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from engine_models import configure_engine
 from tiny_models import tiny_config
 
 from rlightning.errors import ConfigError
-from rlightning.rollout import Sampling
 from rlightning.rollout.engine_arguments import argument_names
-from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.engine_settings import RolloutWork, batched_tokens, capture_sizes, derive_settings
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
@@ -73,7 +69,7 @@ def test_graphs_are_captured_for_what_can_come() -> None:
     assert all(above <= 1.125 * below or above - below <= 8 for below, above in pairwise(largest))
 
 
-def test_what_is_given_stays_and_the_rest_fits_it() -> None:
+def test_given_settings_stay_and_others_fit_them() -> None:
     settings = derive_settings(GSM8K, {"max_num_seqs": 10_000, "block_size": 32}, is_cuda=True)
     assert settings["max_num_seqs"] == settings["max_num_batched_tokens"] == 10_000  # vLLM refuses fewer tokens
     assert settings["cudagraph_capture_sizes"][-1] == 10_000
@@ -98,11 +94,9 @@ def test_what_is_given_stays_and_the_rest_fits_it() -> None:
     ],
 )
 def test_experts_are_computed_as_they_are_stored(
-    kind: str, device: str, given: dict[str, str], backend: str | None, tmp_path: Path
+    kind: str, device: str, given: dict[str, str], backend: str | None
 ) -> None:
-    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=tiny_config(kind))
-    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given)
-    (config,) = options.configure(module, torch.device(device), Sampling(max_new_tokens=8), 16, tmp_path)
+    config = configure_engine(device, given, model_config=tiny_config(kind))
     assert config.engine_args.get("moe_backend") == backend
 
 
@@ -130,23 +124,19 @@ def test_experts_are_computed_as_they_are_stored(
     ],
 )
 def test_what_vllm_computes_otherwise_is_refused(
-    kind: str, sizes: dict[str, Any], given: dict[str, Any], device: str, message: str, tmp_path: Path
+    kind: str, sizes: dict[str, Any], given: dict[str, Any], device: str, message: str
 ) -> None:
     config = tiny_config(kind, **(longrope(**sizes) if sizes else {}))
-    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=config)
-    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given)
     with pytest.raises(ConfigError, match=message) as error:
-        options.configure(module, torch.device(device), Sampling(max_new_tokens=8), 16, tmp_path)
+        configure_engine(device, given, model_config=config)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["ernie4_5_moe", "apertus", "deepseek_v3", "phi3"])
-def test_what_vllm_computes_alike_on_a_gpu_is_not_refused(kind: str, tmp_path: Path) -> None:
+def test_models_that_vllm_computes_alike_are_taken(kind: str) -> None:
     # a factor of 1.2247 is what the lengths make it
     sizes = longrope(attention_factor=1.2247) if kind == "phi3" else {}
-    module = SimpleNamespace(model_path="unused", max_model_length=64, model_config=tiny_config(kind, **sizes))
-    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28})
-    options.configure(module, torch.device("cuda:0"), Sampling(max_new_tokens=8), 16, tmp_path)
+    configure_engine("cuda:0", {}, model_config=tiny_config(kind, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -154,11 +144,9 @@ def test_what_vllm_computes_alike_on_a_gpu_is_not_refused(kind: str, tmp_path: P
     [("colocated", True, True), ("colocated", False, False), ("standalone", True, False)],
 )
 def test_engines_not_sharing_actor_device_never_sleep(
-    placement: Any, sleep: bool, can_sleep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str, sleep: bool, can_sleep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    module = SimpleNamespace(model_path="unused", max_model_length=64)
-    options = EngineOptions(placement=placement, sleep=sleep, arguments={"kv_cache_memory_bytes": 1 << 28})
-    (config,) = options.configure(module, torch.device("cuda:0"), Sampling(max_new_tokens=8), 16, tmp_path)
+    config = configure_engine("cuda:0", {}, placement=placement, sleep=sleep)
     assert config.can_sleep is can_sleep
     assert bool(config.engine_args.get("enable_sleep_mode")) is can_sleep

@@ -33,7 +33,7 @@ def admit(flight: InFlight, *numbers: int) -> list[Group]:
 
 
 def begin(flight: InFlight, version: int, *numbers: int) -> list[Group]:
-    """Admit prompts, and have somebody work on them."""
+    """Admit prompts, and count them as being sampled."""
     groups = [group for group in admit(flight, *numbers) if group.prompt.index in numbers]
     for group in groups:
         group.first_weight_version = version
@@ -70,7 +70,7 @@ def test_the_oldest_are_taken_first() -> None:
     assert choose(flight, 2, per_step=1) == [1]
 
 
-def test_what_no_later_step_could_take_is_waited_for() -> None:
+def test_step_waits_for_groups_no_later_takes() -> None:
     flight = InFlight(1)
     old = begin(flight, 0, 0, 1)
     new = begin(flight, 1, 2, 3, 4, 5)
@@ -104,7 +104,7 @@ def test_later_steps_capacity_reduces_awaited_old_groups() -> None:
     assert len(choose(flight, 1, per_step=4)) == 3
 
 
-def test_more_than_a_step_takes_is_not_waited_for() -> None:
+def test_step_does_not_wait_for_surplus() -> None:
     flight = InFlight(1)
     old = begin(flight, 0, *range(5))
     begin(flight, 1, 5)
@@ -251,7 +251,7 @@ def sampled_with(settings: dict[str, Any]) -> tuple[InFlight, list[Group]]:
         (2, {"stop_token_ids": (3,)}, "(rollout.stop_token_ids: [], now [3])"),
     ],
 )
-def test_groups_of_other_settings_are_requeued_and_logged_once(
+def test_groups_of_other_settings_are_requeued_once(
     num_samples: int, changes: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="rlightning")

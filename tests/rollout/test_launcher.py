@@ -1,3 +1,5 @@
+"""An engine's process: its environment, and why it ended."""
+
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -5,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine_models import bare_config
 
 from rlightning.errors import EngineStartError
 from rlightning.processes.managed_process import ManagedProcess
-from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.vllm.launcher import EngineProcess, find_cause
+from rlightning.rollout.vllm.launcher import EngineProcess, engine_environment, find_cause
 
 PREFIX = "(EngineCore pid=7) ERROR 11-25 13:46:07 [core.py:15]"
 TRACEBACK = [
@@ -37,7 +39,7 @@ CONSEQUENCE = "RuntimeError: Engine core initialization failed. See root cause a
         (["terminate called after throwing an instance of 'std::system_error'", "  what():  Resource"], "Resource"),
     ],
 )
-def test_find_cause_takes_the_last_error_that_is_no_consequence(lines: list[str], cause: str | None) -> None:
+def test_find_cause_returns_last_error_without_consequences(lines: list[str], cause: str | None) -> None:
     assert find_cause(lines) == cause
 
 
@@ -51,11 +53,7 @@ def test_engine_process_few_files_starts_nothing(tmp_path: Path, monkeypatch: py
     with pytest.raises(
         EngineStartError, match=r"^An engine cannot start on this host: a process may have 64 files open"
     ):
-        EngineProcess(
-            EngineConfig(
-                engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "engine.log"
-            )
-        )
+        EngineProcess(bare_config(tmp_path / "engine.log"))
     assert not list(tmp_path.iterdir())
 
 
@@ -80,3 +78,36 @@ def test_engine_end_without_cause_names_what_host_lacks(
     assert isinstance(error, EngineStartError)
     assert str(error).startswith("The engine could not start: ") and named in str(error)
     assert ("a process may have 64 files" in str(error)) == ("ValueError" not in named)
+
+
+def test_what_is_compiled_outlives_the_engines_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    config = bare_config(tmp_path / "log")
+    first, second = (engine_environment(config, str(tmp_path / name)) for name in ("first", "second"))
+    folders = {name for name in first if first[name] != second[name]}
+    assert folders == {"TMPDIR", "VLLM_RPC_BASE_PATH"}  # of sockets; neither is part of a cache's key
+    assert not first["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "first"))
+
+
+def test_a_launchers_variables_stay_with_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "stays")
+    config = bare_config(tmp_path / "log")
+    environment = engine_environment(config, str(tmp_path))
+    assert not any(name.startswith(("TORCHELASTIC", "MASTER", "ROLE", "GROUP")) for name in environment)
+    assert "RANK" not in environment and environment["RANKING"] == "stays"
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "threads"), [("cuda", None, "1"), ("cuda", "3", "3"), ("cpu", None, "own")]
+)
+def test_engine_threads_are_limited_unless_user_sets_them(
+    device: str, asked: str | None, threads: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    config = bare_config(tmp_path / "log", device=torch.device(device))
+    expected = str(torch.get_num_threads()) if threads == "own" else threads
+    assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine_models import save_model
+from engine_models import bare_config, save_model
 
 from rlightning.errors import EngineError
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_facts import check_facts, make_facts
+from rlightning.rollout.engine_facts import EngineFacts, check_facts, make_facts
 from rlightning.rollout.model_files import ModelFiles
 
 
@@ -25,23 +24,17 @@ def write(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(known | values))
 
 
-def hello_of(files: ModelFiles | None, **changes: Any) -> dict[str, Any]:
+def facts_of(files: ModelFiles | None, **changes: Any) -> EngineFacts:
     """Of an engine that has read ``files``."""
     assert files is not None
-    facts = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
+    facts: dict[str, Any] = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
     return make_facts(files=dict(files.facts), **facts | changes)
 
 
 def config_of(folder: Path, **kwargs: Any) -> EngineConfig:
     """Of a run that reads the folder now."""
-    return EngineConfig(
-        engine_args={"model": str(folder), "max_model_len": 64},
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        log_file=folder / "engine.log",
-        files=ModelFiles.read(str(folder)),
-        **kwargs,
-    )
+    arguments = {"model": str(folder), "max_model_len": 64}
+    return bare_config(folder / "engine.log", engine_args=arguments, files=ModelFiles.read(str(folder)), **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +66,51 @@ def test_keys_that_change_no_token_do_not_count(folder: Path) -> None:
 
 
 def test_engine_with_the_runs_files_is_taken(folder: Path) -> None:
-    check_facts(config_of(folder), hello_of(ModelFiles.read(str(folder))))
+    check_facts(config_of(folder), facts_of(ModelFiles.read(str(folder))))
 
 
-def test_engine_that_is_restarted_on_other_files_is_refused(folder: Path) -> None:
+def test_engine_restarted_on_other_files_is_refused(folder: Path) -> None:
     config = config_of(folder)
     write(folder / "config.json", rms_norm_eps=0.5)
     write(folder / "generation_config.json", eos_token_id=[0, 3])
     with pytest.raises(EngineError) as caught:
-        check_facts(config, hello_of(ModelFiles.read(str(folder))))
+        check_facts(config, facts_of(ModelFiles.read(str(folder))))
     assert str(caught.value) == (
         "The engine is not for this run. It has rms_norm_eps 0.5, not 1e-06; generation_config.eos_token_id [0, 3], "
         f"not 0; end_token_ids [0, 3], not [0]. The files of {folder} must stay as they were when the run began."
     )
+
+
+def exchange_tokens(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Another tokenizer of equal size: two characters change places."""
+    vocab = tokenizer["model"]["vocab"]
+    return {"model": tokenizer["model"] | {"vocab": vocab | {"1": vocab["2"], "2": vocab["1"]}}}
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "difference"),
+    [
+        ("tokenizer", exchange_tokens, r"It has tokenizer [0-9a-f]{12}, not [0-9a-f]{12}\. Start"),
+        ("generation_config", {"temperature": 0.5}, r"generation_config\.temperature 0\.5, not \S+\. Start"),
+        (
+            "config",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}},
+            r"rope_theta 123\.0, not [\d.]+\. Start",
+        ),
+        (
+            "config",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantization_config\.bits 4, not None; quantization_config\.quant_method gptq, not None\. Start",
+        ),
+    ],
+)
+def test_served_engine_of_a_changed_copy_is_refused(file: str, changes: Any, difference: str, folder: Path) -> None:
+    config = config_of(folder, url="tcp://127.0.0.1:1")
+    path = folder / f"{file}.json"
+    write(path, **(changes(json.loads(path.read_text())) if callable(changes) else changes))
+    with pytest.raises(EngineError, match=difference) as caught:
+        check_facts(config, facts_of(ModelFiles.read(str(folder))))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -102,12 +127,12 @@ def test_engine_that_is_restarted_on_other_files_is_refused(folder: Path) -> Non
 def test_key_that_one_side_alone_has_is_compared(
     key: str, value: object, is_same_version: bool, is_refused: bool, folder: Path
 ) -> None:
-    hello = {} if is_same_version else {"transformers": "1.0"}
+    versions = {} if is_same_version else {"transformers": "1.0"}
     without = config_of(folder)
-    hello_without = hello_of(without.files, **hello)
+    facts_without = facts_of(without.files, **versions)
     write(folder / "config.json", **{key: value})
     with_key = config_of(folder)
-    for config, other in ((without, hello_of(with_key.files, **hello)), (with_key, hello_without)):
+    for config, other in ((without, facts_of(with_key.files, **versions)), (with_key, facts_without)):
         if is_refused:
             with pytest.raises(EngineError, match=rf"It has {key}\S* \S+, not \S+\."):
                 check_facts(config, other)
@@ -129,5 +154,5 @@ def test_engine_that_vllm_has_configured_otherwise_is_refused(
 ) -> None:
     config = config_of(folder, url="tcp://127.0.0.1:1")
     with pytest.raises(EngineError) as caught:
-        check_facts(config, hello_of(ModelFiles.read(str(folder)), **changes))
+        check_facts(config, facts_of(ModelFiles.read(str(folder)), **changes))
     assert f"tcp://127.0.0.1:1 is not for this run. It has {difference}. Start `rlightning serve`" in str(caught.value)

@@ -1,5 +1,6 @@
 """New weights for an engine that is in the midst of sampling: every token knows which weights it is from."""
 
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from engine_models import Actor, Weights, make_prompt, running_engine, save_model, stopped
+from engine_models import LONG_PROMPT, PROMPTS, Actor, Weights, bare_config, running_engine, save_model, stopped
 from engine_run import find_core
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -22,17 +24,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from rlightning.errors import EngineError
 from rlightning.processes.process_group import end_group
 from rlightning.rollout.engine import Engine
-from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.vllm.launcher import EngineProcess, engine_environment
+from rlightning.rollout.vllm.server import VLLMServer
 from rlightning.rollout.vllm.token_versions import TokenVersions
 from rlightning.rollout.weights import plan_chunks
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
 from rlightning.types import Prompt, Sample
 
-PROMPTS = [make_prompt(text, index) for index, text in enumerate(["1+1=", "2+3=", "7", "12 + 34 = 46 "])]
-LONG_PROMPT = make_prompt("12+3=15 " * 25)
-"""It fills a block of the prefix cache, of 128 tokens."""
 MAX_TOKENS = 240
 NUM_SWAPS = 4
 
@@ -66,7 +65,7 @@ class Policy:
         expected = []
         for version, num_sampled in spans(sample["weight_versions"]):
             self.plain.load_state_dict(self.weights[version], strict=False)
-            # The last of a version's tokens has been sampled, and read by nobody yet.
+            # The last of a version's tokens has been sampled, and not read yet.
             end = max(num_cached + 1, len(prompt.token_ids)) - 1 + num_sampled
             logits = self.plain(torch.tensor([tokens[num_cached:end]]), past_key_values=cache).logits[0, -num_sampled:]
             sampled = torch.tensor(tokens[end - num_sampled + 1 : end + 1])
@@ -209,6 +208,28 @@ def test_versions_change_where_each_sample_was() -> None:
     assert versions.end("a", []) == []
 
 
+def test_full_device_error_names_the_ways_out() -> None:
+    """As vLLM 0.24 reports it; on a CPU nothing sleeps."""
+
+    class FullDevice:
+        vllm_config = SimpleNamespace(lora_config=None)
+
+        async def sleep(self, level: int) -> None:
+            assert level == 2
+
+        async def wake_up(self, tags: list[str]) -> None:
+            raise RuntimeError("CUDA Error: out of memory at /workspace/cumem_allocator.cpp")
+
+    async def wake() -> None:
+        server = VLLMServer(FullDevice())  # type: ignore[arg-type]
+        await server.sleep()
+        for _ in range(2):  # what is held for an update is released again
+            with pytest.raises(MemoryError, match=r"no room for its weights when .* Lower rollout\.gpu_memory_"):
+                await server.receive_weights(0)
+
+    asyncio.run(asyncio.wait_for(wake(), 60))
+
+
 def test_nothing_is_sampled_from_random_weights(started: Running) -> None:
     assert isinstance(started.without_weights, EngineError)
     assert "not been sent any weights yet" in str(started.without_weights)
@@ -240,9 +261,7 @@ def test_tokens_over_kept_kv_cache_match_their_version(trainer: Trainer, policy:
 
 @pytest.mark.processes
 def test_no_tokens_arrive_after_pause_begins(policy: Policy, tmp_path: Path) -> None:
-    config = EngineConfig(
-        engine_args={}, device=torch.device("cpu"), dtype=torch.float32, log_file=tmp_path / "engine.log"
-    )
+    config = bare_config(tmp_path / "engine.log")
     program = Path(__file__).with_name("pausing_server.py")
     with config.log_file.open("wb") as log, TemporaryDirectory() as scratch:  # a socket's path has to be short
         process = subprocess.Popen(
@@ -259,7 +278,7 @@ def test_no_tokens_arrive_after_pause_begins(policy: Policy, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
-def test_requests_wait_during_a_pause_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
+def test_paused_requests_wait_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
     (before,) = trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
     (running,) = trainer.pause_amid((PROMPTS[0], 4))
     trainer.ask("begin_weight_update")

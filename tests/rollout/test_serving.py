@@ -1,6 +1,5 @@
 """Engines that `rlightning serve` has started: real servers on loopback, and trainers that come by URL."""
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -8,14 +7,12 @@ import os
 import pickle
 import re
 import resource
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from dataclasses import replace
@@ -23,26 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cli_project import environment
+from engine_models import bare_config
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+from waiting import PATIENCE_SECONDS, wait_for
 
 from rlightning import intervals
 from rlightning.__main__ import main
-from rlightning.errors import ConfigError, EngineDiedError, EngineError, RequestRefusedError
+from rlightning.errors import EngineDiedError, EngineError, RequestRefusedError
 from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine import vllm_sampling
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import ServedEngine
-from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.weights.transports import own_address
-from rlightning.rpc import BusyError, background_loop
-from rlightning.rpc.authentication import authenticate_client
 from rlightning.run_key import RUN_KEY_VARIABLE
 
-PATIENCE_SECONDS = 120.0
 RUN_YAML = """\
 model:
   class_path: GRPO
@@ -124,15 +117,11 @@ def server(project: Path, starts_processes: None) -> Iterator[Server]:
 
 def make_config(project: Path, url: str, **kwargs: Any) -> EngineConfig:
     """As a trainer of the project's run has it."""
-    arguments: dict[str, Any] = {
-        "engine_args": {"model": str(project / "model"), "max_model_len": 80},
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "log_file": project / "unused.log",
-        "url": url,
-        "start_timeout": PATIENCE_SECONDS,
-    } | kwargs
-    return EngineConfig(**arguments, files=ModelFiles.read(arguments["engine_args"]["model"]))
+    usual: dict[str, Any] = {"model": str(project / "model"), "max_model_len": 80, "start_timeout": PATIENCE_SECONDS}
+    arguments = usual | kwargs
+    engine_args = {name: arguments.pop(name) for name in ("model", "max_model_len")}
+    files = ModelFiles.read(engine_args["model"])
+    return bare_config(project / "unused.log", engine_args=engine_args, url=url, files=files, **arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -174,84 +163,6 @@ class At(RLCallback):
 # Who is there
 
 
-def test_engines_by_url_are_standalone_and_different_ones() -> None:
-    url = "tcp://127.0.0.1:8100"
-    assert EngineOptions(placement="standalone", engines=(url,)).engines == (url,)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"engines": (url,)}, "needs placement: standalone"),
-        ({"engines": (url, url), "placement": "standalone"}, "names one twice"),
-        (
-            {"engines": (url,), "num_engines": 2, "placement": "standalone"},
-            r"num_engines=2 is not the number of .* 1\.",
-        ),
-        ({"engines": ("here",), "placement": "standalone"}, "'here' is no address"),
-        ({"weight_folder": Path("w")}, "weight_folder=w needs placement: standalone"),
-    ]
-    for arguments, message in wrong:
-        with pytest.raises(ConfigError, match=message):
-            EngineOptions(**arguments)
-
-
-def test_other_hosts_are_talked_to_with_a_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = EngineOptions(placement="standalone", engines=("tcp://127.0.0.1:1", "tcp://192.0.2.1:8100"))
-    monkeypatch.delenv(RUN_KEY_VARIABLE, raising=False)
-    with pytest.raises(ConfigError, match=rf"rollout\.engines=192\.0\.2\.1 is no loopback address.*{RUN_KEY_VARIABLE}"):
-        options.check()
-    monkeypatch.setenv(RUN_KEY_VARIABLE, "secret")
-    options.check()
-
-
-def test_the_address_that_engines_reach_the_trainer_at() -> None:
-    assert own_address([]) == "127.0.0.1"
-    assert own_address(["tcp://127.0.0.1:8100"]) == "127.0.0.1"
-    assert own_address(["tcp://no-such-host.invalid:8100", "tcp://127.0.0.1:8100"]) == "127.0.0.1"
-
-
-@pytest.mark.long
-def test_unreachable_engine_raises_clear_error_in_time(project: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    message = (
-        rf"tcp://127\.0\.0\.1:{port} could not be reached for 1 s: it cannot be reached: .*refused\. "
-        r"Start it with .rlightning serve"
-    )
-    config = make_config(project, f"tcp://127.0.0.1:{port}", start_timeout=1.0)
-    with connected(config) as link, pytest.raises(EngineError, match=message):
-        link.ready.result(PATIENCE_SECONDS)
-
-
-@pytest.mark.long
-def test_earlier_refusal_is_reported_when_engine_stops_responding(project: Path) -> None:
-    """A server that has a trainer, and then answers nothing: the first is said."""
-
-    async def refuse(listener: socket.socket) -> None:
-        end, _ = await asyncio.get_running_loop().sock_accept(listener)
-        with end, contextlib.suppress(BusyError):
-            end.setblocking(False)
-            await authenticate_client(end, None, lambda: False)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setblocking(False)
-        refusal = background_loop().submit(refuse(listener))
-        url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        message = r"for 1\.5 s: it serves another trainer\. Start it"
-        with (
-            connected(make_config(project, url, start_timeout=1.5)) as link,
-            pytest.raises(EngineError, match=message),
-        ):
-            link.ready.result(PATIENCE_SECONDS)
-        refusal.result(PATIENCE_SECONDS)
-
-
-def test_waiting_for_an_engine_can_be_ended(project: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        link = ServedEngine(make_config(project, f"tcp://127.0.0.1:{listener.getsockname()[1]}"))
-        answer = link.submit("ping")
-        link.close()
-        with pytest.raises(EngineDiedError, match="has been closed"):
-            answer.result(PATIENCE_SECONDS)
-
-
 @pytest.mark.processes
 def test_the_command_refuses_what_it_cannot_do(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -271,20 +182,20 @@ def test_the_command_refuses_what_it_cannot_do(
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     monkeypatch.delenv(RUN_KEY_VARIABLE, raising=False)
-    for options, message in wrong.items():
+
+    def errors_of(*options: str) -> str:
         assert main(["serve", *options]) == 2
         output, errors = capsys.readouterr()
         assert output == ""
+        return errors
+
+    for options, message in wrong.items():
+        errors = errors_of(*options)
         assert re.fullmatch(rf"error: .*{message}.*\n", errors), errors
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert main(["serve", "--config", "run.yaml", "--port", str(listener.getsockname()[1])]) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
+        errors = errors_of("--config", "run.yaml", "--port", str(listener.getsockname()[1]))
     assert re.fullmatch(r"error: .*nothing can listen there.*\n", errors), errors
-    too_large = ("--rollout.engine.kv_cache_memory_bytes", str(1 << 50))
-    assert main(["serve", *run, *too_large]) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
+    errors = errors_of(*run, "--rollout.engine.kv_cache_memory_bytes", str(1 << 50))
     rule = r"error: The engine could not start: ValueError: Available memory .* \(Its log is .*\.log\)"
     assert re.fullmatch(rule, errors.splitlines()[-1]), errors
     assert main(["serve", "--help"]) == 0
@@ -311,12 +222,12 @@ def test_idle_connections_do_not_keep_a_trainer_out(project: Path, server: Serve
     before = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (descriptors + 20, before[1]))
     try:
-        strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+        others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
         with connected(make_config(project, server.url)) as link:
             assert link.ready.result(PATIENCE_SECONDS)["max_model_len"] == 80
             assert len(os.listdir(f"/proc/{server.process.pid}/fd")) <= descriptors + 20
-        for stranger in strangers:
-            stranger.close()
+        for other in others:
+            other.close()
     finally:
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, before)
 
@@ -324,16 +235,20 @@ def test_idle_connections_do_not_keep_a_trainer_out(project: Path, server: Serve
 def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Server) -> None:
     config = make_config(project, server.url)
     sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, end_token_ids=())
+
+    def ask(engine: ServedEngine, method: str, *arguments: Any) -> Any:
+        return engine.submit(method, *arguments).result(PATIENCE_SECONDS)
+
     with connected(config) as first:
-        first.submit("begin_weight_update").result(PATIENCE_SECONDS)
-        first.submit("finish_weight_update", 0, False).result(PATIENCE_SECONDS)
+        ask(first, "begin_weight_update")
+        ask(first, "finish_weight_update", 0, False)
         with pytest.raises(RequestRefusedError, match=r"refused a request: .*\nTraceback"):
-            first.submit("generate", [1], {"no such": "parameter"}).result(PATIENCE_SECONDS)
+            ask(first, "generate", [1], {"no such": "parameter"})
         answers = [first.submit("generate", [1, 2, 3], sampling) for _ in range(200)]
         answers[0].result(PATIENCE_SECONDS)
         for answer in answers[100:]:
             answer.cancel()
-        first.submit("begin_weight_update").result(PATIENCE_SECONDS)
+        ask(first, "begin_weight_update")
         answers.append(first.submit("generate", [1, 2, 3], sampling))  # held back
         hasty = make_config(project, server.url, start_timeout=2.0)
         message = "could not be reached for 2 s: it serves another trainer"
@@ -342,75 +257,18 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
     assert not wait(answers, PATIENCE_SECONDS).not_done
     assert isinstance(answers[-1].exception(), EngineDiedError)
     with connected(config) as third:
-        third.submit("begin_weight_update").result(PATIENCE_SECONDS)  # it was paused
-        third.submit("finish_weight_update", 2, False).result(PATIENCE_SECONDS)
-        [sample] = third.submit("generate", [1, 2, 3], sampling | {"n": 1}).result(PATIENCE_SECONDS)
+        ask(third, "begin_weight_update")  # it was paused
+        ask(third, "finish_weight_update", 2, False)
+        [sample] = ask(third, "generate", [1, 2, 3], sampling | {"n": 1})
         assert sample["weight_versions"].tolist() == [2] * 60
 
 
 def test_an_engine_of_another_run_is_refused(project: Path, server: Server) -> None:
     other = save_model(project / "deeper", num_hidden_layers=3)
-    config = make_config(project, server.url, engine_args={"model": other, "max_model_len": 81})
+    config = make_config(project, server.url, model=other, max_model_len=81)
     with connected(config) as link:
         message = r"num_hidden_layers 2, not 3; .*; max_model_len 80, not 81 or more\."
         with pytest.raises(EngineError, match=message) as caught:
-            link.ready.result(PATIENCE_SECONDS)
-        assert len(str(caught.value).splitlines()) == 1
-
-
-def change_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def end_elsewhere(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
-
-
-def swap_tokens(folder: Path) -> None:
-    """Another tokenizer of equal size: two characters change places."""
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    vocab = content["model"]["vocab"]
-    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
-    path.write_text(json.dumps(content))
-
-
-def rotate_otherwise(folder: Path) -> None:
-    change_json(folder / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 123.0})
-
-
-def sample_colder(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
-
-
-def quantize(folder: Path) -> None:
-    """Sets a key that the engine's own copy has not."""
-    change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("change", "differences"),
-    [
-        (end_elsewhere, r"end_token_ids \[0\], not \[0, 5\]"),
-        (swap_tokens, r"It has tokenizer [0-9a-f]{12}, not [0-9a-f]{12}\. Start"),
-        (rotate_otherwise, r"rope_theta [\d.]+, not 123\.0"),
-        (quantize, r"quantization_config\.quant_method None, not gptq; quantization_config\.bits None, not 4\. Start"),
-        (sample_colder, r"generation_config\.temperature \S+, not 0\.5"),
-    ],
-)
-def test_engine_of_a_changed_copy_is_refused(
-    change: Callable[[Path], None], differences: str, project: Path, server: Server, tmp_path: Path
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(project / "model", copy)
-    same = make_config(project, server.url, engine_args={"model": str(copy), "max_model_len": 80})
-    with connected(same) as link:
-        link.ready.result(PATIENCE_SECONDS)
-    change(copy)
-    other = make_config(project, server.url, engine_args={"model": str(copy), "max_model_len": 80})
-    with connected(other) as link:
-        with pytest.raises(EngineError, match=differences) as caught:
             link.ready.result(PATIENCE_SECONDS)
         assert len(str(caught.value).splitlines()) == 1
 
@@ -500,14 +358,11 @@ def test_run_continues_after_one_server_is_killed(
         f"Engine 0 is connected to again, once in this step: The engine at {other.url} closed the connection"
         in caplog.text
     )
-    end = time.monotonic() + PATIENCE_SECONDS
-    while in_session(pids[0]) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert in_session(pids[0]) == []  # the engine does not outlive its server
+    wait_for(lambda: in_session(pids[0]) == [])  # the engine does not outlive its server
 
 
 @pytest.mark.slow
-def test_dead_served_engine_is_restarted_by_server_though_its_models_folder_was_moved(
+def test_dead_served_engine_restarts_without_its_models_folder(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed: list[int] = []
@@ -533,8 +388,7 @@ def test_hung_server_is_detected_and_may_reconnect(
     project: Path, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def go_on() -> None:
-        while "gave no heartbeat for 1 s" not in caplog.text:
-            time.sleep(0.1)
+        wait_for(lambda: "gave no heartbeat for 1 s" in caplog.text)
         os.kill(server.process.pid, signal.SIGCONT)
 
     def stop(engine: Any) -> None:

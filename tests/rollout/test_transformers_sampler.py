@@ -1,42 +1,32 @@
 """The sampler in this process: exact log-probabilities, streams that no batch changes, requests that come and go."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import engine_run
+import numpy as np
 import pytest
 import torch
+from engine_models import Actor, Weights, assert_sampled_from, sample_all
 from tiny_models import save_tiny
-from torch import Tensor
 
 from rlightning.errors import EngineError
-from rlightning.models import load_config, load_policy, packed_logprobs
-from rlightning.parallel.sharding import named_weights
-from rlightning.rollout import Sampler, Sampling
+from rlightning.models import load_config
+from rlightning.rollout import Sampling
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.transformers_sampler import TransformersSampler
-from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
+from rlightning.rollout.weights import WeightSource
+from rlightning.types import Prompt, Sample
 
-PROMPTS = [[1 + i % 10, 11, *range(1, 1 + i % 5), 12] for i in range(12)]
-SAMPLING = Sampling(max_new_tokens=24, temperature=0.8)
-
-
-class Source:
-    """A policy's weights, but one."""
-
-    def __init__(self, model: Any, without: str = "") -> None:
-        self.model, self.without = model, without
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return (pair for pair in named_weights(self.model) if pair[0] != self.without)
-
-
-def make_sampler(folder: str, files: ModelFiles, **options: Any) -> TransformersSampler:
-    usual: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_length": 256}
-    return TransformersSampler(load_config(folder), files, **usual | options)
+PROMPTS = [Prompt(i, "", [1 + i % 10, 11, *range(1, 1 + i % 5), 12], {}) for i in range(12)]
+FIRST, SECOND = PROMPTS[0].token_ids, PROMPTS[1].token_ids
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.8, seed=1)
+Make = Callable[..., TransformersSampler]
 
 
 @pytest.fixture(scope="module")
@@ -45,72 +35,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def files(folder: str) -> ModelFiles:
-    return ModelFiles.read(folder)
+def actor(folder: str) -> Actor:
+    return Actor(folder)
 
 
-@pytest.fixture(scope="module")
-def actor(folder: str) -> Any:
-    return load_policy(folder)
+@pytest.fixture
+def make(folder: str) -> Iterator[Make]:
+    """Samplers, closed at the end; of a source they have the weights as version 3, and endless ones stop at limits."""
+    with ExitStack() as stack:
 
+        def make(
+            source: WeightSource | None = None, model: str = "", *, is_endless: bool = False, **options: Any
+        ) -> TransformersSampler:
+            files = ModelFiles.read(folder)
+            files = replace(files, end_token_ids=()) if is_endless else files
+            usual: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_length": 256}
+            sampler = TransformersSampler(load_config(model or folder), files, **usual | options)
+            stack.callback(sampler.close)
+            if source is not None:
+                sampler.update_weights(source, 3)
+            return sampler
 
-@pytest.fixture(scope="module")
-def loaded(folder: str, files: ModelFiles, actor: Any) -> Iterator[TransformersSampler]:
-    sampler = make_sampler(folder, files)
-    sampler.update_weights(Source(actor), 3)
-    yield sampler
-    sampler.close()
-
-
-def sample(
-    sampler: Sampler, prompts: Sequence[list[int]], sampling: Sampling = SAMPLING, num_samples: int = 4
-) -> list[list[Sample]]:
-    """All at once, each prompt with a seed of its own, by its tokens."""
-
-    async def sample_all() -> list[list[Sample]]:
-        seeded = [(prompt, replace(sampling, seed=1000 * PROMPTS.index(prompt))) for prompt in prompts]
-        return await asyncio.gather(*(sampler.sample(*one, num_samples=num_samples) for one in seeded))
-
-    return asyncio.run(sample_all())
-
-
-def pack(prompts: Sequence[list[int]], groups: list[list[Sample]]) -> RolloutBatch:
-    return RolloutBatch.pack(single_turns([Prompt(i, "", prompt, {}) for i, prompt in enumerate(prompts)], groups))
-
-
-def tokens(groups: list[list[Sample]]) -> list[list[list[int]]]:
-    return [[one.token_ids.tolist() for one in group] for group in groups]
-
-
-def gap(actor: Any, batch: RolloutBatch, temperature: float) -> float:
-    """The largest difference of a sampled token's log-probability from the trainer's."""
-    with torch.no_grad():
-        logprobs, _ = packed_logprobs(actor, batch, temperature=temperature)
-    return float((logprobs - batch.rollout_logprobs)[batch.is_sampled].abs().max())
-
-
-def test_logprobs_are_the_trainers(loaded: TransformersSampler, actor: Any) -> None:
-    groups = sample(loaded, PROMPTS)
-    batch = pack(PROMPTS, groups)
-    assert gap(actor, batch, 0.8) < 1e-5
-    assert set(batch.weight_versions[batch.is_sampled].tolist()) == {3}
-    lengths = {len(one.token_ids) for group in groups for one in group}
-    assert len(lengths) > 3 and max(lengths) == 24
-    for one in (one for group in groups for one in group):
-        is_ended = one.token_ids[-1] == 0
-        assert 0 not in one.token_ids[:-1] and is_ended == (one.finish_reason == "stop")
-        assert is_ended or len(one.token_ids) == 24
-        assert len(one.text) == len(one.token_ids) - is_ended  # a character a token
-
-
-@pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"top_k": 3, "min_p": 0.05}])
-def test_truncated_logprobs_are_the_trainers(
-    loaded: TransformersSampler, actor: Any, truncation: dict[str, Any]
-) -> None:
-    batch = pack(PROMPTS, sample(loaded, PROMPTS, replace(SAMPLING, **truncation)))
-    assert batch.supports is not None and gap(actor, batch, 0.8) < 1e-5
-    batch.supports = None
-    assert gap(actor, batch, 0.8) > 1e-2
+        yield make
 
 
 @pytest.mark.long
@@ -127,99 +73,37 @@ def test_truncated_logprobs_are_the_trainers(
     ],
 )
 def test_architectures_decode_as_the_trainer_computes(
-    kind: str, config: dict[str, Any], files: ModelFiles, tmp_path: Path
+    kind: str, config: dict[str, Any], make: Make, tmp_path: Path
 ) -> None:
-    folder = save_tiny(kind, tmp_path, **config)
-    model = load_policy(folder)
-    sampler = make_sampler(folder, files, max_length=64)
-    sampler.update_weights(Source(model), 1)
-    groups = sample(sampler, PROMPTS, replace(SAMPLING, max_new_tokens=16))
-    sampler.close()
-    assert gap(model, pack(PROMPTS, groups), 0.8) < 1e-5
-
-
-def test_score_is_the_trainers(loaded: TransformersSampler, actor: Any) -> None:
-    batch = RolloutBatch.of_sequences(PROMPTS)
-    with torch.no_grad():
-        expected, _ = packed_logprobs(actor, batch)
-    scores = [asyncio.run(loaded.score(prompt)).tolist() for prompt in PROMPTS]
-    assert [score[0] for score in scores] == [0.0] * len(PROMPTS)
-    assert [x for score in scores for x in score] == pytest.approx(expected.tolist(), abs=1e-5)
-
-
-@torch.no_grad()
-def test_greedy_takes_the_trainers_likeliest_token(loaded: TransformersSampler, actor: Any) -> None:
-    greedy = Sampling(temperature=0.0, max_new_tokens=8)
-    for prompt, (one,) in zip(PROMPTS, sample(loaded, PROMPTS, greedy, 1), strict=True):
-        for place, token in enumerate(one.token_ids.tolist()):
-            before = [*prompt, *one.token_ids[:place].tolist()]
-            bounds = torch.tensor([0, len(before)], dtype=torch.int32)
-            inputs = {"cu_seq_lens_q": bounds, "max_length_q": len(before), "use_cache": False}
-            logits = actor(torch.tensor([before]), **inputs).logits[0, -1]
-            assert token == int(logits.argmax())
-            assert one.logprobs[place] == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-5)
+    actor = Actor(model := save_tiny(kind, tmp_path, **config))
+    groups = sample_all(make(actor, model, max_length=64), PROMPTS, replace(SAMPLING, max_new_tokens=16))
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for one in group:
+            assert_sampled_from(actor, prompt, one, 0.8, atol=1e-5)
 
 
 @pytest.mark.long
-def test_streams_do_not_depend_on_the_batch(
-    loaded: TransformersSampler, folder: str, files: ModelFiles, actor: Any
-) -> None:
-    together = sample(loaded, PROMPTS)
-    alone = [group for prompt in PROMPTS for group in sample(loaded, [prompt])]
-    few = make_sampler(folder, files, max_sequences=3)  # the others wait
-    few.update_weights(Source(actor), 3)
-    waiting = sample(few, PROMPTS)
-    few.close()
-    assert tokens(together) == tokens(alone) == tokens(waiting)
-    one, other, third = (pack(PROMPTS, groups).rollout_logprobs for groups in (together, alone, waiting))
-    # Products of other shapes add in other orders: a few units in the last place of float32, by the CPU's kernels.
-    torch.testing.assert_close(one, other, atol=5e-6, rtol=0.0)
-    torch.testing.assert_close(one, third, atol=5e-6, rtol=0.0)
-    again = pack(PROMPTS, sample(loaded, PROMPTS)).rollout_logprobs
-    assert torch.equal(one, again)
-
-
-def test_samples_draw_from_neighbouring_seeds(loaded: TransformersSampler) -> None:
-    def draw(seed: int | None, num_samples: int) -> list[list[int]]:
-        drawn = loaded.sample(PROMPTS[0], replace(SAMPLING, seed=seed), num_samples=num_samples)
-        return [one.token_ids.tolist() for one in asyncio.run(drawn)]
-
-    assert draw(5, 3) == [*draw(5, 1), *draw(6, 1), *draw(7, 1)]
-    assert draw(5, 1) != draw(6, 1)
-    assert draw(None, 8) != draw(None, 8)
-
-
-def test_stop_strings_and_ids_end_a_completion(loaded: TransformersSampler) -> None:
-    free = [one for group in sample(loaded, PROMPTS) for one in group]
-    pair = next(one.text[3:5] for one in free if len(one.text) > 8)
-    stop_id = next(int(one.token_ids[2]) for one in free if len(one.token_ids) > 8)
-    ended = sample(loaded, PROMPTS, replace(SAMPLING, stop=(pair, "no such text"), stop_token_ids=(stop_id,)))
-    num_stopped = 0
-    for one, whole in zip((one for group in ended for one in group), free, strict=True):
-        places = [whole.text.find(pair) + 2] if pair in whole.text else []
-        places += [place + 1 for place, token in enumerate(whole.token_ids.tolist()) if token == stop_id]
-        length = min([*places, len(whole.token_ids)])
-        assert one.token_ids.tolist() == whole.token_ids[:length].tolist()
-        assert one.text == whole.text[:length]
-        assert one.finish_reason == ("stop" if places else whole.finish_reason)
-        num_stopped += bool(places)
-    assert num_stopped > 4
-
-
-def test_too_long_request_is_refused(loaded: TransformersSampler) -> None:
-    with pytest.raises(EngineError, match=r"up to 260 tokens is longer than the sampler's 256"):
-        asyncio.run(loaded.sample([1] * 236, SAMPLING))
+def test_streams_do_not_depend_on_the_batch(make: Make, actor: Actor) -> None:
+    sampler = make(actor)
+    together = sample_all(sampler, PROMPTS, SAMPLING)
+    alone = [group for prompt in PROMPTS for group in sample_all(sampler, [prompt], SAMPLING)]
+    waiting = sample_all(make(actor, max_sequences=3), PROMPTS, SAMPLING)
+    again = sample_all(sampler, PROMPTS, SAMPLING)
+    for whole, one, late, same in zip(chain(*together), chain(*alone), chain(*waiting), chain(*again), strict=True):
+        assert whole.token_ids == one.token_ids == late.token_ids
+        # Products of other shapes add in other orders: a few units in the last place of float32, by the CPU's kernels.
+        np.testing.assert_allclose([one.logprobs, late.logprobs], [whole.logprobs] * 2, atol=5e-6, rtol=0.0)
+        assert same.logprobs == whole.logprobs
 
 
 @pytest.mark.long
-def test_cancelled_request_leaves_others_and_the_loop_alone(folder: str, files: ModelFiles, actor: Any) -> None:
-    sampler = make_sampler(folder, replace(files, end_token_ids=()))  # which go on to their limit
-    sampler.update_weights(Source(actor), 3)
+def test_cancelled_request_leaves_others_and_the_loop_alone(make: Make, actor: Actor) -> None:
+    sampler = make(actor, is_endless=True)
     sampling = Sampling(max_new_tokens=200, seed=4)
 
     async def run() -> tuple[list[Sample], int, bool]:
-        kept = asyncio.ensure_future(sampler.sample(PROMPTS[0], sampling))
-        dropped = asyncio.ensure_future(sampler.sample(PROMPTS[1], sampling, num_samples=8))
+        kept = asyncio.ensure_future(sampler.sample(FIRST, sampling))
+        dropped = asyncio.ensure_future(sampler.sample(SECOND, sampling, num_samples=8))
         turns = 0
         while not kept.done():
             await asyncio.sleep(0)
@@ -232,46 +116,41 @@ def test_cancelled_request_leaves_others_and_the_loop_alone(folder: str, files: 
     (completion,), turns, is_cancelled = asyncio.run(run())
     assert is_cancelled and turns > 50  # the loop was free all the time
     assert len(completion.token_ids) == 200
-    assert completion.token_ids.tolist() == asyncio.run(sampler.sample(PROMPTS[0], sampling))[0].token_ids.tolist()
-    sampler.close()
+    assert completion.token_ids.tolist() == asyncio.run(sampler.sample(FIRST, sampling))[0].token_ids.tolist()
 
 
-def test_weights_that_come_meanwhile_sample_what_follows(folder: str, files: ModelFiles, actor: Any) -> None:
-    sampler = make_sampler(folder, replace(files, end_token_ids=()))
-    sampler.update_weights(Source(actor), 3)
+def test_weights_that_come_meanwhile_sample_what_follows(make: Make, actor: Actor) -> None:
+    sampler = make(actor, is_endless=True)
 
     async def run() -> list[Sample]:
-        first = asyncio.ensure_future(sampler.sample(PROMPTS[0], Sampling(max_new_tokens=1)))
-        long = asyncio.ensure_future(sampler.sample(PROMPTS[0], Sampling(max_new_tokens=250), num_samples=2))
+        first = asyncio.ensure_future(sampler.sample(FIRST, Sampling(max_new_tokens=1)))
+        long = asyncio.ensure_future(sampler.sample(FIRST, Sampling(max_new_tokens=250), num_samples=2))
         await first  # so the other one has begun
-        sampler.update_weights(Source(actor), 4)
+        sampler.update_weights(actor, 4)
         return await long
 
     for one in asyncio.run(run()):
         versions = one.weight_versions.tolist()
         assert versions == sorted(versions) and set(versions) == {3, 4}
-    sampler.close()
 
 
-def test_incomplete_weights_are_refused(folder: str, files: ModelFiles, actor: Any) -> None:
-    sampler = make_sampler(folder, files)
+def test_incomplete_weights_are_refused(make: Make, actor: Actor) -> None:
+    sampler = make()
     with pytest.raises(EngineError, match="has no weights"):
-        asyncio.run(sampler.sample(PROMPTS[0], SAMPLING))
+        asyncio.run(sampler.sample(FIRST, SAMPLING))
     with pytest.raises(EngineError, match=r"not those of the sampler's model: model\.norm\.weight\.$"):
-        sampler.update_weights(Source(actor, without="model.norm.weight"), 1)
+        sampler.update_weights(Weights(pair for pair in actor.named_weights() if pair[0] != "model.norm.weight"), 1)
     assert sampler.weight_version is None
-    sampler.update_weights(Source(actor), 1)
-    assert len(asyncio.run(sampler.sample(PROMPTS[0], SAMPLING, num_samples=2))) == 2
-    sampler.close()
+    sampler.update_weights(actor, 1)
+    assert len(asyncio.run(sampler.sample(FIRST, SAMPLING, num_samples=2))) == 2
 
 
-def test_closed_sampler_fails_what_is_under_way(folder: str, files: ModelFiles, actor: Any) -> None:
-    sampler = make_sampler(folder, replace(files, end_token_ids=()))
-    sampler.update_weights(Source(actor), 1)
+def test_closed_sampler_fails_what_is_under_way(make: Make, actor: Actor) -> None:
+    sampler = make(actor, is_endless=True)
 
     async def run() -> None:
-        first = asyncio.ensure_future(sampler.sample(PROMPTS[0], Sampling(max_new_tokens=1)))
-        under_way = asyncio.ensure_future(sampler.sample(PROMPTS[1], Sampling(max_new_tokens=250)))
+        first = asyncio.ensure_future(sampler.sample(FIRST, Sampling(max_new_tokens=1)))
+        under_way = asyncio.ensure_future(sampler.sample(SECOND, Sampling(max_new_tokens=250)))
         await first
         await asyncio.get_running_loop().run_in_executor(None, sampler.close)
         with pytest.raises(EngineError, match="has been closed"):

@@ -32,16 +32,8 @@ def test_what_cannot_verify_is_refused(every: int, tolerance: float, message: st
         Verification(every, tolerance)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("every", "due", "scored"),
-    [
-        (4, [0, 4, 8], [0, 3, 4, 7, 8]),  # and the one before each, whose weights may be what is left in an engine
-        (1, list(range(9)), list(range(9))),
-        (0, [], []),
-    ],
-)
-def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored: list[int], tmp_path: Path) -> None:
+def begin(tmp_path: Path, every: int) -> tuple[Any, Verification, list[int]]:
+    """A policy, what verifies it, and the versions that it has scored."""
     folder = save_byte_model(tmp_path)
     model = load_policy(folder)
     calls: list[int] = []
@@ -53,6 +45,20 @@ def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored
     module = SimpleNamespace(tokenizer=load_tokenizer(folder), score=score, weight_version=0)
     verification = Verification(every, 1.2)
     verification.begin_run(module, 256, torch.float32, torch.device("cpu"))
+    return module, verification, calls
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("every", "due", "scored"),
+    [
+        (4, [0, 4, 8], [0, 3, 4, 7, 8]),  # and the one before each, whose weights may be what is left in an engine
+        (1, list(range(9)), list(range(9))),
+        (0, [], []),
+    ],
+)
+def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored: list[int], tmp_path: Path) -> None:
+    module, verification, calls = begin(tmp_path, every)
     found = []
     for number in range(9):
         module.weight_version = number
@@ -62,16 +68,8 @@ def test_the_actor_scores_as_seldom_as_can_be(every: int, due: list[int], scored
     assert calls == [number for number in scored for _ in range(NUM_FORWARDS)]
 
 
-def test_an_engine_that_was_started_again_is_verified_at_once(tmp_path: Path) -> None:
-    folder = save_byte_model(tmp_path)
-    model = load_policy(folder)
-    module = SimpleNamespace(
-        tokenizer=load_tokenizer(folder),
-        score=lambda batch, dtype: packed_logprobs(model, batch)[0],
-        weight_version=0,
-    )
-    verification = Verification(100, 1.2)
-    verification.begin_run(module, 256, torch.float32, torch.device("cpu"))
+def test_restarted_engine_is_verified_at_once(tmp_path: Path) -> None:
+    module, verification, _ = begin(tmp_path, 100)
     engine: Any = SimpleNamespace(is_alive=True, is_verified=True)
     found = []
     for is_verified in (True, True, False, True):

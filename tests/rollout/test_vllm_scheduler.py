@@ -136,7 +136,9 @@ def make_core(folder: str, make: Any, num_blocks: int, max_batched_tokens: int, 
     return Core(scheduler), get_request_block_hasher(BLOCK_TOKENS, hash_function)
 
 
-def make_request(name: str, hasher: Any, *, length: int, prompt: int, prompt_tokens: int, streams: bool) -> Request:
+def make_request(
+    name: str, hasher: Any, length: int, prompt: int = 0, *, prompt_tokens: int = 20, streams: bool = False
+) -> Request:
     kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     params = SamplingParams(
         max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False, output_kind=kind, stop_token_ids=[STOP_TOKEN]
@@ -154,9 +156,8 @@ def run(
     arrivals: dict[int, list[Request]] = defaultdict(list)
     for number in range(30):
         length, tokens = int(random.integers(1, 150)), 20 + number // 3
-        request = make_request(
-            str(number), hasher, length=length, prompt=number // 3, prompt_tokens=tokens, streams=number % 7 == 0
-        )
+        streams = number % 7 == 0
+        request = make_request(str(number), hasher, length, number // 3, prompt_tokens=tokens, streams=streams)
         arrivals[number // 3 * int(random.integers(1, 20))].append(request)
     core.run(arrivals, {40: "4", 90: "17"}, is_ahead=is_ahead)
     return core
@@ -206,9 +207,7 @@ def test_logprobs_come_in_order_and_seldom(
 
 def test_request_with_more_logprobs_does_not_affect_others(folder: str) -> None:
     core, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=True)
-    whole, wide = (
-        make_request(name, hasher, length=60, prompt=0, prompt_tokens=20, streams=name == "1") for name in ("0", "1")
-    )
+    whole, wide = (make_request(name, hasher, 60, streams=name == "1") for name in ("0", "1"))
     assert whole.sampling_params is not None and wide.sampling_params is not None
     whole.sampling_params.stop_token_ids = wide.sampling_params.stop_token_ids = []
     wide.sampling_params.logprobs = 2
@@ -224,17 +223,15 @@ def test_request_with_more_logprobs_does_not_affect_others(folder: str) -> None:
 def test_pause_delivers_all_tokens_and_preserves_results(folder: str, is_ahead: bool) -> None:
     """The process in front counts tokens while it changes the weights."""
 
-    def make(core: Core, hasher: Any) -> dict[int, list[Request]]:
-        lengths = {0: 120, 1: 90, 2: 60}
-        sizes = [{"length": length, "prompt": n, "prompt_tokens": 20} for n, length in lengths.items()]
-        return {0: [make_request(str(n), hasher, **size, streams=False) for n, size in enumerate(sizes)]}
+    def make(hasher: Any) -> list[Request]:
+        return [make_request(str(n), hasher, length, n) for n, length in enumerate((120, 90, 60))]
 
     whole, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=is_ahead)
-    whole.run(make(whole, hasher), {}, is_ahead=is_ahead)
+    whole.run({0: make(hasher)}, {}, is_ahead=is_ahead)
     ends = [len(tokens) for tokens in whole.tokens.values()]  # a request may end with what was under way
     for pause_at in (*range(5, 40, 3), *ends):
         core, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=is_ahead)
-        for request in make(core, hasher)[0]:
+        for request in make(hasher):
             core.scheduler.add_request(request)
         under_way = []
         for _ in range(pause_at):
@@ -258,9 +255,7 @@ def test_all_may_begin_again_amid_their_blocks(folder: str, is_ahead: bool) -> N
     """As for weights that are to compute the keys and values anew."""
     core, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=is_ahead)
     for number in range(3):
-        core.scheduler.add_request(
-            make_request(str(number), hasher, length=100, prompt=number, prompt_tokens=20, streams=False)
-        )
+        core.scheduler.add_request(make_request(str(number), hasher, 100, number))
     for step in range(30):
         core.end(*core.begin())
         if step % 7 == 6:
@@ -280,7 +275,7 @@ def test_in_an_unknown_vllm_nobody_rests(folder: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(vllm, "__version__", "0.28.1")
     unknown, _ = make_core(folder, make_scheduler, 200, 2048, is_ahead=True)
     for core in (known, unknown):
-        core.scheduler.add_request(make_request("0", hasher, length=60, prompt=0, prompt_tokens=20, streams=False))
+        core.scheduler.add_request(make_request("0", hasher, 60))
         for _ in range(10):
             core.end(*core.begin())
     assert list(known.scheduler.resting.rows) == ["0"] and not unknown.scheduler.resting.rows
@@ -300,10 +295,8 @@ def test_of_an_aborted_request_nothing_is_kept(folder: str) -> None:
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_canary_goes_before_what_waits(folder: str, is_ahead: bool) -> None:
     core, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=is_ahead)
-    waiting = [
-        make_request(str(number), hasher, length=20 + number, prompt=number, prompt_tokens=20, streams=False)
-        for number in range(20)  # of which twelve run at once
-    ]
+    # of which twelve run at once
+    waiting = [make_request(str(number), hasher, 20 + number, number) for number in range(20)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
     canary = Request("canary", list(range(32)), sampling_params=params, pooling_params=None, block_hasher=hasher)
     core.run({0: waiting, 3: [canary]}, {}, is_ahead=is_ahead)

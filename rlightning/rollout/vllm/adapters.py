@@ -50,13 +50,13 @@ def install_adapter(
         weights_mapper=mapper,
     )
     packed = {name for names in adapters.packed_modules.values() for name in names}
-    homeless = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
+    unplaced = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
     # All: what a worker remembers of the last batch's adapters goes too, and a sleep has changed its memory.
     manager.remove_all_adapters()
     adapters._last_mapping = None  # which remove_all_adapters() leaves before vLLM 0.28
     adapters.add_adapter(adapter)
     adapters.activate_adapter(ADAPTER_ID)
-    return homeless
+    return unplaced
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from rlightning.foreign_text import cut_line
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import NAME, EngineConnection
+from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rollout.host_check import check_host, describe_host
 from rlightning.rpc import Peer
 from rlightning.scratch import ScratchFolder
@@ -54,7 +55,7 @@ class EngineProcess(EngineConnection):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        check_host(config.engine_args)
+        check_host(len(config.worker_devices))
         self._scratch = ScratchFolder("engine")
         config = self._with_log(config)
         super().__init__(config)
@@ -74,8 +75,8 @@ class EngineProcess(EngineConnection):
     async def _connect(self) -> Peer:
         return await Peer.open(self._process.connection, {}, name=NAME, heartbeat_timeout=self.config.start_timeout)
 
-    async def _start(self, peer: Peer) -> dict[str, Any]:
-        facts: dict[str, Any] = await peer.call("start", self._find_model(self.config.engine_args))
+    async def _start(self, peer: Peer) -> EngineFacts:
+        facts: EngineFacts = await peer.call("start", self._find_model(self.config.engine_args))
         return facts
 
     def _find_model(self, engine_args: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class EngineProcess(EngineConnection):
         end = f" ({self._process.describe_end()})" if code is not None else ""
         place = f"(Its log is {self.config.log_file})"
         log_tail = f"The end of {self.config.log_file}:\n{self._process.log_tail()}"
-        # One that gives up by itself while it starts would do so again.
+        # An engine that exits by itself while it starts would do so again.
         if not self.ready.done() and code is not None and (code > 0 or -code in FAULTS):
             cause = self._find_cause()
             if cause:

@@ -187,11 +187,6 @@ def check_kv_cache(arguments: Mapping[str, Any], config: PreTrainedConfig | None
 
     It needs a block more than the sequence's, which vLLM reserves.
 
-    Args:
-        arguments: as of :func:`read_engine`.
-        config: the model's; None where a custom loop's module does not tell.
-        is_cuda: whether the engine runs on a GPU.
-
     Raises:
         ConfigError: with what is given and what is needed.
     """

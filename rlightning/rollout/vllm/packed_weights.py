@@ -44,12 +44,7 @@ def unpack_weights(model: nn.Module) -> None:
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Compute from the parameters what the kernels use. Called after the last weight of a sync.
-
-    Args:
-        model: vLLM's.
-        dtype: that it computes in.
-    """
+    """Compute from the parameters what the kernels use. Called after the last weight of a sync."""
     for layer in model.modules():
         if layer in _pack_again:
             _pack_again[layer]()

@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rlightning import intervals
 from rlightning.processes.process_group import end_own_group
 from rlightning.rollout.engine_connection import METHODS
-from rlightning.rollout.engine_facts import make_facts
+from rlightning.rollout.engine_facts import EngineFacts, make_facts
 from rlightning.rollout.host_check import raise_open_files
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.vllm.server import ArgumentsRefusedError, VLLMServer, start_engine
@@ -44,7 +44,7 @@ class EngineHost:
         self._is_up = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, engine_args: dict[str, Any]) -> dict[str, Any]:
+    async def start(self, engine_args: dict[str, Any]) -> EngineFacts:
         """Start the engine; returns what it says of itself."""
         try:
             return self._start(engine_args)
@@ -60,7 +60,7 @@ class EngineHost:
         await self._is_up.wait()
         await self.methods["ping"]()
 
-    def _start(self, engine_args: dict[str, Any]) -> dict[str, Any]:
+    def _start(self, engine_args: dict[str, Any]) -> EngineFacts:
         trust = engine_args.get("trust_remote_code", False)
         files = ModelFiles.read(engine_args["model"], trust_remote_code=trust).facts
         server = VLLMServer(start_engine(engine_args))
@@ -79,7 +79,7 @@ class EngineHost:
         )
 
     def _guard(self, method: Method) -> Method:
-        async def call(*arguments: Any) -> Any:
+        async def call(*arguments: object) -> Any:
             try:
                 return await method(*arguments)
             except EngineDeadError as error:
@@ -140,8 +140,6 @@ def main() -> None:
     """Serve the trainer; the arguments are a scratch folder, a socket and a pipe."""
     folder, connection, lifeline = sys.argv[1:4]
     raise_open_files()
-    # vLLM would import it, to ask whether this process is one of Ray's
-    sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
     gc.freeze()  # what is imported stays: vLLM collects garbage five times as it starts, each time 0.3 s over that
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     watch = ParentWatch(int(lifeline), Path(folder))

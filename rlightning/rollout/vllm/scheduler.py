@@ -1,7 +1,7 @@
 """vLLM's scheduler with less work for a token. Loaded by vLLM's core as ``scheduler_cls``.
 
 The core is one Python process that goes through all running sequences in every step. Where a model is small, that takes
-longer than the GPU's part of the step (docs/performance.md), and most of it is in vain: a sequence whose last block has
+longer than the GPU's part of the step (docs/performance.md), and most of it is waste: a sequence whose last block has
 room, and which the sampled token does not end, needs nothing but one more token. Such sequences rest: their tokens are
 written into arrays, for all of them at once. vLLM's code gets to see one, brought up to date, when something can happen
 to it: its block is full, it ends, it is aborted or paused, or the KV cache runs out. What runs when, and in which
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import vllm
 import vllm.envs as envs
+from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -150,7 +151,7 @@ class RestingSequences:
 
 
 def is_seen_whole(request: Request) -> bool:
-    """Whether nobody looks at a request before it has ended, as for stop strings, and then at what it sampled alone."""
+    """Whether of a request nothing is read before its end, as for stop strings, and then only what it sampled."""
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
@@ -362,10 +363,10 @@ class RolloutScheduler(Scheduler):
         """See Scheduler: whether there is anything to do; in a pause, to send what has been held back."""
         return bool(super().has_requests()) or (self._is_paused() and any(self.unsent.values()))
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+    def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
         """See Scheduler: forget what is in the KV cache, if need be by requeueing all."""
         self._wake(list(self.resting.rows))
-        return super().reset_prefix_cache(*args, **kwargs)
+        return bool(super().reset_prefix_cache(*args, **kwargs))
 
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
@@ -379,7 +380,7 @@ def _counted(request: Request, name: str) -> int:
     return int(getattr(request, name, 0))
 
 
-def make_scheduler(vllm_config: Any, **arguments: Any) -> Scheduler:
+def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """A scheduler, for a core that ends with the process that it was forked from; the arguments are those of vLLM's."""
     if multiprocessing.parent_process() is not None:
         die_with_parent()

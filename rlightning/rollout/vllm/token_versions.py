@@ -39,10 +39,6 @@ class TokenVersions:
     def end(self, request_id: str, lengths: Sequence[int]) -> list[NDArray[np.int32]]:
         """Forget a request, if it has begun.
 
-        Args:
-            request_id: given to :meth:`begin`.
-            lengths: tokens of each sample; empty for a request that was given up.
-
         Returns:
             For each sample the version of each of its tokens.
         """

@@ -8,7 +8,7 @@ import pickle
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
 from typing import Any
 
@@ -74,13 +74,25 @@ class WeightReceiver:
         model, plan, received = self.model_runner.model, self._rl_receiver.plan, self._rl_receiver.receive(chunk)
         if chunk < plan.num_adapter_chunks:
             return [], self._rl_receive_adapter(chunk, plan, received)
-        number, num_left = chunk - plan.num_adapter_chunks, len(plan.chunks) - 1 - chunk
+        with self._rl_own_layers(plan):
+            if chunk == plan.num_adapter_chunks:
+                self._rl_loaded, self._rl_unread = set(), set()
+                unpack_weights(model)
+            self._rl_load(model, received)
+            synchronize_stream(self.device)  # the sender refills the bucket after this returns
+            if chunk < len(plan.chunks) - 1:
+                return [], []
+            pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
+            self._rl_is_checked = True  # the names of later syncs are the same
+            return sorted(unset_parameters(model, self._rl_loaded)), sorted(self._rl_unread)
+
+    def _rl_own_layers(self, plan: ChunkPlan) -> AbstractContextManager[None]:
+        """Within, the model has no layers of an adapter around its own."""
         if not plan.num_adapter_chunks:
-            return self._rl_receive_base(number, num_left, received)
+            return nullcontext()
         from rlightning.rollout.vllm.adapters import without_wrappers
 
-        with without_wrappers(model):
-            return self._rl_receive_base(number, num_left, received)
+        return without_wrappers(self.model_runner.model)
 
     def _rl_receive_adapter(self, chunk: int, plan: ChunkPlan, received: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Keep a chunk of an adapter, and after the last one put it to use; those weights that have no place."""
@@ -100,22 +112,6 @@ class WeightReceiver:
         from rlightning.rollout.vllm.adapters import install_adapter
 
         return install_adapter(self.model_runner.lora_manager, settings, weights, torch.device(self.device))
-
-    def _rl_receive_base(
-        self, number: int, num_left: int, received: Iterable[tuple[str, Tensor]]
-    ) -> tuple[list[str], list[str]]:
-        """Load the ``number``-th chunk of the model's own weights; see :meth:`rl_receive_weights`."""
-        model = self.model_runner.model
-        if number == 0:
-            self._rl_loaded, self._rl_unread = set(), set()
-            unpack_weights(model)
-        self._rl_load(model, received)
-        synchronize_stream(self.device)  # the sender refills the bucket after this returns
-        if num_left:
-            return [], []
-        pack_weights(model, self.vllm_config.model_config.dtype)  # type: ignore[arg-type]  # a torch.dtype by now
-        self._rl_is_checked = True  # the names of later syncs are the same
-        return sorted(unset_parameters(model, self._rl_loaded)), sorted(self._rl_unread)
 
     def _rl_load(self, model: Any, received: Iterable[tuple[str, Tensor]]) -> None:
         stored_form = self._rl_stored_form
@@ -149,9 +145,6 @@ class StoredForm:
     """Converts weights, one by one, from the form in which transformers runs them to that of a model's files.
 
     Some have other names there, and those of experts are one tensor an expert, not one a layer.
-
-    Args:
-        model: vLLM's configuration of it.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -203,8 +196,12 @@ class ReadWeights(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Record the tensors that ``func`` takes; to ask for a property such as a shape is not to read."""
         kwargs = kwargs or {}
         if self._is_recording and getattr(func, "__name__", "") != "__get__":

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlightning.errors import EngineError
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.rendezvous import Place, RendezvousServer
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
+from rlightning.rollout.weights.source import ChunkPlan
 from rlightning.rollout.weights.transfer_group import TransferGroup
 
 
@@ -37,8 +37,8 @@ class BroadcastSender(WeightSender):
         destination: int | None = None,
     ) -> None:
         self.plan, self.timeout = plan, timeout
-        self._device, self._host, self._destination = device, host, destination
-        self._bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        self.destination, self._device, self._host = destination, device, host
+        self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
         self._groups: list[TransferGroup] = []
 
     def make_receivers(self, devices: Sequence[str]) -> "list[BroadcastReceiver]":
@@ -60,15 +60,11 @@ class BroadcastSender(WeightSender):
             self._tell(str(error))
             raise EngineError(f"The engines' workers could not be connected for weights: {error}.") from error
 
-    def fill(self, source: WeightSource) -> Iterator[int]:
-        """See :meth:`WeightSender.fill`."""
-        return fill_bucket(self.plan, self._bucket, source, destination=self._destination)
-
     def send(self, chunk: int) -> None:
         """See :meth:`WeightSender.send`. The bucket is free when this returns."""
         try:
             for group in self._groups:
-                group.broadcast(self.plan.filled(self._bucket, chunk))
+                group.broadcast(self.plan.filled(self.bucket, chunk))
         except (OSError, RuntimeError) as error:
             self._tell(str(error))
             raise EngineError(f"The engines' workers did not take chunk {chunk} of the weights: {error}.") from error
@@ -81,7 +77,7 @@ class BroadcastSender(WeightSender):
     def close(self) -> None:
         """See :meth:`WeightSender.close`."""
         self._leave("The trainer has closed.")
-        self._bucket = torch.empty(0, dtype=torch.uint8)
+        super().close()
 
     def _leave(self, reason: str) -> None:
         self._tell(reason)
@@ -93,12 +89,7 @@ class BroadcastSender(WeightSender):
 
 
 class BroadcastReceiver(WeightReceiver):
-    """Has a bucket of its own.
-
-    Args:
-        plan: of the weights.
-        place: among the workers that the sender broadcasts to.
-    """
+    """Has a bucket of its own."""
 
     def __init__(self, plan: ChunkPlan, place: Place) -> None:
         self.plan, self._place = plan, place

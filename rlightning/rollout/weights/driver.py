@@ -4,10 +4,12 @@
 
     trainer, every rank                          an engine's process               each of its workers
     WeightUpdater.send_weights(source)
-      WeightSender.fill: gather a chunk
-        into the bucket
-      Engine.receive_weights(chunk)  ----------> VLLMServer.receive_weights ----> WeightReceiver.receive(chunk)
-      WeightSender.send(chunk)  ====== the bucket's bytes, by the transport ======> model.load_weights
+      WeightSender.fill, fill_bucket: gather
+        a chunk into the bucket
+      Engine.receive_weights(chunk)  ----------> VLLMServer.receive_weights ----> rl_receive_weights
+        submit, call                                                                WeightReceiver.receive
+      WeightSender.send(chunk)  ====== the bucket's bytes, by the transport ======>
+                                                                                    _rl_load: model.load_weights
     WeightUpdater.activate_weights(version)
       Engine.finish_weight_update  ------------> VLLMServer.finish_weight_update
 
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from rlightning.errors import EngineDiedError, EngineError
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
 
 T = TypeVar("T")
 
@@ -90,11 +92,20 @@ class WeightReceiver(Protocol):
         return
 
 
-class WeightSender(Protocol):
+class WeightSender:
     """What a rank sends weights with, or gives its shards. All but :meth:`interrupt` is called by one thread.
 
     A transport subclasses this and :class:`WeightReceiver`, and inherits what it has nothing to do for.
+
+    Attributes:
+        plan: of the weights.
+        bucket: uint8, of the plan's size.
+        destination: the one rank that gets sharded weights; None: each rank that gathers them.
     """
+
+    plan: ChunkPlan
+    bucket: Tensor
+    destination: int | None = None
 
     def make_receivers(self, devices: Sequence[str]) -> Sequence[WeightReceiver]:
         """Return a receiver for each worker; those made before are left.
@@ -118,6 +129,7 @@ class WeightSender(Protocol):
         Yields:
             The index of the chunk that may be sent; it stays in the bucket until the iterator goes on.
         """
+        return fill_bucket(self.plan, self.bucket, source, destination=self.destination)
 
     def send(self, chunk: int) -> None:
         """Hand over the chunk that is in the bucket. Called after the workers have been asked to receive it.
@@ -133,7 +145,7 @@ class WeightSender(Protocol):
 
     def close(self) -> None:
         """Release everything. The engines must be done with it. May be called twice."""
-        return
+        self.bucket = torch.empty(0, dtype=torch.uint8)
 
 
 class WeightUpdater:
@@ -159,11 +171,6 @@ class WeightUpdater:
         self._connected: list[Engine] = []
         self._lock = threading.Lock()
         self._started_at = 0.0
-
-    def update_weights(self, source: WeightSource, version: int, engines: Sequence[Engine]) -> Sequence[Engine]:
-        """Send a source's weights, and have the engines sample from them; see the two methods that do so."""
-        self.send_weights(source, engines)
-        return self.activate_weights(version)
 
     def send_weights(self, source: WeightSource, engines: Sequence[Engine]) -> None:
         """Have engines load a source's weights; they are awake then, but for their KV cache, and paused.

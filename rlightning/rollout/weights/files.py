@@ -17,7 +17,7 @@ from rlightning.errors import EngineError
 from rlightning.parallel.device import host_bytes
 from rlightning.processes.liveness import Deadline
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource
 
 PREFIX = "weights-"
 SYNC = "sync"
@@ -48,8 +48,8 @@ class FileSender(WeightSender):
         self.plan, self.timeout = plan, timeout
         self._folder = folder.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._destination = destination
-        self._bucket = host_bytes(plan.num_bytes, device)
+        self.destination = destination
+        self.bucket = host_bytes(plan.num_bytes, device)
         self._prefix = f"{PREFIX}{uuid.uuid4().hex[:12]}-"
         self._files = [self._folder / f"{self._prefix}{chunk:05d}.safetensors" for chunk in range(len(plan.chunks))]
         self._num_syncs = 0
@@ -62,17 +62,17 @@ class FileSender(WeightSender):
     def fill(self, source: WeightSource) -> Iterator[int]:
         """See :meth:`WeightSender.fill`."""
         self._num_syncs += 1
-        for chunk in fill_bucket(self.plan, self._bucket, source, destination=self._destination):
+        for chunk in super().fill(source):
             try:
                 with written_aside(self._files[chunk]) as partial:
-                    save_file(dict(self.plan.tensors(self._bucket, chunk)), partial, {SYNC: str(self._num_syncs)})
+                    save_file(dict(self.plan.tensors(self.bucket, chunk)), partial, {SYNC: str(self._num_syncs)})
                 yield chunk
             finally:
                 remove(self._files[chunk])
 
     def close(self) -> None:
         """See :meth:`WeightSender.close`."""
-        self._bucket = torch.empty(0, dtype=torch.uint8)
+        super().close()
         self._remove_files(self._prefix)
 
     def _remove_files(self, prefix: str) -> None:

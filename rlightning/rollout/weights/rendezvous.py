@@ -104,12 +104,7 @@ class RendezvousServer:
 
 
 class RemoteStore(Store):  # type: ignore[misc]
-    """torch's Store at a :class:`RendezvousServer`. Any thread may use it, but the background loop's.
-
-    Args:
-        peer: the server.
-        timeout: seconds that waiting for a key may take.
-    """
+    """torch's Store at a :class:`RendezvousServer`. Any thread may use it, but the background loop's."""
 
     def __init__(self, peer: Peer, timeout: float) -> None:
         super().__init__()
@@ -150,7 +145,7 @@ class RemoteStore(Store):  # type: ignore[misc]
         """Set how long waiting for a key may take."""
         self._timeout = timeout
 
-    def _ask(self, operation: str, *arguments: Any) -> Any:
+    def _ask(self, operation: str, *arguments: object) -> Any:
         try:
             return background_loop().run(self._peer.call(operation, *arguments, timeout=intervals.TRANSFER_TIMEOUT))
         except RPCError as error:
@@ -169,6 +164,18 @@ def join_rendezvous(place: Place) -> RemoteStore:
         return RemoteStore(background_loop().run(work), place.timeout)
     except AuthenticationError as error:
         raise OSError(f"{place.host}, port {place.port}, is the rendezvous of another group ({error})") from error
+
+
+def find_own_address(host: str, port: int) -> str:
+    """Return the address of this machine from which another one is reached.
+
+    Raises:
+        OSError: there is none.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as end:
+        end.connect(address)  # which sends nothing
+        return str(end.getsockname()[0])
 
 
 def wait_until(

@@ -1,6 +1,10 @@
 """Weights for engines on the same host: memory that both sides open, and that one fills and the other reads.
 
 On the CPU it is a memory file, on one CUDA device an allocation that is opened by its IPC handle.
+
+torch keeps such an allocation until each process that opened it has counted itself out, which an engine that is killed
+does not. So no receiver does: it keeps what it has opened as long as its process lives. The sender, which is closed
+after the engines, counts out all of them at once.
 """
 
 import mmap
@@ -15,7 +19,14 @@ from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import all_to_all_objects
 from rlightning.parallel.device import shareable_memory
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource
+
+STORAGE_DEVICE, REFERENCE_COUNT = 6, slice(11, 13)
+"""Places among the arguments of torch's ``rebuild_cuda_tensor``: the sender's index of the device, and where the number
+of processes that have opened the memory is kept."""
+
+_opened: dict[tuple[Any, ...], Tensor] = {}
+"""Buckets on CUDA devices that this process has opened, by the place of their reference counts."""
 
 
 class SharedMemorySender(WeightSender):
@@ -33,28 +44,24 @@ class SharedMemorySender(WeightSender):
     def __init__(
         self, plan: ChunkPlan, device: torch.device, *, ranks: Sequence[int] = (), destination: int | None = None
     ) -> None:
-        self.plan = plan
+        self.plan, self.destination = plan, destination
         self._num_ranks = len(ranks)
-        self._destination = destination
         self._fd: int | None = None
         if device.type == "cuda":
+            from torch.multiprocessing.reductions import reduce_tensor
+
             with shareable_memory():
-                self._bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+                self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+            self._location: tuple[Any, ...] = reduce_tensor(self.bucket)
         else:
             self._fd = os.memfd_create("rlightning-weights")
             os.ftruncate(self._fd, plan.num_bytes)
-            self._bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
-        receiver = SharedMemoryReceiver(plan, self._locate())
+            self.bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
+            self._location = os.getpid(), self._fd
+        receiver = SharedMemoryReceiver(plan, self._location)
         self._receivers = [receiver]
         if self._num_ranks > 1:
             self._receivers = list(all_to_all_objects({ranks[0]: receiver}, name="weight buckets").values())
-
-    def _locate(self) -> tuple[Any, ...]:
-        if self._fd is not None:
-            return os.getpid(), self._fd
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        return tuple(reduce_tensor(self._bucket))
 
     def make_receivers(self, devices: Sequence[str]) -> "list[SharedMemoryReceiver]":
         """See :meth:`WeightSender.make_receivers`: each worker of an engine reads the bucket of its own rank."""
@@ -62,7 +69,7 @@ class SharedMemorySender(WeightSender):
 
     def fill(self, source: WeightSource) -> Iterator[int]:
         """See :meth:`WeightSender.fill`."""
-        for chunk in fill_bucket(self.plan, self._bucket, source, destination=self._destination):
+        for chunk in super().fill(source):
             self._meet("weights in the bucket")
             yield chunk
             self._meet("weights in the engine")
@@ -73,14 +80,16 @@ class SharedMemorySender(WeightSender):
 
     def close(self) -> None:
         """See :meth:`WeightSender.close`."""
-        self._bucket = torch.empty(0, dtype=torch.uint8)
-        if self._fd is not None:
+        if self.bucket.is_cuda:
+            torch.UntypedStorage._release_ipc_counter(*self._location[1][REFERENCE_COUNT], device=self.bucket.device)
+        elif self._fd is not None:
             os.close(self._fd)
             self._fd = None
+        super().close()
 
 
 class SharedMemoryReceiver(WeightReceiver):
-    """Reads a sender's bucket. The memory is released with the last tensor that lies in it.
+    """Reads a sender's bucket.
 
     Args:
         plan: of the weights.
@@ -95,8 +104,11 @@ class SharedMemoryReceiver(WeightReceiver):
         if device.type == "cuda":
             rebuild, arguments = self._location
             rebuilt = list(arguments)
-            rebuilt[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
-            self._bucket: Tensor = rebuild(*rebuilt)
+            rebuilt[STORAGE_DEVICE] = device.index
+            key = tuple(rebuilt[REFERENCE_COUNT])
+            if key not in _opened:
+                _opened[key] = rebuild(*rebuilt)
+            self._bucket = _opened[key]
         else:
             pid, fd = self._location
             with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:

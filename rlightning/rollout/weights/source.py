@@ -31,9 +31,6 @@ class WeightSource(Protocol):
 class AdapterSource:
     """An adapter's weights and, as long as an engine lacks them, those of the frozen base behind them.
 
-    Args:
-        module: has both.
-
     Attributes:
         has_base: whether the base's are sent too; all ranks set it alike.
     """
@@ -140,13 +137,7 @@ def plan_chunks(
 
 
 def plan_source(source: WeightSource, dtype: torch.dtype, bucket_bytes: int) -> ChunkPlan:
-    """Return the chunks of a source's weights; an adapter and its base share none.
-
-    Args:
-        source: of the weights.
-        dtype: see :func:`plan_chunks`.
-        bucket_bytes: see :func:`plan_chunks`.
-    """
+    """Return the chunks of a source's weights; an adapter and its base share none."""
     if not isinstance(source, AdapterSource):
         return plan_chunks(weight_shapes(source), dtype, bucket_bytes)
     module = source.module

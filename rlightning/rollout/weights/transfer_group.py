@@ -15,7 +15,6 @@ It is made without torch's default group, which a process may have or not, and l
 import contextlib
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlightning import intervals
-from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, join_rendezvous, wait_until
+from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, find_own_address, join_rendezvous, wait_until
 
 SENDER = 0
 """The rank."""
@@ -185,21 +184,13 @@ def _make_nccl_group(store: Any, place: Place) -> Any:
 def _make_gloo_group(store: Any, place: Place) -> Any:
     options = _c10d.ProcessGroupGloo._Options()
     options._timeout = _torch_timeout(place)
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_own_address(place))]
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=find_own_address(place.host, place.port))]
     return _c10d.ProcessGroupGloo(store, place.rank, place.size, options)
 
 
 def _torch_timeout(place: Place) -> timedelta:
     """For an operation that is not waited for any more: its caller times out before, with an error that says why."""
     return timedelta(seconds=2 * place.timeout)
-
-
-def _own_address(place: Place) -> str:
-    """The address of this machine from which the sender's is reached."""
-    family, kind, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as end:
-        end.connect(address)  # which sends nothing
-        return str(end.getsockname()[0])
 
 
 @contextlib.contextmanager

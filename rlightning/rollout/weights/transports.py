@@ -2,8 +2,7 @@
 
 import contextlib
 import ipaddress
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,8 +12,9 @@ from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.weights.broadcast import BroadcastSender
 from rlightning.rollout.weights.driver import WeightSender
 from rlightning.rollout.weights.files import FileSender
+from rlightning.rollout.weights.rendezvous import find_own_address
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_bucket, plan_source
+from rlightning.rollout.weights.source import ChunkPlan, WeightSource, plan_source
 from rlightning.rpc.authentication import parse_url
 
 SENDER_RANK = 0
@@ -30,12 +30,8 @@ class ShardSender(WeightSender):
     """
 
     def __init__(self, plan: ChunkPlan, *, destination: int) -> None:
-        self.plan, self._destination = plan, destination
-
-    def fill(self, source: WeightSource) -> Iterator[int]:
-        """Take part in the other rank's :meth:`WeightSender.fill`."""
-        nothing = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device="meta")
-        return fill_bucket(self.plan, nothing, source, destination=self._destination)
+        self.plan, self.destination = plan, destination
+        self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device="meta")
 
 
 def make_colocated_sender(source: WeightSource, config: EngineConfig, ranks: Sequence[int]) -> WeightSender:
@@ -50,12 +46,7 @@ def make_colocated_sender(source: WeightSource, config: EngineConfig, ranks: Seq
 
 
 def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]) -> WeightSender:
-    """Return this rank's sender to engines on devices of their own, which are connected with rank 0.
-
-    Args:
-        source: of the weights.
-        configs: of the engines.
-    """
+    """Return this rank's sender to engines on devices of their own, which are connected with rank 0."""
     config = configs[0]
     plan = _plan(source, config)
     if global_rank() != SENDER_RANK:
@@ -77,10 +68,7 @@ def own_address(urls: Sequence[str]) -> str:
     found = "127.0.0.1"
     for url in urls:
         with contextlib.suppress(OSError):
-            family, kind, _, _, address = socket.getaddrinfo(*parse_url(url), type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as end:
-                end.connect(address)  # which sends nothing
-                found = str(end.getsockname()[0])
+            found = find_own_address(*parse_url(url))
             if not ipaddress.ip_address(found).is_loopback:
                 break
     return found

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rlightning.rollout.weights.rendezvous import RendezvousServer, join_rendezvous
 from rlightning.rollout.weights.transfer_group import TransferGroup
+from rlightning.rollout.weights.transports import own_address
 from rlightning.rpc.server import MAX_UNAUTHENTICATED
 
 HOST = "127.0.0.1"
@@ -57,8 +58,8 @@ def test_rendezvous_refuses_processes_without_the_key(
         join_rendezvous(replace(place, key=bytes(32)))
     with pytest.raises(RuntimeError):
         _c10d.TCPStore(HOST, place.port, is_master=False, timeout=timedelta(seconds=2))
-    with socket.create_connection((HOST, place.port)) as stranger:
-        stranger.sendall(b"\xff" * 1000)
+    with socket.create_connection((HOST, place.port)) as connection:
+        connection.sendall(b"\xff" * 1000)
     assert join_rendezvous(place).check([])
     assert "was closed: it has another key" in caplog.text
     assert not server.store.check(["joined/1"])
@@ -78,7 +79,7 @@ def test_weights_reach_receivers_amid_strangers() -> None:
     own, place = server.places
     assert repr(place.key) not in repr(place)
     sender = TransferGroup(own, torch.device("cpu"), server)
-    strangers = flood(place.port, 2 * MAX_UNAUTHENTICATED)
+    unauthenticated = flood(place.port, 2 * MAX_UNAUTHENTICATED)
     received = torch.zeros(5)
 
     def receive() -> None:
@@ -94,5 +95,11 @@ def test_weights_reach_receivers_amid_strangers() -> None:
     thread.join()
     sender.leave("done")
     assert received.tolist() == [0, 1, 2, 3, 4]
-    for stranger in strangers:
-        stranger.close()
+    for connection in unauthenticated:
+        connection.close()
+
+
+def test_the_address_that_engines_reach_the_trainer_at() -> None:
+    assert own_address([]) == "127.0.0.1"
+    assert own_address(["tcp://127.0.0.1:8100"]) == "127.0.0.1"
+    assert own_address(["tcp://no-such-host.invalid:8100", "tcp://127.0.0.1:8100"]) == "127.0.0.1"

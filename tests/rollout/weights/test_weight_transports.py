@@ -12,20 +12,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sharded_net
 import torch
 import torch.distributed as dist
-from engine_models import Actor, Weights, make_prompt, running_engine, save_model
+from engine_models import Weights, make_sender
 
 from rlightning.errors import ConfigError, EngineError
-from rlightning.rollout import Sampling
-from rlightning.rollout.engine import Engine
 from rlightning.rollout.weights import ChunkPlan, plan_chunks
 from rlightning.rollout.weights import broadcast as broadcast_file
 from rlightning.rollout.weights.broadcast import BroadcastSender, number_by_device
-from rlightning.rollout.weights.driver import WeightReceiver, WeightSender, WeightUpdater
+from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, join_rendezvous
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
@@ -45,14 +42,6 @@ def plan_of(weights: Weights, dtype: torch.dtype, bucket_bytes: int) -> ChunkPla
 
 def scaled(weights: Weights, factor: float) -> Weights:
     return Weights((name, weight * factor) for name, weight in weights.items())
-
-
-def make_sender(transport: str, plan: ChunkPlan, folder: Path) -> WeightSender:
-    if transport == "shared memory":
-        return SharedMemorySender(plan, CPU)
-    if transport == "files":
-        return FileSender(plan, CPU, folder=folder)
-    return BroadcastSender(plan, CPU)
 
 
 PLAN = plan_of(WEIGHTS, torch.bfloat16, 600)
@@ -407,72 +396,31 @@ def test_the_other_ranks_give_their_shards(tmp_path: Path) -> None:
     sharded_net.run_ranks(fill_from_two_ranks, 2, tmp_path)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Engine]:
-    with running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
-        yield engine
-
-
-@pytest.mark.parametrize("version", range(len(TRANSPORTS)))
-def test_engine_samples_from_updated_weights(
-    version: int, engine: Engine, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    actor = Actor(folder)
-    actor.perturb(version)
-    plan = plan_of(Weights(actor.named_weights()), torch.float32, 50_000)
-    updater = WeightUpdater(make_sender(TRANSPORTS[version], plan, tmp_path))
-    assert engine.process is not None
-    asked: list[str] = []
-    submit = engine.process.submit
-
-    def noted(method: str, *arguments: Any) -> Any:
-        asked.append(method)
-        return submit(method, *arguments)
-
-    monkeypatch.setattr(engine.process, "submit", noted)
-    for _ in range(2):
-        assert updater.update_weights(actor, version, [engine.process]) == [engine.process]
-    assert len(plan.chunks) > 3
-    sync = ["receive_weights"] * len(plan.chunks) + ["finish_weight_update"]
-    assert asked == ["open_weight_receivers", *sync, *sync]
-    updater.close()
-    engine.weight_version = version
-    prompts = [make_prompt("1+1="), make_prompt("2+3=", 1)]
-    for prompt, (completion,) in zip(prompts, engine.generate(prompts, 1, Sampling(max_new_tokens=12)), strict=True):
-        expected = actor.logprobs(prompt, completion, 1.0).numpy()
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-        assert completion.weight_versions.tolist() == [version] * len(completion.token_ids)
-
-
-@pytest.mark.multigpu
-def test_two_workers_on_one_other_gpu() -> None:
-    own, other = (torch.device("cuda", index) for index in range(2))
-    weights = Weights({name: weight.to(own) for name, weight in LARGE.items()})
-    workers = [Worker(other), Worker(other)]
-    sender = BroadcastSender(plan_of(weights, torch.bfloat16, 4000), own, timeout=20.0)
-    connect(sender, workers, devices=["1", "1"])
-    for factor in (1.0, 2.0):
-        send(sender, workers, scaled(weights, factor))
+@pytest.mark.gpu
+def test_bucket_of_a_killed_engine_is_freed() -> None:
+    """torch would keep it for whom it was shared with, who never counts itself out."""
+    device = torch.device("cuda", 0)
+    weights = Weights({name: weight.to(device) for name, weight in WEIGHTS.items()})
+    before = torch.cuda.memory_allocated(device)
+    sender, worker = SharedMemorySender(PLAN, device), Worker(device)
+    for _ in range(2):  # the second time it has the bucket already
+        connect(sender, [worker])
+        send(sender, [worker], weights)
+    worker.end()
     sender.close()
-    for worker in workers:
-        worker.end()
+    assert torch.cuda.memory_allocated(device) == before
 
 
 @pytest.mark.multigpu
 def test_workers_on_other_gpus() -> None:
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    own, others = devices[0], devices[1:3]
+    own, *others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     weights = Weights({name: weight.to(own) for name, weight in LARGE.items()})
-    workers = [Worker(device) for device in others]
     sender = BroadcastSender(plan_of(weights, torch.bfloat16, 4000), own, timeout=20.0)
-    connect(sender, workers)
-    for factor in (1.0, 2.0):
-        send(sender, workers, scaled(weights, factor))
+    pair, workers = [Worker(others[0]), Worker(others[0])], [Worker(device) for device in others[:2]]
+    for connected, devices in ((pair, ["1", "1"]), (workers, None)):
+        connect(sender, connected, devices)
+        for factor in (1.0, 2.0):
+            send(sender, connected, scaled(weights, factor))
     workers[0].process.kill()
     workers[0].process.join()
     next(sender.fill(weights))
@@ -483,5 +431,5 @@ def test_workers_on_other_gpus() -> None:
     connect(sender, left)
     send(sender, left, weights)
     sender.close()
-    for worker in left:
+    for worker in [*pair, *left]:
         worker.end()

@@ -11,14 +11,12 @@ from typing import TypeVar
 
 import pytest
 import torch
-from engine_models import Weights
+from engine_models import Weights, make_sender
 from torch import Tensor
 
 from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout.weights import plan_chunks
-from rlightning.rollout.weights.broadcast import BroadcastSender
-from rlightning.rollout.weights.driver import WeightReceiver, WeightSender, WeightUpdater
-from rlightning.rollout.weights.shared_memory import SharedMemorySender
+from rlightning.rollout.weights.driver import Engine, WeightReceiver, WeightUpdater
 from rlightning.rollout.weights.source import weight_shapes
 from rlightning.rollout.weights.transports import ShardSender
 
@@ -31,6 +29,12 @@ PLAN = plan_chunks(weight_shapes(WEIGHTS), torch.float32, 256)
 
 def weights_of(version: int) -> Weights:
     return Weights((name, weight + version) for name, weight in WEIGHTS.items())
+
+
+def update(updater: WeightUpdater, version: int, engines: Sequence[Engine]) -> Sequence[Engine]:
+    """Send a version's weights, and have the engines sample from them."""
+    updater.send_weights(weights_of(version), engines)
+    return updater.activate_weights(version)
 
 
 class LocalEngine:
@@ -101,10 +105,6 @@ def engines() -> Iterator[list[LocalEngine]]:
         yield made
 
 
-def make_sender(transport: str) -> WeightSender:
-    return SharedMemorySender(PLAN, CPU) if transport == "shared memory" else BroadcastSender(PLAN, CPU)
-
-
 def assert_updated(engines: Sequence[LocalEngine], version: int) -> None:
     for engine in engines:
         assert engine.version == version
@@ -114,12 +114,12 @@ def assert_updated(engines: Sequence[LocalEngine], version: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shared memory", "broadcast"])
 def test_engines_connect_anew_only_when_they_change(transport: str, engines: list[LocalEngine]) -> None:
-    updater = WeightUpdater(make_sender(transport))
+    updater = WeightUpdater(make_sender(transport, PLAN))
     for version in (1, 2):
-        assert updater.update_weights(weights_of(version), version, engines[:2]) == engines[:2]
+        assert update(updater, version, engines[:2]) == engines[:2]
         assert_updated(engines[:2], version)
     assert [engine.num_openings for engine in engines] == [1, 1, 0]
-    assert updater.update_weights(weights_of(3), 3, engines) == engines
+    assert update(updater, 3, engines) == engines
     assert_updated(engines, 3)
     assert [engine.num_openings for engine in engines] == [2, 2, 1]
     assert updater.seconds > 0
@@ -134,21 +134,21 @@ def test_engines_connect_anew_only_when_they_change(transport: str, engines: lis
     ],
 )
 def test_death_leaves_other_engines_to_next_update(transport: str, chunk: int, engines: list[LocalEngine]) -> None:
-    updater = WeightUpdater(make_sender(transport))
-    updater.update_weights(weights_of(1), 1, engines)
+    updater = WeightUpdater(make_sender(transport, PLAN))
+    update(updater, 1, engines)
     engines[1].dies_at = chunk
-    assert updater.update_weights(weights_of(2), 2, engines) == []
+    assert update(updater, 2, engines) == []
     assert [str(death) for death in updater.deaths] == ["It is gone."]
     assert [engine.version for engine in engines] == [1, 1, 1]
     left = [engines[0], engines[2]]
-    assert updater.update_weights(weights_of(2), 2, left) == left
+    assert update(updater, 2, left) == left
     assert updater.deaths == []
     assert_updated(left, 2)
     updater.close()
 
 
 def test_what_an_engine_finds_wrong_is_raised_once(engines: list[LocalEngine]) -> None:
-    updater = WeightUpdater(make_sender("shared memory"))
+    updater = WeightUpdater(make_sender("shared memory", PLAN))
     for engine in engines[:2]:
         engine.faults = ["2 weights were not taken."]
     with pytest.raises(EngineError, match=r"^2 weights were not taken\.$"):
@@ -159,9 +159,9 @@ def test_what_an_engine_finds_wrong_is_raised_once(engines: list[LocalEngine]) -
 
 def test_rank_without_engines_gives_all_chunks() -> None:
     updater = WeightUpdater(ShardSender(PLAN, destination=0))
-    assert updater.update_weights(weights_of(1), 1, []) == []
+    assert update(updater, 1, []) == []
     with pytest.raises(EngineError, match="expected nothing more, got d"):
-        updater.update_weights(Weights(weights_of(1) | {"d": torch.zeros(1)}), 2, [])
+        updater.send_weights(Weights(weights_of(1) | {"d": torch.zeros(1)}), [])
     updater.close()
 
 
@@ -176,6 +176,6 @@ def test_documented_transport_updates_engines(
     sender = importlib.import_module("mapped_file").MappedFileSender(PLAN, str(tmp_path / "weights"))
     updater = WeightUpdater(sender)
     for version in (1, 2):
-        assert updater.update_weights(weights_of(version), version, engines[:2]) == engines[:2]
+        assert update(updater, version, engines[:2]) == engines[:2]
         assert_updated(engines[:2], version)
     updater.close()
