@@ -1,6 +1,7 @@
 """The environment of rows that name none: one of the data module's, or one for each set."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule
@@ -58,7 +59,7 @@ def test_rows_in_memory_are_not_changed() -> None:
 
 def test_validation_set_names_its_environment(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "")
-    sets = {"first": ValidationSet(path), "second": {"path": path, "environment": "the set's"}}
+    sets: dict[str, Any] = {"first": ValidationSet(path), "second": {"path": path, "environment": "the set's"}}
     module = Notes()
     bare_trainer(tmp_path, -1).validate(module, PromptDataModule(validation=sets, environment="the data's"))
     assert module.seen == ["the data's", "the set's"]

@@ -105,7 +105,7 @@ def test_sessions_at_once_are_bounded() -> None:
 
     async def work() -> None:
         environment = OpenEnv(server.url, "text", max_sessions=2)
-        group = make_group(CannedSampler(), PROMPT, 6, chat_format=ChatFormat(Tokenizer()))
+        group = make_group(CannedSampler(), PROMPT, 6, chat_format=ChatFormat(Tokenizer()))  # type: ignore[arg-type]
         assert [one.status for one in await run_group(environment, group, PROMPT)] == ["finished"] * 6
 
     server.run(work)
