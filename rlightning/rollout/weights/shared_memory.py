@@ -1,10 +1,6 @@
 """Weights for engines on the same host: memory that both sides open, and that one fills and the other reads.
 
 On the CPU it is a memory file, on one CUDA device an allocation that is opened by its IPC handle.
-
-torch keeps such an allocation until each process that opened it has counted itself out, which an engine that is killed
-does not. So no receiver does: it keeps what it has opened as long as its process lives. The sender, which is closed
-after the engines, counts out all of them at once.
 """
 
 import mmap
@@ -20,13 +16,6 @@ from rlightning.parallel.collectives import all_to_all_objects
 from rlightning.parallel.device import shareable_memory
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource
-
-STORAGE_DEVICE, REFERENCE_COUNT = 6, slice(11, 13)
-"""Places among the arguments of torch's ``rebuild_cuda_tensor``: the sender's index of the device, and where the number
-of processes that have opened the memory is kept."""
-
-_opened: dict[tuple[Any, ...], Tensor] = {}
-"""Buckets on CUDA devices that this process has opened, by the place of their reference counts."""
 
 
 class SharedMemorySender(WeightSender):
@@ -80,16 +69,14 @@ class SharedMemorySender(WeightSender):
 
     def close(self) -> None:
         """See :meth:`WeightSender.close`."""
-        if self.bucket.is_cuda:
-            torch.UntypedStorage._release_ipc_counter(*self._location[1][REFERENCE_COUNT], device=self.bucket.device)
-        elif self._fd is not None:
+        if self._fd is not None:
             os.close(self._fd)
             self._fd = None
         super().close()
 
 
 class SharedMemoryReceiver(WeightReceiver):
-    """Reads a sender's bucket.
+    """Reads a sender's bucket. The memory is released with the last tensor that lies in it.
 
     Args:
         plan: of the weights.
@@ -104,11 +91,8 @@ class SharedMemoryReceiver(WeightReceiver):
         if device.type == "cuda":
             rebuild, arguments = self._location
             rebuilt = list(arguments)
-            rebuilt[STORAGE_DEVICE] = device.index
-            key = tuple(rebuilt[REFERENCE_COUNT])
-            if key not in _opened:
-                _opened[key] = rebuild(*rebuilt)
-            self._bucket = _opened[key]
+            rebuilt[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
+            self._bucket: Tensor = rebuild(*rebuilt)
         else:
             pid, fd = self._location
             with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:

@@ -25,7 +25,6 @@ from rlightning.rollout.weights.broadcast import BroadcastSender, number_by_devi
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, join_rendezvous
-from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.transports import ShardSender
 
 CPU = torch.device("cpu")
@@ -394,21 +393,6 @@ def fill_from_two_ranks(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_other_ranks_give_their_shards(tmp_path: Path) -> None:
     sharded_net.run_ranks(fill_from_two_ranks, 2, tmp_path)
-
-
-@pytest.mark.gpu
-def test_bucket_of_a_killed_engine_is_freed() -> None:
-    """torch would keep it for whom it was shared with, who never counts itself out."""
-    device = torch.device("cuda", 0)
-    weights = Weights({name: weight.to(device) for name, weight in WEIGHTS.items()})
-    before = torch.cuda.memory_allocated(device)
-    sender, worker = SharedMemorySender(PLAN, device), Worker(device)
-    for _ in range(2):  # the second time it has the bucket already
-        connect(sender, [worker])
-        send(sender, [worker], weights)
-    worker.end()
-    sender.close()
-    assert torch.cuda.memory_allocated(device) == before
 
 
 @pytest.mark.multigpu
