@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
@@ -33,9 +33,6 @@ from rlightning.rollout.requests import RandomStreams, check_requests, group_sam
 from rlightning.rpc.peer import DeadlineExceededError
 from rlightning.trainer import find_callback
 from rlightning.types import Prompt, Trajectory
-
-if TYPE_CHECKING:
-    from rlightning.callbacks.rollout import RolloutCallback
 
 COMMAND = "predict"
 """Of Lightning's, whose keys and whose way of running this command has."""
@@ -99,13 +96,13 @@ class RolloutCLI(RLCLI):
         ckpt_path = self._get(self.config_init, "ckpt_path")
         self.trainer.predict(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
 
-    def _find_rollout(self) -> "RolloutCallback":
+    def _find_rollout(self) -> Any:  # a RolloutCallback: nothing here imports callbacks
         """Return the callback that the configuration has for rollouts.
 
         Raises:
             ConfigError: there is none.
         """
-        kind: type[RolloutCallback] = find_callback("RolloutCallback")
+        kind = find_callback("RolloutCallback")
         found = next((one for one in callbacks_of(self.trainer) if isinstance(one, kind)), None)
         if found is None:
             raise ConfigError("rollout: null samples nothing. Leave the key out, or name a class.")
