@@ -4,6 +4,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+TESTS_STAMP := $(VENV)/.set-up-for-tests
 
 # With a GPU: CUDA builds, from the ranges in pyproject.toml. Without: the CPU builds, at the versions of requirements-cpu.txt.
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -45,6 +46,10 @@ endif
 	$(BIN)/python -c "import transformers, vllm" >/dev/null
 	@touch $@
 
+$(TESTS_STAMP): requirements-tests.txt $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps -r requirements-tests.txt
+	@touch $@
+
 # Four files of tests at a time, as most wait for processes; one at a time where they share GPUs.
 # One thread a process: tests of several ranks share few cores, where waiting threads slow each other down tenfold.
 # Compiled once, or each process that they start compiles the package where PYTHONDONTWRITEBYTECODE is set.
@@ -57,7 +62,7 @@ test: setup compiled
 test-fast: setup compiled
 	$(PYTEST) $(if $(HAS_GPU),,-n 2) -m "not slow and not processes and not long" $(ARGS)
 
-test-all: setup compiled
+test-all: setup $(TESTS_STAMP) compiled
 	$(PYTEST) $(ARGS)
 
 compiled: setup

@@ -46,13 +46,14 @@ def test_every_direct_dependency_is_pinned_for_the_tests() -> None:
     assert [name for name in names if name not in pinned] == []
 
 
-def test_the_pins_hold_no_place_of_their_own() -> None:
-    for line in (ROOT / "requirements-cpu.txt").read_text().splitlines():
+@pytest.mark.parametrize("file", ["requirements-cpu.txt", "requirements-tests.txt"])
+def test_the_pins_hold_no_place_of_their_own(file: str) -> None:
+    for line in (ROOT / file).read_text().splitlines():
         assert line.startswith("#") or (line.count("==") == 1 and "@" not in line and "/" not in line), line
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("target", ["setup", "test", "check", "demo", "clean"])
+@pytest.mark.parametrize("target", ["setup", "test", "test-all", "check", "demo", "clean"])
 def test_every_target_of_the_makefile_expands(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

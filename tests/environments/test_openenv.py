@@ -157,7 +157,7 @@ def test_section_of_the_page_is_understood() -> None:
 
 def test_server_of_the_package_is_played() -> None:
     # Pinned for CPUs alone, where it comes without gradio, whose bound on Pillow is below the others'.
-    pytest.importorskip("openenv", reason="openenv-core is not in the set-up for GPUs: it asks for gradio")
+    pytest.importorskip("openenv")
     uvicorn = pytest.importorskip("uvicorn")
     from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
