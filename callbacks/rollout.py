@@ -13,7 +13,7 @@ from rlightning.callbacks.throughput import log_metrics
 from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments import Environment, SingleTurn
 from rlightning.environments.collector import Collector
-from rlightning.environments.runner import EnvironmentRunner
+from rlightning.environments.runner import EnvironmentRunner, HasEnvironmentNames, check_environment_names
 from rlightning.environments.turn_metrics import TurnTotals, turn_metrics
 from rlightning.environments.verification import TrajectoryVerifier, check_verifiable
 from rlightning.errors import ConfigError, check_rules
@@ -400,6 +400,8 @@ class RolloutCallback(RLCallback, Generator):
         if stage == "fit" and self.verify_trajectories:
             check_verifiable(sampling)
         datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None
+        if has(datamodule, HasEnvironmentNames):
+            check_environment_names(self.environment, datamodule.environment_names)
         for chosen in datamodule.validation_sets if has(datamodule, HasValidationSets) else ():
             try:
                 if chosen.temperature is not None:

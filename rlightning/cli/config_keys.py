@@ -155,14 +155,15 @@ class ConfigKeys:
                     self.check_value(item, item_hint, f"{key}[{i}]")
                 self.classes.update({key: self.classes[f"{key}[{i}]"]} if f"{key}[{i}]" in self.classes else {})
         elif isinstance(value, dict):
-            if SPEC_KEYS & value.keys() or key in self.classes or len(bases) == 1:
+            by_name = [option for option in options if is_mapping(option) and len(get_args(option)) == 2]
+            is_class = bool(SPEC_KEYS & value.keys()) or key in self.classes
+            if is_class or (len(bases) == 1 and not by_name):
                 takes_any = any(is_callable(option) for option in alternatives)
                 self.check_spec(value, [] if takes_any and "class_path" in value else classes, key)
-            for option in options:
-                if is_mapping(option) and not bases and len(get_args(option)) == 2:
-                    for written, item in value.items():
-                        name, _, rest = str(written).partition(".")
-                        self.check_value({rest: item} if rest else item, get_args(option)[1], f"{key}.{name}")
+            for option in () if is_class else by_name:
+                for written, item in value.items():
+                    name, _, rest = str(written).partition(".")
+                    self.check_value({rest: item} if rest else item, get_args(option)[1], f"{key}.{name}")
 
     def _check_set_once(self, key: str) -> None:
         """Refuse a key that the present file has set before, nested in one place and dotted in the other."""

@@ -122,14 +122,12 @@ def read_source(source: Any, limit: int | None, key: str, environment: Environme
     """
     if paths := paths_of(source):
         return _read_files(paths, limit, environment)
-    if isinstance(environment, Mapping):
-        raise ConfigError(f"data.environment names paths, and {key} has rows. Give them a column 'environment'.")
     rows = _unpack(source, key) if _is_table(source) else source
     is_list = isinstance(rows, list | tuple)
     table = _from_list(rows, limit, key) if is_list else from_dataset(key, rows, None, limit)
     if not len(table.rows):
         raise ConfigError(f"The prompt set '{key}' is empty. Give at least one row.")
-    return _fill_environment(table, environment)
+    return _fill_environment(table, None if isinstance(environment, Mapping) else environment)
 
 
 def _read_files(paths: Sequence[str], limit: int | None, environment: Environments) -> RowTable:

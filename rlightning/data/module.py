@@ -214,13 +214,24 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """What the trainer's module has under a name; it need not."""
         return getattr(self._module, name, default)
 
+    @property
+    def environment_names(self) -> dict[str, str]:
+        """The environments that the configuration names, by key."""
+        named = {f"data.validation.{one.name}.environment": one.environment for one in self.validation_sets}
+        if isinstance(self.environment, dict):
+            named |= {f"data.environment.{path}": name for path, name in self.environment.items()}
+        else:
+            named["data.environment"] = self.environment
+        return {key: name for key, name in named.items() if name is not None}
+
     def _check_paths(self) -> None:
         """Refuse an environment for a path of which no set is read."""
         sources = (self.train, self.predict, *(chosen.path for chosen in self.validation_sets))
         known = [path for source in sources for path in paths_of(source)]
         for path in self.environment if isinstance(self.environment, dict) else ():
             if path not in known:
-                raise ConfigError(f"data.environment.{path}: no set is read from there. {did_you_mean(path, known)}")
+                hint = did_you_mean(path, known) if known else "Rows in memory name theirs in a column 'environment'."
+                raise ConfigError(f"data.environment.{path}: no set is read from there. {hint}")
 
     def _is_sampling(self, stage: str) -> bool:
         return stage == "predict" or generates(self._module)

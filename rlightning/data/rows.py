@@ -129,8 +129,9 @@ class FilledRows(StoredRows):
     def read(self, places: range) -> list[Row]:
         """See :meth:`LazySequence.read`."""
         filled = {self._column: self._value}
-        rows = self._rows[places.start : places.stop : places.step]
-        return [row | filled if row.get(self._column) is None else row for row in rows]
+        rows = [self._rows[place] for place in places] if places.step < 0 else self._rows[places.start : places.stop]
+        rows = rows[:: places.step] if places.step > 1 else rows
+        return [row | filled if row.get(self._column) in (None, "") else row for row in rows]
 
 
 def common_columns(rows: Sequence[Row]) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from rlightning import intervals
@@ -19,7 +19,7 @@ from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.snapshots import SavedTrajectory
 from rlightning.environments.step_object import await_user_code
-from rlightning.errors import ConfigError, RunError
+from rlightning.errors import ConfigError, RunError, did_you_mean
 from rlightning.rollout import TokenSampler
 from rlightning.rpc.client import LoopThread
 from rlightning.rpc.peer import DeadlineExceededError
@@ -33,6 +33,14 @@ REPORT_INTERVAL = 60.0
 """Seconds between two lines about a trajectory that is waited for, and before the first."""
 COLUMN = "environment"
 """Of a prompt set, that names the environment of each row where a run has several."""
+
+
+class HasEnvironmentNames(Protocol):
+    """A data module whose rows may name environments."""
+
+    @property
+    def environment_names(self) -> dict[str, str]:
+        """By the configuration key that names each."""
 
 
 class EnvironmentRunner:
@@ -209,6 +217,22 @@ def read_outcomes(returned: object, num_trajectories: int) -> list[Outcome]:
         found = f"{len(returned)} outcomes" if isinstance(returned, Sequence) else type(returned).__name__
         raise TypeError(f"run_group() returned {found}, and has to return an Outcome for each of {num_trajectories}.")
     return [check_outcome(one, "run_group()") for one in returned]
+
+
+def check_environment_names(
+    environments: Environment | Mapping[str, Environment] | None, named: Mapping[str, str]
+) -> None:
+    """Refuse the name of an environment that a run does not have.
+
+    Args:
+        environments: of the run.
+        named: by the configuration key that names it.
+    """
+    for key, name in named.items():
+        if not isinstance(environments, Mapping):
+            raise ConfigError(f"{key}={name} has no effect: the run has no environments by name. Remove it.")
+        if name not in environments:
+            raise ConfigError(f"{key}={name} is no environment of the run. {did_you_mean(name, environments)}")
 
 
 def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:

@@ -16,7 +16,7 @@ OF_SECTIONS = {
     "reward": "mean std no_signal failed <function>",
     "completion": "length length_max truncated",
     "trajectory": "not_sampled",
-    "environment": "turns tokens_per_turn time_in_engine time_in_environment engine_share prefix_cache_hits "
+    "environment": "tool_calls tool_failures turns tokens_per_turn time_in_engine time_in_environment engine_share prefix_cache_hits "
     "branches/<reason> requeues verify_gap",
     "policy": "loss entropy kl clip_low clip_high gate rollout_gap_mean rollout_gap_max skipped_share "
     "correction_weight correction_out_of_bounds",

@@ -13,13 +13,13 @@ class Supports:
     """Of each token of a sample, the tokens that it was drawn from.
 
     Args:
-        token_ids: int32, the tokens of each support, those of one token after those of the token before.
+        token_ids: int32, or their bytes, the tokens of each support, one support after the other.
         sizes: [C] int32, of each support; 0: nothing was cut off, the support is the vocabulary.
     """
 
     __slots__ = ("sizes", "token_ids")
 
-    def __init__(self, token_ids: Iterable[int], sizes: Iterable[int]) -> None:
+    def __init__(self, token_ids: Iterable[int] | bytes, sizes: Iterable[int] | bytes) -> None:
         self.token_ids: array[int] = array("i", token_ids)
         self.sizes: array[int] = array("i", sizes)
 
@@ -33,6 +33,6 @@ class Supports:
         """Return all of them."""
         return f"Supports({self.token_ids!r}, {self.sizes!r})"
 
-    def to_plain(self) -> list[list[int]]:
-        """Return them in plain types: the arguments of the class."""
-        return [self.token_ids.tolist(), self.sizes.tolist()]
+    def to_plain(self) -> list[bytes]:
+        """Return them in plain types, from which the class makes them again."""
+        return [self.token_ids.tobytes(), self.sizes.tobytes()]

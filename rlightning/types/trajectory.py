@@ -377,7 +377,7 @@ def _plain_buffers(record: Buffers) -> dict[str, Any]:
     return plain
 
 
-def _sample(supports: list[list[int]] | None = None, **attributes: Any) -> Sample:
+def _sample(supports: list[bytes] | None = None, **attributes: Any) -> Sample:
     """Return the sample of what :func:`_plain_buffers` has made of it."""
     return Sample(**attributes, supports=None if supports is None else Supports(*supports))
 

@@ -70,5 +70,15 @@ def test_environment_of_no_set_is_refused(tmp_path: Path) -> None:
     wrong = path.replace("maths", "math")
     with pytest.raises(ConfigError, match=r"math.jsonl: no set is read from there. Did you mean '.*/maths.jsonl'\?"):
         PromptDataModule(path, environment={wrong: "maths"})
-    with pytest.raises(ConfigError, match=r"data\.environment names paths, and data\.train has rows"):
-        read_source([{"prompt": "1+1="}], None, "data.train", {path: "maths"})
+    with pytest.raises(ConfigError, match=r"Rows in memory name theirs in a column 'environment'"):
+        PromptDataModule([{"prompt": "1+1="}], environment={path: "maths"})
+
+
+def test_names_are_those_of_the_configuration(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "")
+    sets = {"first": ValidationSet(path, environment="one"), "second": ValidationSet(path)}
+    assert PromptDataModule(path, validation=sets, environment={path: "two"}).environment_names == {
+        "data.validation.first.environment": "one",
+        f"data.environment.{path}": "two",
+    }
+    assert PromptDataModule(path, environment="two").environment_names == {"data.environment": "two"}

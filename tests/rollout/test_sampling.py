@@ -1,6 +1,7 @@
 """What an engine is asked for: how it samples, from which random streams, and what is refused before."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,20 @@ def test_request_says_what_ends_a_completion() -> None:
     arguments = vllm_sampling(Sampling(stop_token_ids=(9, 2)), 1, (7, 2))
     assert arguments["ignore_eos"] is True  # of the engine's own reading
     assert arguments["stop_token_ids"] == [2, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "top_k", "logprobs"),
+    [({}, 0, 0), ({"top_p": 0.9}, 128, 128), ({"min_p": 0.1, "top_k": 5}, 5, 5), ({"top_k": 128}, 128, 128)],
+)
+def test_what_is_sampled_from_fits_a_support(truncation: dict[str, Any], top_k: int, logprobs: int) -> None:
+    arguments = vllm_sampling(Sampling(**truncation), 1, ())
+    assert (arguments["top_k"], arguments["logprobs"]) == (top_k, logprobs)
+
+
+def test_more_than_a_support_is_sampled_from_without() -> None:
+    arguments = vllm_sampling(Sampling(top_p=0.9, top_k=129), 1, ())
+    assert (arguments["top_k"], arguments["logprobs"]) == (129, 0)
 
 
 def test_streams_differ_by_purpose_version_prompt_and_repetition() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from test_trajectory import two_branches
 
-from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory
+from rlightning.errors import RunError
+from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
 from rlightning.types.supports import Supports
 from rlightning.types.trajectory import from_plain, to_plain
 
@@ -37,16 +38,44 @@ def test_supports_are_at_the_tokens_that_were_drawn() -> None:
     assert again.supports is not None and again.supports.tolist() == rows
 
 
+def test_supports_follow_turns_that_return_to_an_earlier_branch() -> None:
+    """The third turn goes on after the first, in the same branch; the second has a branch of its own."""
+    samples = [Sample([i], [-1.0], [0], "", "stop", Supports([i, 10 + i], [2])) for i in (1, 2, 3)]
+    one, other = Branch(), Branch("history_edited")
+    for branch in (one, other):
+        branch.append([9])
+    for branch, sample, turn in ((one, samples[0], 0), (other, samples[1], 1), (one, samples[2], 2)):
+        branch.append_sample(sample, turn)
+    turns = tuple(Turn({"role": "assistant", "content": ""}, sample) for sample in samples)
+    batch = RolloutBatch.pack([[Trajectory(Prompt(0, "", [9], {}), (one, other), turns)]])
+    assert batch.token_ids.tolist() == [9, 1, 3, 9, 2]
+    assert batch.supports is not None and batch.supports.tolist() == [[-1, -1], [1, 11], [3, 13], [-1, -1], [2, 12]]
+
+
+@pytest.mark.parametrize(
+    ("supports", "message"),
+    [
+        (Supports([5, 6], [2]), r"^A sample of 2 tokens has supports of 1 tokens, whose sizes add up to 2"),
+        (Supports([5, 6], [2, 1]), r"sizes add up to 3, and 2 token ids"),
+        (Supports([5, 6, 7], [2, 1]), r"^Token 1 of a sample, 0, is in its support 0 times"),
+        (Supports([5, 5, 0], [2, 1]), r"^Token 0 of a sample, 5, is in its support 2 times"),
+    ],
+)
+def test_supports_of_other_tokens_are_refused(supports: Supports, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        RolloutBatch.pack([[single(supports)]])
+
+
 def test_supports_of_selected_sequences_go_along() -> None:
-    batch = RolloutBatch.pack([[truncated()], [single(Supports([5, 0, 6], [2, 1]))]])
+    batch = RolloutBatch.pack([[truncated()], [single(Supports([5, 6, 0], [2, 1]))]])
     part = batch.select([2, 1], axis="N")
     assert part.supports is not None
-    assert part.supports.tolist() == [NONE, [5, 0, -1], [6, -1, -1], *[NONE] * 4, [7, -1, -1], [8, 2, 3]]
+    assert part.supports.tolist() == [NONE, [5, 6, -1], [0, -1, -1], *[NONE] * 4, [7, -1, -1], [8, 2, 3]]
     padding = batch.padding()
     assert padding.supports is not None and padding.supports.tolist() == [NONE]
 
 
-@pytest.mark.parametrize("other", [None, Supports([5, 0, 6], [2, 1])])
+@pytest.mark.parametrize("other", [None, Supports([5, 6, 0], [2, 1])])
 def test_batches_with_narrower_or_no_supports_are_joined(other: Supports | None) -> None:
     parts = [RolloutBatch.pack([[one]]) for one in (single(other), truncated(), two_branches())]
     joined = RolloutBatch.concatenate(parts)

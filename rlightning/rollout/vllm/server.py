@@ -276,6 +276,8 @@ class VLLMServer:
                 # The salt keeps it from the keys and values that other weights have computed for the same prompt.
                 prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._num_updates)}
                 collector = await self.engine.add_request(request_id, prompt, params, lora_request=self._adapter)
+                if params.detokenize and params.logprobs:
+                    self._decode_no_supports(request_id)
             output: Any = await collector.get()  # FINAL_ONLY: there is one
             if stream is not None:
                 stream.add(output.outputs)
@@ -291,6 +293,12 @@ class VLLMServer:
         finally:
             versions = self.versions.end(request_id, lengths)
         return output, versions
+
+    def _decode_no_supports(self, request_id: str) -> None:
+        """Keep vLLM from decoding each token of a request's supports, up to 0.8 ms a sampled token, for nobody."""
+        for state in self.engine.output_processor.request_states.values():
+            if state.external_req_id == request_id and state.logprobs_processor is not None:
+                state.logprobs_processor.tokenizer = None
 
     async def _take_in_outputs(self) -> None:
         """Return when all that the engine's core has sent has been taken in; needs ``ALL_AT_ONCE``."""
