@@ -81,7 +81,7 @@ def end(program: Program) -> NoReturn:
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    gc.freeze()  # an interpreter has a script's globals until it goes; here they may be garbage that is collected before
+    gc.freeze()  # an interpreter keeps a script's globals until it goes; here they may be garbage before
     if not isinstance(code, int | None):
         sys.stderr.write(f"{code}\n")
         code = 1
