@@ -165,8 +165,12 @@ def test_one_of_two_colocated_engines_may_die(
     trainer = make_trainer(tmp_path, 3, make_rollout(num_engines=2, **ONE_BY_ONE), witness)
     trainer.fit(make_module(engine_model), make_data(tmp_path))
     # In step 2 the first engine dies, and the other one completes its prompts; in step 3 it is there again.
-    asked = [(request.weight_version, request.num_prompts, len(request.finished)) for request in faults.requests]
-    assert asked == [(0, 2, 2), (0, 2, 2), (1, 2, 1), (1, 3, 3), (2, 2, 2), (2, 2, 2)]
+    assert [request.weight_version for request in faults.requests] == [0, 0, 1, 1, 2, 2]
+    finished = [len(request.finished) for request in faults.requests]
+    assert finished[2] == 1 and min(finished) >= 1
+    assert [sum(finished[step : step + 2]) for step in (0, 2, 4)] == [4, 4, 4]  # mostly 2 each, by who is done first
+    lost = [request.num_prompts - len(request.finished) for request in faults.requests]
+    assert lost[2] >= 1 and lost[:2] + lost[3:] == [0] * 5
     assert len(faults.sessions) == 3
     check_on_policy(witness)
     assert {path.name for path in tmp_path.glob("engine*.log")} == {"engine.0.log", "engine.1.log"}
