@@ -307,6 +307,22 @@ def test_prompt_sets_may_be_several_files_or_rows(project: Path, capsys: pytest.
 
 
 @pytest.mark.long
+def test_environments_may_be_given_by_name(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "named.yaml").write_text(
+        "environment:\n  fixed: {class_path: SelfCorrection, init_args: {verdict: '-'}}\n  plain: SingleTurn\n"
+        "data: {train: rows.jsonl, environment: {rows.jsonl: fixed}}\n"
+    )
+    options = ("--config", "run.yaml", "--config", "named.yaml")
+    found = resolve_config(capsys, *options, "--environment.fixed.init_args.verdict=+")
+    assert found["environment"]["fixed"]["init_args"]["verdict"] == "+"
+    assert found["environment"]["plain"]["class_path"].endswith("SingleTurn")
+    code, errors = fit_here(capsys, *options, "--environment.fixed.init_args.verdit=+")
+    assert code == 2
+    message = "environment.fixed.init_args.verdit: there is no such key. Did you mean 'verdict'?"
+    assert errors.splitlines()[-1] == f"error: {message}"
+
+
+@pytest.mark.long
 def test_the_engine_may_be_listed_as_a_callback_instead(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
