@@ -209,7 +209,7 @@ class EngineOptions:
             "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
             "max_logprobs": MAX_SUPPORT,
-            "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
+            "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
             "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
             "disable_log_stats": True,
             "trust_remote_code": trusts_remote_code(module),
