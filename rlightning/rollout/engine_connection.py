@@ -35,7 +35,6 @@ METHODS = (
     *SAMPLING_METHODS,
     "open_weight_receivers",
     "receive_weights",
-    "begin_weight_update",
     "finish_weight_update",
     "sleep",
     "ping",
