@@ -41,7 +41,7 @@ from rlightning.protocols import (
 )
 from rlightning.rollout import Generator, OnCompleted, Sampling, TokenSampler
 from rlightning.rollout.canary import MAX_DISTANCE, Verification
-from rlightning.rollout.engine_relay import COLLECTOR_RANK
+from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.requests import RandomStreams, check_own_limit, check_requests, check_stop_tokens
 from rlightning.rollout.sampler import MAX_SUPPORT

@@ -21,9 +21,9 @@ from rlightning.rollout.canary import InProcessSampler
 from rlightning.rollout.decoding import CACHE_STEP
 from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.transformers_sampler import (
     MAX_PROMPT_TOKENS,
-    SAMPLING_RANK,
     TransformersSampler,
     can_sleep,
     send_shards,
@@ -105,7 +105,7 @@ class TransformersRollout(RolloutCallback):
         module = self._module
         self._device, self._sampler_dtype = device, self._resolve_dtype(device)
         self.verification.begin_run(module, self.max_sequence_length, self._sampler_dtype, device)
-        self._runner = self._start_sampler() if global_rank() == SAMPLING_RANK else None
+        self._runner = self._start_sampler() if global_rank() == COLLECTOR_RANK else None
         self._collector = Collector(
             self._runner,
             InFlight(0),

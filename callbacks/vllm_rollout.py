@@ -28,9 +28,10 @@ from rlightning.rollout.async_metrics import STOPPED, BottleneckMonitor
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.engine_pool import EnginePool
-from rlightning.rollout.engine_relay import COLLECTOR_RANK, EngineNetwork
+from rlightning.rollout.engine_relay import EngineNetwork
 from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.model_files import ModelFiles, read_copies
+from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.rank_engines import RankEngines, check_group_size, colocated_engines, standalone_engines
 from rlightning.rollout.requests import check_requests, with_run_seed
 from rlightning.rollout.weight_sync import WeightSync

@@ -29,7 +29,7 @@ def serve(options: list[str]) -> None:
 
     Raises:
         ConfigError: for a mistake of the user's.
-        EngineError: the engine cannot start.
+        EngineError: the engine cannot start, or keeps dying.
     """
     from rlightning.cli.serve_cli import serve_at
 

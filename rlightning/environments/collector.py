@@ -21,8 +21,8 @@ from rlightning.environments.verification import Gap, TrajectoryVerifier
 from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.rollout.async_metrics import StepTotals
-from rlightning.rollout.engine_relay import COLLECTOR_RANK
 from rlightning.rollout.in_flight import Group, InFlight, token_staleness
+from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.requests import group_sampling
 from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_settings
 from rlightning.types import Prompt, Trajectory

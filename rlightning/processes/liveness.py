@@ -23,12 +23,17 @@ class Deadline:
         """Whether it has passed."""
         return time.monotonic() >= self._end
 
-    def wait_until(self, is_met: Callable[[], bool]) -> bool:
-        """Poll a condition until it is met, or the deadline has passed; returns whether it is met."""
+    def wait_until(self, is_met: Callable[[], bool], poll_interval: float | None = None) -> bool:
+        """Poll a condition until it is met, or the deadline has passed; returns whether it is met.
+
+        Args:
+            is_met: asked every ``poll_interval`` seconds.
+            poll_interval: seconds; :data:`~rlightning.intervals.SHORT_POLL_INTERVAL` unless given.
+        """
         while not is_met():
             if self.is_over:
                 return False
-            time.sleep(intervals.SHORT_POLL_INTERVAL)
+            time.sleep(intervals.SHORT_POLL_INTERVAL if poll_interval is None else poll_interval)
         return True
 
 

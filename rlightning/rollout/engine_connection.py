@@ -35,7 +35,6 @@ METHODS = (
     *SAMPLING_METHODS,
     "open_weight_receivers",
     "receive_weights",
-    "begin_weight_update",
     "finish_weight_update",
     "sleep",
     "ping",
@@ -49,7 +48,7 @@ class EngineConnection(ABC):
     """Calls an engine until it dies. Any thread may use it; the calls wait on the background loop.
 
     Calls may be made before the engine is up, and wait for it. Once it has died, every call fails with the same error.
-    It does what a weight update asks (:class:`~rlightning.rollout.weights.driver.Engine`).
+    It does what a weight update asks (:class:`~rlightning.rollout.weights.driver.UpdatableEngine`).
 
     Args:
         config: of the engine.
@@ -140,19 +139,19 @@ class EngineConnection(ABC):
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
         return self.config.worker_devices
 
     def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
-        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
         return self.submit("open_weight_receivers", receivers)
 
     def receive_weights(self, chunk: int) -> "Future[list[str]]":
-        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
         return self.submit("receive_weights", chunk)
 
     def finish_weight_update(self, version: int, keeps_cache: bool) -> "Future[None]":
-        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
         return self.submit("finish_weight_update", version, keeps_cache)
 
     # Its life

@@ -21,15 +21,15 @@ from rlightning.models.files import torch_dtype
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.protocols import AdapterSettings, HasAdapter, HasConfig, HasPlan, SampledPolicy, adapter_of, has
-from rlightning.rollout.adapter_support import engine_arguments, find_obstacle, place_bytes, sent_bytes
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
-from rlightning.rollout.engine_arguments import COUNTS, check_cpu, check_given, check_length
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rollout.model_files import read_copies
 from rlightning.rollout.placement import free_devices
 from rlightning.rollout.sampler import MAX_SUPPORT, Sampling
+from rlightning.rollout.vllm.adapter_support import engine_arguments, find_obstacle, place_bytes, sent_bytes
+from rlightning.rollout.vllm.arguments import COUNTS, check_cpu, check_given, check_length
 from rlightning.rollout.vllm.memory import EngineMemory, check_kv_cache, kv_cache_setting, read_engine
+from rlightning.rollout.vllm.settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rpc.authentication import parse_url
 from rlightning.run_key import check_key
 from rlightning.seeds import mix_seed
@@ -209,7 +209,7 @@ class EngineOptions:
             "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
             "max_logprobs": MAX_SUPPORT,
-            "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
+            "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
             "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
             "disable_log_stats": True,
             "trust_remote_code": trusts_remote_code(module),

@@ -23,12 +23,11 @@ from rlightning.processes.liveness import Deadline
 from rlightning.rollout.engine import Engine, EngineSampler
 from rlightning.rollout.engine_pool import EngineId
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.sampler import TokenSampler
 from rlightning.rollout.service import pack_arrays
 from rlightning.rollout.weights.rendezvous import find_own_address
 
-COLLECTOR_RANK = 0
-"""The rank that samples from all engines."""
 KEY_BYTES = 32
 MAX_CONNECTIONS = 4
 """Of rank 0 to a relay at once: one, and lost ones whose end the relay has not noticed yet."""

@@ -1,4 +1,4 @@
-"""Which devices an engine runs on, by the names that CUDA has for them."""
+"""Which rank asks the engines, and which devices an engine runs on, by the names that CUDA has for them."""
 
 import logging
 import os
@@ -10,6 +10,10 @@ from rlightning.errors import ConfigError
 from rlightning.parallel.collectives import gather_objects
 
 log = logging.getLogger(__name__)
+
+COLLECTOR_RANK = 0
+"""The rank that samples from all engines. It has those that stand alone, and what sends them weights, or the sampler
+that is no engine."""
 
 
 def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:

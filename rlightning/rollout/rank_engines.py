@@ -28,7 +28,7 @@ from rlightning.protocols import HasAdapter, has
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection
-from rlightning.rollout.placement import lent_devices
+from rlightning.rollout.placement import COLLECTOR_RANK, lent_devices
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightSender, WeightUpdater
 from rlightning.rollout.weights.source import AdapterSource
@@ -319,7 +319,7 @@ def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = T
     """
     return RankEngines(
         configs,
-        [Engine(config) for config in configs] if global_rank() == 0 else [],
+        [Engine(config) for config in configs] if global_rank() == COLLECTOR_RANK else [],
         partial(make_standalone_sender, configs=configs),
         is_colocated=False,
         keeps_cache=keeps_cache,

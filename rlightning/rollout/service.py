@@ -6,6 +6,7 @@
       ServedEngine  ---tcp--->    EngineService ---> EngineProcess --->  VLLMServer
 
 The engine outlives its trainers. One that dies is started again, and the trainer, whose connection ends, connects anew.
+One that keeps dying before it has sampled anything ends the service.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Any
 
 from rlightning import intervals, rpc
 from rlightning.errors import ConfigError, EngineError
+from rlightning.processes.liveness import RestartPolicy
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import METHODS, SAMPLING_METHODS
 from rlightning.rollout.engine_facts import EngineFacts
@@ -25,13 +27,20 @@ from rlightning.rollout.vllm.launcher import EngineProcess
 log = logging.getLogger(__name__)
 
 SCHEME = "tcp"
+MAX_RESTARTS = 3
+"""Of an engine, until it has answered a request for samples."""
 
 
 class Client:
-    """A trainer that has the engine to itself; what it is served with."""
+    """A trainer that has the engine to itself; what it is served with.
 
-    def __init__(self, engine: EngineProcess) -> None:
-        self.engine = engine
+    Args:
+        engine: that is up.
+        restarts: its budget, which is restored when it has sampled.
+    """
+
+    def __init__(self, engine: EngineProcess, restarts: RestartPolicy) -> None:
+        self.engine, self._restarts = engine, restarts
         self._unfinished: set[asyncio.Future[Any]] = set()
 
     async def serve(self, end: socket.socket, address: str) -> None:
@@ -68,7 +77,10 @@ class Client:
             self._unfinished.add(call)
             call.add_done_callback(self._unfinished.discard)
         try:
-            return pack_arrays(await (call if method in SAMPLING_METHODS else asyncio.shield(call)))
+            result = await (call if method in SAMPLING_METHODS else asyncio.shield(call))
+            if method == "generate":
+                self._restarts.reset()
+            return pack_arrays(result)
         except EngineError:
             if self.engine.death is None:
                 raise
@@ -89,12 +101,13 @@ class EngineService:
         self.config = config
         self._listener, self._key = listener, key
         self._engine: EngineProcess | None = None
+        self._restarts = RestartPolicy(MAX_RESTARTS)
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Serve until this thread is interrupted; ``on_ready`` is called when the engine is up for the first time.
 
         Raises:
-            EngineError: the engine could not start.
+            EngineError: the engine could not start, or has used up its restarts.
         """
         try:
             rpc.background_loop().run(self._serve(on_ready))
@@ -109,6 +122,12 @@ class EngineService:
             on_ready()
             while True:
                 death = await asyncio.shield(asyncio.wrap_future(engine.ended))
+                if not self._restarts.take():
+                    raise EngineError(
+                        f"The engine has died {MAX_RESTARTS + 1} times without having sampled in between, and is not "
+                        f"started again. {death.line}",
+                        death.details,
+                    )
                 log.warning("The engine is started again: %s", death.line)
                 engine = await self._start()
         finally:
@@ -124,7 +143,7 @@ class EngineService:
         while (engine := self._engine) is None or engine.death is not None:
             await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)
         log.info("The trainer at %s has connected.", address)
-        await Client(engine).serve(end, address)
+        await Client(engine, self._restarts).serve(end, address)
         log.info("The trainer at %s has disconnected.", address)
 
 

@@ -26,13 +26,12 @@ from rlightning.rollout.decoding import KeyValueCache, build_model, predict_afte
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
 from rlightning.rollout.engine import make_samples
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.token_choice import choose_tokens
 from rlightning.rollout.weights import WeightSource
 from rlightning.types import RolloutBatch, Sample
 
-SAMPLING_RANK = 0
-"""The rank that has the sampler, where there are several."""
 MAX_PROMPT_TOKENS = 8192
 """That one forward pass computes, unless a single prompt is longer."""
 
@@ -155,7 +154,7 @@ class TransformersSampler:
             given = dict(source.named_weights())
             if faults := sorted(given.keys() ^ own.keys()):
                 raise EngineError(f"The actor's weights are not those of the sampler's model: {', '.join(faults[:5])}.")
-            gather_into([own[name] for name in given], list(given.values()), destination=SAMPLING_RANK)
+            gather_into([own[name] for name in given], list(given.values()), destination=COLLECTOR_RANK)
             self.weight_version = version
 
     @property
@@ -344,7 +343,7 @@ def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
     """Take part in rank 0's :meth:`TransformersSampler.update_weights`, on a rank without a sampler."""
     weights = [tensor for _, tensor in source.named_weights()]
     nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
-    gather_into(nothing, weights, destination=SAMPLING_RANK)
+    gather_into(nothing, weights, destination=COLLECTOR_RANK)
 
 
 def draw_uniforms(sampling: Sampling, number: int) -> list[float]:

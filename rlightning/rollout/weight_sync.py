@@ -9,6 +9,7 @@ from rlightning.parallel.collectives import gather_objects
 from rlightning.protocols import HasAdapter, Loop, SampledPolicy, has
 from rlightning.rollout.canary import Verification
 from rlightning.rollout.engine_pool import EngineId, EnginePool
+from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.rank_engines import RankEngines, check_living
 from rlightning.rpc.client import LoopThread
 
@@ -77,7 +78,7 @@ class WeightSync:
         if not dead:
             return
         if self._pool is not None and self._loop is not None:
-            self._loop.call(self._pool.remove, {EngineId(0, number) for number in dead})
+            self._loop.call(self._pool.remove, {EngineId(COLLECTOR_RANK, number) for number in dead})
         if self._engines.can_sleep:  # an engine that starts takes all of its memory at once
             self._memory.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
         self._engines.restart_dead()

@@ -16,8 +16,8 @@ from rlightning.callbacks import VLLMRollout
 from rlightning.errors import ConfigError
 from rlightning.models import Adapter
 from rlightning.parallel.fsdp import FSDP
-from rlightning.rollout import adapter_support
-from rlightning.rollout.adapter_support import find_class, room_for, supports_adapters
+from rlightning.rollout.vllm import adapter_support
+from rlightning.rollout.vllm.adapter_support import find_class, room_for, supports_adapters
 
 ADAPTER = Adapter(rank=4)
 

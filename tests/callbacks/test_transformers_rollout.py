@@ -69,10 +69,12 @@ def test_run_learns_and_resumes_bit_equal(engine_model: str, tmp_path: Path) -> 
         assert torch.equal(weight, copy_weights(module)[name]), name
 
 
-def test_truncated_run_has_gap_of_plain_one(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_run_has_gap_of_plain_one(
+    engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """In micro-batches; the reference is truncated as the actor is, and until the first update it is the actor."""
     plan = {"max_tokens_per_microbatch": 64, "samples_per_prompt": 8}
-    module = make_module(folder, lr=1e-3, kl_coef=0.1, entropy_coef=0.01, **plan)
+    module = make_module(engine_model, lr=1e-3, kl_coef=0.1, entropy_coef=0.01, **plan)
     witness = Witness()
     make_trainer(tmp_path, 3, make_rollout(top_p=0.8, min_p=0.02), witness).fit(module, make_data(tmp_path))
     assert len(witness.steps) == 3 and all(step["policy/rollout_gap_max"] < 1e-5 for step in witness.steps)

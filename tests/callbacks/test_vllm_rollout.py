@@ -5,7 +5,6 @@ import re
 import runpy
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rollout.canary import canary_tokens
-from rlightning.rollout.engine_connection import EngineConnection
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -272,18 +270,17 @@ def test_weights_changed_without_version_are_sent_and_verified(loop: PlainLoop) 
     assert loop.policy.weight_version == version + 2
 
 
+def leave_as_it_was(sender: SharedMemorySender, source: Any) -> Iterator[int]:
+    """In the place of ``fill``: the bucket keeps the weights of the sync before."""
+    yield from range(len(sender.plan.chunks))
+
+
 def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
     before = loop.policy.weight_version
 
-    def skip_loading(engine: EngineConnection, chunk: int) -> "Future[list[str]]":
-        engine.submit("begin_weight_update").result()
-        answer: Future[list[str]] = Future()
-        answer.set_result([])
-        return answer
-
     with monkeypatch.context() as patch:
-        patch.setattr(EngineConnection, "receive_weights", skip_loading)
+        patch.setattr(SharedMemorySender, "fill", leave_as_it_was)
         change_weights(loop.policy)
         with pytest.raises(EngineError, match="Actor and engine disagree after weights") as caught:
             sample(loop)
@@ -299,9 +296,6 @@ def test_withheld_weights_are_caught(loop: PlainLoop, monkeypatch: pytest.Monkey
 
 def test_a_stale_bucket_is_caught(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(loop)
-
-    def leave_as_it_was(sender: SharedMemorySender, source: Any) -> Iterator[int]:
-        yield from range(len(sender.plan.chunks))
 
     with monkeypatch.context() as patch:
         patch.setattr(SharedMemorySender, "fill", leave_as_it_was)

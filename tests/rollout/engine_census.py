@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from rlightning.rollout.vllm.weight_receiver import WeightReceiver
+from rlightning.rollout.vllm.weight_receiver import WorkerExtension
 
 
-class Census(WeightReceiver):
+class Census(WorkerExtension):
     """A worker that counts when it is pinged, and writes it to the file of the variable CENSUS."""
 
     def rl_ping(self) -> None:

@@ -62,7 +62,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         "distributed_executor_backend": "uni",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_SUPPORT,
-        "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WeightReceiver",
+        "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
         "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
     }
     return bare_config(

@@ -17,10 +17,10 @@ from rlightning.errors import EngineError
 from rlightning.models import Adapter
 from rlightning.models.adapter_layers import adapter_parameters
 from rlightning.module.policy_module import PolicyModule
-from rlightning.rollout.adapter_support import engine_arguments
 from rlightning.rollout.canary import Verification
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.rank_engines import RankEngines, colocated_engines
+from rlightning.rollout.vllm.adapter_support import engine_arguments
 from rlightning.rollout.weight_sync import WeightSync
 from rlightning.rollout.weights.source import AdapterSource, plan_source
 from rlightning.types import RolloutBatch

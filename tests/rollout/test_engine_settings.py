@@ -8,8 +8,8 @@ from engine_models import configure_engine
 from tiny_models import tiny_config
 
 from rlightning.errors import ConfigError
-from rlightning.rollout.engine_arguments import argument_names
-from rlightning.rollout.engine_settings import RolloutWork, batched_tokens, capture_sizes, derive_settings
+from rlightning.rollout.vllm.arguments import argument_names
+from rlightning.rollout.vllm.settings import RolloutWork, batched_tokens, capture_sizes, derive_settings
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 GSM8K = RolloutWork(num_prompts=64, samples_per_prompt=8, max_prompt_tokens=256)

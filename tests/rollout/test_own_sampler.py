@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from engine_run import Witness, make_module, make_trainer, save_model
+from rank_processes import finish, start_calls
 from tiny import make_data
 
 from rlightning.errors import EngineError
+from rlightning.parallel.fsdp import FSDP
 
 
 def load_rollout_class() -> type:
@@ -28,6 +30,22 @@ def test_sampler_of_the_page_runs_a_fit(tmp_path: Path) -> None:
     make_trainer(tmp_path, 3, rollout, witness).fit(module, make_data(tmp_path))
     assert [event for event in witness.events if event.startswith("sync")] == ["sync 0", "sync 1", "sync 2"]
     assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps) and len(witness.steps) == 3
+
+
+def fit_sharded(folder: Path, model: str) -> list[float]:
+    """The gaps of two steps on a rank of two; the weights, which the actor's ranks share, are verified."""
+    witness = Witness()
+    rollout = load_rollout_class()(max_new_tokens=8, seed=0, verify_every=1)
+    trainer = make_trainer(folder, 2, rollout, witness, devices=2, strategy=FSDP())
+    trainer.fit(make_module(model, lr=1e-3), make_data(folder))
+    return [step["policy/rollout_gap_max"] for step in witness.steps]
+
+
+@pytest.mark.processes
+def test_sampler_of_the_page_takes_sharded_weights(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    for gaps in finish(start_calls(fit_sharded, 2, tmp_path, model)):
+        assert len(gaps) == 2 and max(gaps) < 1e-4
 
 
 @pytest.mark.long

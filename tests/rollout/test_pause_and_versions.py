@@ -117,9 +117,14 @@ class Trainer:
         """Begin these, and pause before they can end."""
         with stopped(self.process.pid):
             begun = [self.generate(prompt, num_samples) for prompt, num_samples in requests]
-            paused = self.engine.submit("begin_weight_update")
+            paused = self.begin_update()
         paused.result(timeout=120)
         return begun
+
+    def begin_update(self) -> "Future[Any]":
+        """Send the first chunk of an update, which pauses the engine; :meth:`send` begins again with it."""
+        next(self.sender.fill(self.policy.weights[0]))
+        return self.engine.submit("receive_weights", 0)
 
     @property
     def process(self) -> EngineProcess:
@@ -174,7 +179,7 @@ def sample_through_swaps(trainer: Trainer, keeps_cache: bool) -> list[tuple[Prom
     for version in range(1, NUM_SWAPS + 1):
         # What had not ended at the last pause ends with tokens of the last version.
         assert wait(pending, timeout=120, return_when=FIRST_COMPLETED).done
-        trainer.ask("begin_weight_update")
+        trainer.begin_update().result(timeout=120)
         pending = {answer for answer in pending if not answer.done()}
         trainer.update(version, keeps_cache)
     samples = [(prompt, sample) for prompt, answer in begun for sample in answer.result(timeout=120)]
@@ -281,7 +286,7 @@ def test_no_tokens_arrive_after_pause_begins(policy: Policy, tmp_path: Path) -> 
 def test_paused_requests_wait_and_read_nothing_old(trainer: Trainer, policy: Policy, keeps_cache: bool) -> None:
     (before,) = trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
     (running,) = trainer.pause_amid((PROMPTS[0], 4))
-    trainer.ask("begin_weight_update")
+    trainer.begin_update().result(timeout=120)
     waiting = [trainer.generate(LONG_PROMPT, num_samples, max_tokens=16) for num_samples in (1, 3)]
     trainer.send(1)
     trainer.ask("ping")
@@ -299,7 +304,7 @@ def test_paused_requests_wait_and_read_nothing_old(trainer: Trainer, policy: Pol
 def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> None:
     tokens = LONG_PROMPT.token_ids
     before = trainer.ask("score", tokens)
-    trainer.ask("begin_weight_update")
+    trainer.begin_update().result(timeout=120)
     answer = trainer.engine.submit("score", tokens)
     trainer.update(1, keeps_cache=True)
     assert np.abs(np.subtract(before, answer.result(timeout=120))).max() > 0.01

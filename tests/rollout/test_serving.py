@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_project import environment
-from engine_models import bare_config
+from engine_models import Actor, bare_config
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
 from waiting import PATIENCE_SECONDS, wait_for
 
@@ -34,6 +35,8 @@ from rlightning.rollout.engine import vllm_sampling
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import ServedEngine
 from rlightning.rollout.model_files import ModelFiles
+from rlightning.rollout.weights.shared_memory import SharedMemorySender
+from rlightning.rollout.weights.source import plan_source
 from rlightning.run_key import RUN_KEY_VARIABLE
 
 RUN_YAML = """\
@@ -239,8 +242,17 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
     def ask(engine: ServedEngine, method: str, *arguments: Any) -> Any:
         return engine.submit(method, *arguments).result(PATIENCE_SECONDS)
 
+    actor = Actor(config.engine_args["model"])
+    sender = SharedMemorySender(plan_source(actor, config.dtype, 50_000), torch.device("cpu"))
+
+    def pause(engine: ServedEngine) -> None:
+        """Send the first chunk of an update; what it holds is the engine's affair."""
+        ask(engine, "open_weight_receivers", [pickle.dumps(sender.make_receivers([""])[0])])
+        next(sender.fill(actor))
+        ask(engine, "receive_weights", 0)
+
     with connected(config) as first:
-        ask(first, "begin_weight_update")
+        pause(first)
         ask(first, "finish_weight_update", 0, False)
         with pytest.raises(RequestRefusedError, match=r"refused a request: .*\nTraceback"):
             ask(first, "generate", [1], {"no such": "parameter"})
@@ -248,7 +260,7 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
         answers[0].result(PATIENCE_SECONDS)
         for answer in answers[100:]:
             answer.cancel()
-        ask(first, "begin_weight_update")
+        pause(first)
         answers.append(first.submit("generate", [1, 2, 3], sampling))  # held back
         hasty = make_config(project, server.url, start_timeout=2.0)
         message = "could not be reached for 2 s: it serves another trainer"
@@ -257,10 +269,11 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
     assert not wait(answers, PATIENCE_SECONDS).not_done
     assert isinstance(answers[-1].exception(), EngineDiedError)
     with connected(config) as third:
-        ask(third, "begin_weight_update")  # it was paused
+        pause(third)  # it was paused
         ask(third, "finish_weight_update", 2, False)
         [sample] = ask(third, "generate", [1, 2, 3], sampling | {"n": 1})
         assert sample["weight_versions"].tolist() == [2] * 60
+    sender.close()
 
 
 def test_an_engine_of_another_run_is_refused(project: Path, server: Server) -> None:

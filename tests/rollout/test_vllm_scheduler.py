@@ -25,7 +25,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rlightning.rollout.vllm.scheduler import TOKENS_AT_ONCE, make_scheduler
+from rlightning.rollout.vllm.scheduler import TOKENS_AT_ONCE, is_tested, make_scheduler
 
 BLOCK_TOKENS = 16
 STOP_TOKEN = 7
@@ -270,10 +270,16 @@ def test_all_may_begin_again_amid_their_blocks(folder: str, is_ahead: bool) -> N
         assert len(core.logprobs[name]) == len(core.tokens[name]) > 30
 
 
-def test_in_an_unknown_vllm_nobody_rests(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_an_unknown_vllm_nobody_rests(
+    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_tested.cache_clear()
     known, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=True)
     monkeypatch.setattr(vllm, "__version__", "0.28.1")
     unknown, _ = make_core(folder, make_scheduler, 200, 2048, is_ahead=True)
+    make_core(folder, make_scheduler, 200, 2048, is_ahead=True)  # is not logged again
+    (said,) = [one.getMessage() for one in caplog.records if one.name == "rlightning.rollout.vllm.scheduler"]
+    assert said.startswith("vLLM 0.28.1 schedules") and "tested with vLLM 0.24 and 0.32 only" in said
     for core in (known, unknown):
         core.scheduler.add_request(make_request("0", hasher, 60))
         for _ in range(10):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlightning.rollout.vllm.weight_receiver import WeightReceiver
+from rlightning.rollout.vllm.weight_receiver import WorkerExtension
 
 
-class WrongAdapter(WeightReceiver):
+class WrongAdapter(WorkerExtension):
     """Does with an adapter what the file of the variable FAULT says; "" is nothing wrong."""
 
     def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> list[str]:

@@ -18,7 +18,7 @@ from rlightning.models.counts import (
 )
 from rlightning.models.files import torch_dtype
 from rlightning.parallel.device import GIB, memory_use
-from rlightning.rollout.engine_settings import BLOCK_TOKENS
+from rlightning.rollout.vllm.settings import BLOCK_TOKENS
 
 CPU_CACHE_BYTES = 1 << 30
 """The most that an engine on a CPU takes for its KV cache."""
@@ -110,7 +110,7 @@ def read_engine(
     Args:
         config: the model's.
         arguments: of vLLM's EngineArgs for each of them, those of
-            :func:`~rlightning.rollout.engine_settings.derive_settings` among them.
+            :func:`~rlightning.rollout.vllm.settings.derive_settings` among them.
         block_tokens: of a block, where the arguments do not say.
         num_engines: that start.
         can_sleep: see :class:`EngineMemory`.

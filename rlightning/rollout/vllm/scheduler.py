@@ -11,6 +11,8 @@ Nor is each token sent to the process in front: what is seen only when it is who
 time, and all of it before a pause begins.
 """
 
+import functools
+import logging
 import multiprocessing
 from collections import defaultdict
 from collections.abc import Iterable
@@ -34,6 +36,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from rlightning.processes.process_group import die_with_parent
 from rlightning.rollout.vllm.supports import drop_cut_tokens
+
+log = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 32
 """Of a sequence, in a message: the last ones, when all sequences end at once, are few."""
@@ -150,6 +154,20 @@ class RestingSequences:
         return quiet, loud
 
 
+@functools.cache
+def is_tested(version: str) -> bool:
+    """Return whether sequences may rest with a version of vLLM; says once in a process that they do not."""
+    if version.startswith(TESTED_VERSIONS):
+        return True
+    log.warning(
+        "vLLM %s schedules each token of each sequence, which costs its core more CPU time: rlightning's shortcut has "
+        "been tested with vLLM %s only.",
+        version,
+        " and ".join(tested.rstrip(".") for tested in TESTED_VERSIONS),
+    )
+    return False
+
+
 def is_seen_whole(request: Request) -> bool:
     """Whether of a request nothing is read before its end, as for stop strings, and then only what it sampled."""
     params = request.sampling_params
@@ -183,14 +201,14 @@ class RolloutScheduler(Scheduler):
 
     def _is_plain(self) -> bool:
         """Whether a step does nothing with a sequence amid a block but what this module knows of."""
-        if not vllm.__version__.startswith(TESTED_VERSIONS):
-            return False
         groups = self.kv_cache_config.kv_cache_groups  # those with a window free blocks as they go on
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
         counts = self.scheduler_config.long_prefill_token_threshold or self.scheduler_config.watermark  # who runs
-        return is_single and not has_more and has_room and not counts and not envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        if not is_single or has_more or not has_room or counts or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+            return False
+        return is_tested(vllm.__version__)
 
     def add_request(self, request: Request) -> None:
         """See Scheduler. A canary goes first: the trainer waits for it, and all else may be a step's work."""

@@ -37,7 +37,7 @@ if current_platform.is_cpu():
     keep_experts_unpacked()
 
 
-class WeightReceiver:
+class WorkerExtension:
     """Mixed into vLLM's worker; its methods are called by ``AsyncLLM.collective_rpc``."""
 
     model_runner: Any

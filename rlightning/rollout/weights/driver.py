@@ -6,12 +6,12 @@
     WeightUpdater.send_weights(source)
       WeightSender.fill, fill_bucket: gather
         a chunk into the bucket
-      Engine.receive_weights(chunk)  ----------> VLLMServer.receive_weights ----> rl_receive_weights
+      UpdatableEngine.receive_weights(chunk)  -> VLLMServer.receive_weights ----> rl_receive_weights
         submit, call                                                                WeightReceiver.receive
       WeightSender.send(chunk)  ====== the bucket's bytes, by the transport ======>
                                                                                     _rl_load: model.load_weights
     WeightUpdater.activate_weights(version)
-      Engine.finish_weight_update  ------------> VLLMServer.finish_weight_update
+      UpdatableEngine.finish_weight_update  ---> VLLMServer.finish_weight_update
 
 The first chunk pauses what the engine generates, or wakes an engine that sleeps, and ``finish_weight_update`` lets it
 go on with the new version. A message to each engine for each chunk, and one in the end, is all that a sync takes.
@@ -38,7 +38,7 @@ from rlightning.rollout.weights.source import ChunkPlan, WeightSource, fill_buck
 T = TypeVar("T")
 
 
-class Engine(Protocol):
+class UpdatableEngine(Protocol):
     """What a weight update asks of an engine that is up, between its start and its end.
 
     Each future's exception is an EngineError if the engine refuses, an EngineDiedError if it dies.
@@ -111,7 +111,7 @@ class WeightSender:
         """Return a receiver for each worker; those made before are left.
 
         Args:
-            devices: of each worker, see :attr:`Engine.worker_devices`.
+            devices: of each worker, see :attr:`UpdatableEngine.worker_devices`.
         """
         return []
 
@@ -167,12 +167,12 @@ class WeightUpdater:
         self.sender, self.keeps_cache = sender, keeps_cache
         self.deaths: list[EngineDiedError] = []
         self.seconds = 0.0
-        self._engines: list[Engine] = []
-        self._connected: list[Engine] = []
+        self._engines: list[UpdatableEngine] = []
+        self._connected: list[UpdatableEngine] = []
         self._lock = threading.Lock()
         self._started_at = 0.0
 
-    def send_weights(self, source: WeightSource, engines: Sequence[Engine]) -> None:
+    def send_weights(self, source: WeightSource, engines: Sequence[UpdatableEngine]) -> None:
         """Have engines load a source's weights; they are awake then, but for their KV cache, and paused.
 
         Sharded weights are gathered from all ranks, so all take part to the end, whatever becomes of their engines.
@@ -196,7 +196,7 @@ class WeightUpdater:
         if not self.deaths and any(faults):
             raise EngineError(" ".join(sorted(set(chain(*faults)))))
 
-    def activate_weights(self, version: int) -> Sequence[Engine]:
+    def activate_weights(self, version: int) -> Sequence[UpdatableEngine]:
         """Let the engines sample from the weights that they were sent, as those of a version.
 
         Returns:
@@ -229,13 +229,13 @@ class WeightUpdater:
             engine.ended.add_done_callback(functools.partial(self._interrupt, engine))
         self._transfer(self.sender.connect, answers)
 
-    def _interrupt(self, engine: Engine, ended: Future[EngineError]) -> None:
+    def _interrupt(self, engine: UpdatableEngine, ended: Future[EngineError]) -> None:
         """End the sender's waiting for an engine that has died, if it is connected."""
         with self._lock:
             if engine in self._connected:
                 self.sender.interrupt(ended.result().line)
 
-    def _transfer(self, send: Callable[[], None], answers: Mapping[Engine, Future[T]]) -> list[T]:
+    def _transfer(self, send: Callable[[], None], answers: Mapping[UpdatableEngine, Future[T]]) -> list[T]:
         """Do the sender's part of what the engines have been asked for, and return what they answer."""
         try:
             send()
@@ -247,7 +247,7 @@ class WeightUpdater:
             return self._collect(dead)
         return self._collect(answers)
 
-    def _collect(self, answers: Mapping[Engine, Future[T]]) -> list[T]:
+    def _collect(self, answers: Mapping[UpdatableEngine, Future[T]]) -> list[T]:
         """Return what engines answer; those that have died take part no longer."""
         results = []
         for engine, answer in answers.items():

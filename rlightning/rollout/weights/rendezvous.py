@@ -7,7 +7,6 @@ torch's TCPStore serves any process that connects, and lists its keys to it. Thi
 import asyncio
 import secrets
 import socket
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -139,7 +138,8 @@ class RemoteStore(Store):  # type: ignore[misc]
             TimeoutError: when the time is over.
         """
         seconds = (timeout or self._timeout).total_seconds()
-        wait_until(lambda: self.check(keys), seconds, intervals.SHORT_POLL_INTERVAL)
+        if not Deadline(seconds).wait_until(lambda: self.check(keys)):
+            raise TimeoutError(f"it took longer than {seconds:g} s")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long waiting for a key may take."""
@@ -176,29 +176,3 @@ def find_own_address(host: str, port: int) -> str:
     with socket.socket(family, kind) as end:
         end.connect(address)  # which sends nothing
         return str(end.getsockname()[0])
-
-
-def wait_until(
-    is_done: Callable[[], bool], timeout: float, poll_interval: float, check: Callable[[], None] = lambda: None
-) -> None:
-    """Poll until something is done.
-
-    Args:
-        is_done: asked every ``poll_interval`` seconds.
-        timeout: seconds.
-        poll_interval: seconds.
-        check: raises if it cannot be done any more; asked every :data:`~rlightning.intervals.POLL_INTERVAL`.
-
-    Raises:
-        TimeoutError: when the time is over.
-    """
-    deadline, next_check = Deadline(timeout), Deadline(0.0)
-    while True:
-        if next_check.is_over:
-            check()
-            next_check = Deadline(intervals.POLL_INTERVAL)
-        if is_done():
-            return
-        if deadline.is_over:
-            raise TimeoutError(f"it took longer than {timeout:g} s")
-        time.sleep(poll_interval)

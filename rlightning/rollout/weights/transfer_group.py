@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlightning import intervals
-from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, find_own_address, join_rendezvous, wait_until
+from rlightning.processes.liveness import Deadline
+from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, find_own_address, join_rendezvous
 
 SENDER = 0
 """The rank."""
@@ -75,7 +76,7 @@ class TransferGroup:
                 self._wait_for_receivers("ready")
             else:
                 self._store.set(f"joined/{rank}", "")
-                self._wait_until(lambda: self._store.check(["connect"]), intervals.SHORT_POLL_INTERVAL)
+                self._wait_until(lambda: self._store.check(["connect"]))
                 self._make_group()
                 self._store.set(f"ready/{rank}", "")
         except (OSError, RuntimeError):
@@ -113,8 +114,23 @@ class TransferGroup:
         if reason is not None:
             raise TransferOverError(reason)
 
-    def _wait_until(self, is_done: Callable[[], bool], poll_interval: float) -> None:
-        wait_until(is_done, self.place.timeout, poll_interval, self._check)
+    def _wait_until(self, is_done: Callable[[], bool], poll_interval: float | None = None) -> None:
+        """Poll until something is done, or the group is over; the latter every ``intervals.POLL_INTERVAL`` seconds.
+
+        Raises:
+            TimeoutError: if it takes too long.
+        """
+        next_check = Deadline(0.0)
+
+        def is_met() -> bool:
+            nonlocal next_check
+            if next_check.is_over:
+                self._check()
+                next_check = Deadline(intervals.POLL_INTERVAL)
+            return is_done()
+
+        if not Deadline(self.place.timeout).wait_until(is_met, poll_interval):
+            raise TimeoutError(f"it took longer than {self.place.timeout:g} s")
 
     def _wait_for_receivers(self, key: str) -> None:
         """Wait until all receivers have written ``key``."""
@@ -125,7 +141,7 @@ class TransferGroup:
             return not missing
 
         try:
-            self._wait_until(are_all_there, intervals.SHORT_POLL_INTERVAL)
+            self._wait_until(are_all_there)
         except TimeoutError as error:
             numbers = ", ".join(str(rank - 1) for rank in sorted(missing))
             raise TimeoutError(f"no sign of number {numbers} of 0 to {self.place.size - 2}, and {error}") from None
@@ -142,7 +158,7 @@ class TransferGroup:
                 results.put(error)
 
         threading.Thread(target=make, name="connect-transfer-group", daemon=True).start()
-        self._wait_until(lambda: not results.empty(), intervals.SHORT_POLL_INTERVAL)
+        self._wait_until(lambda: not results.empty())
         error = results.get()
         if error is not None:
             raise error

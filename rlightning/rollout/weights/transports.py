@@ -9,6 +9,7 @@ import torch
 from rlightning import intervals
 from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.weights.broadcast import BroadcastSender
 from rlightning.rollout.weights.driver import WeightSender
 from rlightning.rollout.weights.files import FileSender
@@ -16,9 +17,6 @@ from rlightning.rollout.weights.rendezvous import find_own_address
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, plan_source
 from rlightning.rpc.authentication import parse_url
-
-SENDER_RANK = 0
-"""The rank with the bucket for standalone engines."""
 
 
 class ShardSender(WeightSender):
@@ -49,9 +47,9 @@ def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]
     """Return this rank's sender to engines on devices of their own, which are connected with rank 0."""
     config = configs[0]
     plan = _plan(source, config)
-    if global_rank() != SENDER_RANK:
-        return ShardSender(plan, destination=SENDER_RANK)
-    destination = SENDER_RANK if world_size() > 1 else None
+    if global_rank() != COLLECTOR_RANK:
+        return ShardSender(plan, destination=COLLECTOR_RANK)
+    destination = COLLECTOR_RANK if world_size() > 1 else None
     # A worker that receives answers nothing else, and must not count as hanging.
     timeout = min(intervals.TRANSFER_TIMEOUT, config.hang_timeout / 2)
     if config.weight_folder is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout.weights import plan_chunks
-from rlightning.rollout.weights.driver import Engine, WeightReceiver, WeightUpdater
+from rlightning.rollout.weights.driver import UpdatableEngine, WeightReceiver, WeightUpdater
 from rlightning.rollout.weights.source import weight_shapes
 from rlightning.rollout.weights.transports import ShardSender
 
@@ -31,7 +31,7 @@ def weights_of(version: int) -> Weights:
     return Weights((name, weight + version) for name, weight in WEIGHTS.items())
 
 
-def update(updater: WeightUpdater, version: int, engines: Sequence[Engine]) -> Sequence[Engine]:
+def update(updater: WeightUpdater, version: int, engines: Sequence[UpdatableEngine]) -> Sequence[UpdatableEngine]:
     """Send a version's weights, and have the engines sample from them."""
     updater.send_weights(weights_of(version), engines)
     return updater.activate_weights(version)

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from rlightning.errors import ConfigError
 from rlightning.models.counts import num_experts, read_setting
 from rlightning.models.rotary import describe_longrope_gap
-from rlightning.rollout.engine_arguments import argument_names
+from rlightning.rollout.vllm.arguments import argument_names
 
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
 """That an engine works on at once: on an H200 more do not make it faster (docs/measurements.md)."""
