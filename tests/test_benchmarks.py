@@ -18,10 +18,9 @@ RunBenchmark = Callable[[str, str], str]
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
-    *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),
-    *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table", "defaults"),
-    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side", "checksums", "canary", "adapters"),
-    *("adapter_curves", "agents", "attention_kernels", "decode_attention", "prompts", "scheduling", "shared_prefix"),
+    *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves", "sharded_loading"),
+    *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
+    *("controller", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
 )
 
 
@@ -94,15 +93,6 @@ def test_benchmark_compares_with_trl_if_installed(run_benchmark: RunBenchmark, t
         assert "TRL is not installed here" in printed
     else:
         assert rows[1]["side"] == "TRL" and float(rows[1]["x TRL"]) == 1
-
-
-@pytest.mark.slow
-def test_cost_grows_by_length_and_by_sequences(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
-    options = "--lengths 140 160 --sequences 4 8 --samples 2 --microbatch-tokens 512 -- --model.compile false"
-    run_benchmark("growth", options)
-    rows = read_csv(tmp_path / "out" / "table.csv")
-    assert [(row["sequences"], row["tokens each"]) for row in rows] == [("4", "140"), ("4", "160"), ("8", "140")]
-    assert float(rows[0]["by attention"]) == float(rows[2]["by attention"]) == 1 < float(rows[1]["by attention"])
 
 
 @pytest.mark.slow
@@ -186,41 +176,3 @@ def test_memory_is_traced_by_step_through_the_real_command(run_benchmark: RunBen
     ]
     lengths = [int(row["max_new_tokens"]) for row in rows]
     assert all(4 <= length <= 40 for length in lengths) and len(set(lengths)) > 1
-
-
-def measure(name: str, folder: Path, *options: str) -> str:
-    """What a benchmark of the host's side says, which needs no model."""
-    return run_python(BENCHMARKS / f"{name}.py", *options, folder=folder).stdout
-
-
-@pytest.mark.slow
-def test_every_part_is_measured(tmp_path: Path) -> None:
-    said = measure("host_side", tmp_path, "--sizes", "16x8", "--repetitions", "1", "--out", "out")
-    assert said.startswith("| part | ns at 16x8 | growth | ")
-    rows = read_csv(tmp_path / "out" / "measurements.csv")
-    assert len(rows) == len(said.strip().splitlines()) - 2  # without the head and its line
-    assert all(int(row["tokens"]) > 0 and float(row["seconds"].strip("[]")) > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_two_checkouts_are_compared(tmp_path: Path) -> None:
-    options = ["--sizes", "80x20", "--parts", "pack", "--repetitions", "1", "--before", str(BENCHMARKS.parent)]
-    said = measure("host_side", tmp_path, *options)
-    assert said.startswith("| part | before, s | now, s | times faster | ")
-    assert said.splitlines()[2].startswith("| pack | ")
-
-
-@pytest.mark.slow
-def test_both_ends_of_an_engine_are_measured(tmp_path: Path) -> None:
-    options = ["--sequences", "4", "--tokens", "4", "--repetitions", "1"]
-    said = measure("engine_output", tmp_path, *options).strip().splitlines()[-6:]
-    assert said[0].startswith("| output | core, us | front, us | text, us | ")
-    assert said[2].startswith("| text in the end | ")
-
-
-@pytest.mark.slow
-def test_schedulers_are_measured(tmp_path: Path) -> None:
-    options = ["--sequences", "4", "--steps", "4", "--repetitions", "1"]
-    said = measure("scheduling", tmp_path, *options).strip().splitlines()[-4:]
-    assert said[0] == "| scheduler | schedule | take in | write | all |"
-    assert [line.split(" | ")[0] for line in said[2:]] == ["| vLLM's own", "| rlightning's"]
