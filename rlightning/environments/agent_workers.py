@@ -1,4 +1,4 @@
-"""The worker processes of agents that are functions: their clients' time is not the trainer's."""
+"""Worker processes for agents that are functions, so that their clients take no CPU time of the trainer's process."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ MIN_CORES = 4
 
 
 class AgentWorkers(WorkerEnvironment):
-    """Calls an agent's function in worker processes; the endpoint is the trainer's."""
+    """Calls an agent's function in worker processes; the endpoint that it samples from is in the trainer's process."""
 
     prefix = "environment.workers"
 
@@ -36,7 +36,7 @@ class AgentWorkers(WorkerEnvironment):
         self._is_required, self._says_unsendable = is_required, True
 
     def takes(self, prompt: Prompt) -> bool:
-        """Return whether the prompt would arrive as it is; the first that would not is told.
+        """Return whether a prompt can be sent to a worker unchanged; the first prompt that cannot be is logged.
 
         Raises:
             ConfigError: it would not, and it must run in a worker.
@@ -56,7 +56,7 @@ class AgentWorkers(WorkerEnvironment):
         return reason is None
 
     async def call(self, prompt: Prompt, session: Session, access: Callable[..., Access]) -> Outcome:
-        """Make one trajectory.
+        """Make one trajectory in a worker.
 
         Raises:
             LimitReachedError: the agent failed where a sequence had no more room.
@@ -129,7 +129,7 @@ def _why_not(function: AgentFunction) -> str | None:
 
 
 def _find_unsendable(columns: Mapping[str, Any]) -> str | None:
-    """Return which column would not arrive as it is, and why, as a sentence; None if all would."""
+    """Return a sentence that names a column which cannot be sent to a worker, and why; None if all can."""
     for name, value in columns.items():
         try:
             if encode(value)[1]:

@@ -1,4 +1,4 @@
-"""OpenAI's routes: chats, completions, and vLLM's own route for tokens."""
+"""OpenAI's routes for chats and completions, and vLLM's route for tokens."""
 
 import secrets
 import time
@@ -34,7 +34,7 @@ async def complete_text(session: Session, body: Mapping[str, Any], emit: Emit) -
 
 
 async def generate_tokens(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
-    """Answer ``/inference/v1/generate``: vLLM's route, with tokens named ``token_id:<id>`` as renderers reads them."""
+    """Answer ``/inference/v1/generate``: vLLM's route, with tokens named ``token_id:<id>`` as renderers parses them."""
     unknown = [name for name in body if name not in ("token_ids", "sampling_params", "model", "stream", "cache_salt")]
     if unknown:
         raise APIError(f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter")
@@ -70,7 +70,7 @@ def list_models(session: Session) -> dict[str, Any]:
 
 
 def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
-    """Return the tools of a request; with the choice "none" the policy reads them, and its calls are text."""
+    """Return the tools of a request; with the tool choice "none" the policy is shown them, and its calls stay text."""
     choice = None if "tool_choice" in ignored else body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise APIError(
@@ -86,7 +86,7 @@ def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
 
 
 def count_usage(answers: Answers) -> dict[str, int]:
-    """Return the tokens of a request: the prompt's, and those of all choices."""
+    """Return a request's usage: the tokens of its prompt, and of all its choices."""
     sampled = sum(len(turn.sample.token_ids) for turn in answers.turns)
     num_prompt = answers.num_prompt_tokens
     return {"prompt_tokens": num_prompt, "completion_tokens": sampled, "total_tokens": num_prompt + sampled}
@@ -98,7 +98,7 @@ def _is_function(tool: object) -> bool:
 
 
 class CompletionWriter(EventWriter):
-    """Writes a completion."""
+    """Writes the response of a completion request."""
 
     id_prefix: str
     kind: str
@@ -112,11 +112,11 @@ class CompletionWriter(EventWriter):
 
     @abstractmethod
     def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
-        """Return a whole choice."""
+        """Return one choice in full."""
 
     @abstractmethod
     def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
-        """Yield the last chunks of a choice."""
+        """Yield the last chunks of a choice's stream."""
 
     def write(self, answers: Answers) -> dict[str, Any]:
         """See :class:`EventWriter`."""
@@ -140,7 +140,7 @@ class CompletionWriter(EventWriter):
 
 
 class ChatWriter(CompletionWriter):
-    """Of a chat: calls come in one chunk each, and log-probabilities with the last one."""
+    """Writes the response of a chat request: each tool call in one chunk, log-probabilities with the last chunk."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -173,7 +173,7 @@ class ChatWriter(CompletionWriter):
 
 
 class TextWriter(CompletionWriter):
-    """Of a text."""
+    """Writes the response of a text completion request."""
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
