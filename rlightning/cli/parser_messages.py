@@ -1,4 +1,4 @@
-"""What jsonargparse says of a value that it refuses, in one line."""
+"""Summarises jsonargparse's messages about refused values in one line."""
 
 import re
 from itertools import takewhile
@@ -8,7 +8,7 @@ from rlightning.errors import did_you_mean
 
 
 def summarise(message: str, keys: ConfigKeys | None) -> str:
-    """One line of jsonargparse's several: the key and what is wrong with it.
+    """Reduce a message of several lines to one: the key and what is wrong with its value.
 
     Args:
         keys: the keys of this command line, to complete a key that jsonargparse shortened.
@@ -42,7 +42,7 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
 
 
 def _expected(line: str) -> list[str]:
-    """The names of what was expected, if a line says that alone: a class's, or words in quotes."""
+    """Return the expected types or words if a line consists of nothing else."""
     if words := re.fullmatch(r"Expected a typing\.Literal\[(.*)\]", line):
         return words[1].split(", ")
     kind = re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line)
@@ -50,7 +50,7 @@ def _expected(line: str) -> list[str]:
 
 
 def _way_out(text: str) -> str:
-    """A sentence about what to write instead of a value of the wrong type, as scripts get it."""
+    """Return a sentence with a correct value in place of one of the wrong type."""
     found = re.fullmatch(r"expected (.*), got '(.*)'", text)
     if found is None:
         return ""

@@ -69,7 +69,7 @@ def watch_own_node(session: str) -> OwnNode | None:
 
 
 def describe_loss(raylet: int) -> str:
-    """What a run ends with whose raylet was killed."""
+    """Return the error message of a run whose raylet has been killed."""
     return (
         f"The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed, or ran out of "
         "memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
@@ -77,7 +77,7 @@ def describe_loss(raylet: int) -> str:
 
 
 def _say_goodbye(reaper: "subprocess.Popen[bytes]") -> None:
-    """Tell the reaper that this process ends by itself, and has said why."""
+    """Tell the reaper that this process exits on its own and has logged the reason."""
     assert reaper.stdin is not None
     with contextlib.suppress(OSError):  # it was killed
         reaper.stdin.write(b".")
@@ -85,7 +85,7 @@ def _say_goodbye(reaper: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """Wait for the end of the raylet and the controller, whichever is first."""
+    """Kill Ray's agents when the raylet or the controller exits; print an error if the raylet was lost."""
     logs, controller, raylet, *agents = sys.argv[1:]
     has_said_goodbye, end = False, -1
     with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Prompts of large sets, whose tokens stay on disk: made once a host by ``datasets``, mapped by every process."""
+"""Prompts of large sets, whose tokens stay on disk: tokenised once a host by ``datasets``, mapped by each process."""
 
 import json
 import os
