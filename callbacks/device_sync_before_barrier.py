@@ -52,7 +52,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
             return
         self._device = self.device or platform.device_of(trainer, module)
         for owner, name in _own_barriers(trainer):
-            self._go_before(owner, name)
+            self._wrap_barrier(owner, name)
         add_barrier_hook(self._wait)
         self._undo.append(functools.partial(remove_barrier_hook, self._wait))
 
@@ -71,7 +71,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
     def _wait(self) -> None:
         platform.synchronize(self._device)
 
-    def _go_before(self, owner: object, name: str) -> None:
+    def _wrap_barrier(self, owner: object, name: str) -> None:
         """Wrap ``owner.name`` so that it synchronizes the device first, until ``teardown``."""
         barrier = getattr(owner, name)
         if hasattr(barrier, "waits_for_device"):
@@ -82,13 +82,13 @@ class DeviceSyncBeforeBarrier(RLCallback):
             )
 
         @functools.wraps(barrier)
-        def wait_and_meet(*args: object, **kwargs: object) -> object:
+        def synchronize_and_wait(*args: object, **kwargs: object) -> object:
             self._wait()
             return barrier(*args, **kwargs)
 
-        wait_and_meet.waits_for_device = True  # type: ignore[attr-defined]
+        synchronize_and_wait.waits_for_device = True  # type: ignore[attr-defined]
         is_own_attribute = name in vars(owner)
-        setattr(owner, name, wait_and_meet)
+        setattr(owner, name, synchronize_and_wait)
         self._undo.append(
             functools.partial(setattr, owner, name, barrier)
             if is_own_attribute

@@ -351,7 +351,7 @@ class RolloutCallback(RLCallback, Generator):
 
     # Truncated sampling
 
-    def _say_truncated(self) -> None:
+    def _log_truncation(self) -> None:
         """Log how the trainer treats tokens that top-k, top-p or min-p exclude."""
         sampling = self.sampling
         if not sampling.max_support:
@@ -396,7 +396,7 @@ class RolloutCallback(RLCallback, Generator):
                 "rollout.temperature=0 makes all samples of a prompt alike, and nothing can be learned. Use 1."
             )
         if stage == "fit" and sampling.is_truncated:
-            self._say_truncated()
+            self._log_truncation()
         if stage == "fit" and self.verify_trajectories:
             check_verifiable(sampling)
         datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None

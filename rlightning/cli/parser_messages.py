@@ -37,7 +37,7 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)
     text = re.sub(r"the following arguments are required: (.*)", r"it needs a value for '\1'", text)
-    text = f"{text}{_way_out(text)}"
+    text = f"{text}{_suggest_value(text)}"
     return f"{keys.full_key(key) if keys else key}: {text}" if key else text
 
 
@@ -49,7 +49,7 @@ def _expected(line: str) -> list[str]:
     return [{"Sequence": "list", "Iterable": "list"}.get(kind[1], kind[1])] if kind else []
 
 
-def _way_out(text: str) -> str:
+def _suggest_value(text: str) -> str:
     """Return a sentence with a correct value in place of one of the wrong type."""
     found = re.fullmatch(r"expected (.*), got '(.*)'", text)
     if found is None:

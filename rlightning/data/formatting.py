@@ -61,7 +61,7 @@ class PromptFormat:
         }
         return {name: column for name, column in columns.items() if column is not None}
 
-    def without_missing(self, columns: Collection[str]) -> "PromptFormat":
+    def without_absent_columns(self, columns: Collection[str]) -> "PromptFormat":
         """Return this format without those sampling columns (temperature, token limit) that a set lacks."""
         absent: dict[str, Any] = {name: None for name, column in self.own_sampling.items() if column not in columns}
         return replace(self, **absent)

@@ -137,7 +137,9 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             _require(self.predict is not None, "predict", "predict from")
             self.predict = hold_rows(self.predict, self.predict_limit, "data.predict", "data.predict_limit")
             table = read_source(self.predict, self.predict_limit, "data.predict", self.environment)
-            self.predict_prompts = self._build(table, self.format.without_missing(table.columns), is_rewarded=False)
+            self.predict_prompts = self._build(
+                table, self.format.without_absent_columns(table.columns), is_rewarded=False
+            )
 
     def prepare_data(self) -> None:
         """Download sets from the hub once a host, before all ranks of the host read them."""
@@ -292,7 +294,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         )
         environment = self.environment if chosen.environment is None else chosen.environment
         table = read_source(chosen.path, chosen.limit, chosen.key, environment)
-        return self._build(table, own.without_missing(table.columns))
+        return self._build(table, own.without_absent_columns(table.columns))
 
     def _build(self, table: RowTable, prompt_format: PromptFormat, *, is_rewarded: bool = True) -> Sequence[Prompt]:
         check_columns, check_answers = self._own("check_columns"), self._own("check_answers")

@@ -33,7 +33,7 @@ class AgentWorkers(WorkerEnvironment):
         settings.setdefault("hang_timeout", HANG_TIMEOUT)
         super().__init__(FUNCTION, {"agent": function.agent, "arguments": function.arguments}, **settings)
         self.name, self.key = str(function.agent), function.name
-        self._is_required, self._says_unsendable = is_required, True
+        self._is_required, self._logs_unsendable = is_required, True
 
     def takes(self, prompt: Prompt) -> bool:
         """Return whether a prompt can be sent to a worker unchanged; the first prompt that cannot be is logged.
@@ -47,8 +47,8 @@ class AgentWorkers(WorkerEnvironment):
                 f"{self.key}: prompt {prompt.index} cannot be sent to workers: {reason} Make the column plain "
                 "data, such as a text, or leave out num_workers and workers: it runs in the trainer's process then."
             )
-        if reason and self._says_unsendable:
-            self._says_unsendable = False
+        if reason and self._logs_unsendable:
+            self._logs_unsendable = False
             log.info(
                 "%s runs in the trainer's process for prompts that cannot be sent to workers, such as %d: %s",
                 *(self.key, prompt.index, reason),

@@ -141,7 +141,7 @@ class ChatFormat:
         cleaned = self._clean(messages)
         if not self.has_template:
             return self._encode("".join(message["content"] for message in cleaned))
-        close, text = self._find_rest(cleaned)
+        close, text = self._find_turn_close(cleaned)
         if ended and sampled and sampled[-1] in self._hidden_ids and close is not None:
             last = self._name_token(sampled[-1])
             is_known = last in close and text.startswith(close)
@@ -354,7 +354,7 @@ class ChatFormat:
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return token_ids
 
-    def _find_rest(self, messages: list[Message]) -> tuple[str | None, str]:
+    def _find_turn_close(self, messages: list[Message]) -> tuple[str | None, str]:
         """Return what closes the policy's turn if nothing follows, None if that has no special token, and the text from
         there to the beginning of its next turn, with what closes it where the messages follow.
         """
@@ -362,7 +362,7 @@ class ChatFormat:
         if answers and self._call_style is not None:
             for kept in (answers, answers[-1:]):  # some templates take one call a message, or write the first alone
                 with suppress(ConfigError):
-                    return self._find_rest_of_calls(kept, messages)
+                    return self._find_turn_close_of_calls(kept, messages)
         text = self._apply_after_mark([*_PLAIN, *messages], True)
         return self._plain_close if self._special_text.search(self._plain_close) else None, text
 
@@ -371,7 +371,7 @@ class ChatFormat:
         """The text that the template puts after a final turn without tool calls."""
         return self._apply_after_mark(list(_PLAIN), False)
 
-    def _find_rest_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
+    def _find_turn_close_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
         assert self._call_style is not None
         content, is_text = self._call_style
         calls = []

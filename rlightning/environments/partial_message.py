@@ -84,8 +84,8 @@ class PartialMessage:
     def finish(self, message: AssistantMessage) -> AssistantMessage:
         """Return the whole message, consistent with the part that the client has already received."""
         return message._replace(
-            content=_continue(self.content, message.content),
-            reasoning=_continue(self.reasoning, message.reasoning or "") or message.reasoning,
+            content=_keep_certain(self.content, message.content),
+            reasoning=_keep_certain(self.reasoning, message.reasoning or "") or message.reasoning,
         )
 
     def _certain_content(self, text: str) -> str:
@@ -107,6 +107,6 @@ def _without_open_end(text: str) -> str:
     return OPEN_MARK.sub("", text).rstrip()
 
 
-def _continue(certain: str, whole: str) -> str:
+def _keep_certain(certain: str, whole: str) -> str:
     """Return the whole text, or the certain part alone if the parser's whole text does not begin with that."""
     return whole if whole.startswith(certain) else certain

@@ -163,8 +163,8 @@ class RecordedGroup:
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
         try:
-            async with policy.clock.limit(self._timeout) as deadline, _turns_within(self._turn_timeout, policy) as turn:
-                return await _run_unless_failed(run, policy)
+            async with policy.clock.limit(self._timeout) as deadline, _limit_turns(self._turn_timeout, policy) as turn:
+                return await _run_and_check(run, policy)
         except LimitReachedError as error:
             return Outcome(status="truncated", error=cut(str(error)))
         except TrajectoryLostError:
@@ -214,7 +214,7 @@ def _copy_outcome(outcome: Outcome) -> Outcome:
 
 
 @asynccontextmanager
-async def _turns_within(seconds: float | None, policy: RecordedPolicy) -> AsyncIterator[asyncio.Timeout]:
+async def _limit_turns(seconds: float | None, policy: RecordedPolicy) -> AsyncIterator[asyncio.Timeout]:
     """Raise a TimeoutError if a turn of the policy's, or the time after the last turn, exceeds ``seconds``."""
     async with policy.clock.limit(seconds) as deadline:
 
@@ -229,7 +229,7 @@ async def _turns_within(seconds: float | None, policy: RecordedPolicy) -> AsyncI
             policy.on_turn = lambda: None
 
 
-async def _run_unless_failed(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
+async def _run_and_check(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
     """Make a trajectory; raise the first error of its sampler, even if the environment caught that error."""
     try:
         outcome = check_outcome(await run(policy))

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def raise_limits(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
+def reraise_remote(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
     """Convert a RemoteError that stands for an exception of class ``kind`` to that exception."""
     try:
         yield
@@ -61,7 +61,7 @@ class RemotePolicy:
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
         """See :meth:`Policy.ask`."""
-        with raise_limits(AskLimitError):
+        with reraise_remote(AskLimitError):
             return _read_reply(await self._request("ask", temperature, max_new_tokens, *messages))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
@@ -77,7 +77,7 @@ class RemotePolicy:
         return await self._request("resume")
 
     async def _request(self, method: str, *arguments: Any) -> Any:
-        with raise_limits():
+        with reraise_remote():
             return await self._trainer.call("request", self._key, method, *arguments)
 
 

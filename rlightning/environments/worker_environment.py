@@ -17,7 +17,7 @@ from rlightning.environments.environment import Environment, Places, Policy, Tra
 from rlightning.environments.messages import Message
 from rlightning.environments.outcomes import outcome_from_plain
 from rlightning.environments.policy import RecordedPolicy, failed_outcome
-from rlightning.environments.worker import raise_limits
+from rlightning.environments.worker import reraise_remote
 from rlightning.errors import ConfigError, EnvironmentFailedError, RunError, check_rules
 from rlightning.foreign_text import cut, cut_line
 from rlightning.processes.managed_process import python_command
@@ -133,7 +133,7 @@ class WorkerEnvironment(Environment):
         served = {**serve_policy(policy, errors), **(methods or {})}
         clock = policy.clock if isinstance(policy, RecordedPolicy) else Clock()
         try:
-            with raise_limits(), ExitStack() as waiting:
+            with reraise_remote(), ExitStack() as waiting:
                 waiting.enter_context(clock.stopped())
                 call = pool.call([*prompt], hang_timeout=self.hang_timeout, methods=served, on_start=waiting.close)
                 outcome = outcome_from_plain(await call)

@@ -109,7 +109,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
             self._has_room = True
             return super().experiment
         self._drop_files()
-        return _Nothing()
+        return _NullWriter()
 
     def save(self) -> None:
         """See Logger; the next step tests for disk space again."""
@@ -130,7 +130,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
             self._experiment.file_writer = self._experiment.all_writers = None
 
 
-class _Nothing:
+class _NullWriter:
     """An object that has every method; each does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -56,19 +56,19 @@ def _time_limit() -> Iterator[None]:
         return
 
     def stop(signal_number: int, frame: object) -> None:
-        raise _OutOfTime
+        raise _TimeLimitError
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
     try:
-        with contextlib.suppress(_OutOfTime):
+        with contextlib.suppress(_TimeLimitError):
             yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
 
 
-class _OutOfTime(BaseException):
+class _TimeLimitError(BaseException):
     """The time limit has passed. Not an Exception, because sympy and the parser catch those."""
 
 

@@ -30,7 +30,7 @@ CHECK_SECONDS = 1.5
 """In which reference answers are graded, after the first of them."""
 
 
-class _Begun(NamedTuple):
+class _Submitted(NamedTuple):
     """A trajectory whose reward calls have been submitted.
 
     Attributes:
@@ -95,13 +95,13 @@ class RewardRunner:
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: RewardPool | None = None  # when there are calls
-        self._begun: dict[int, _Begun] = {}  # by the turns' id()
+        self._submitted: dict[int, _Submitted] = {}  # by the turns' id()
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy: the functions, without processes and calls."""
-        return self.__dict__ | {"_opened": None, "_begun": {}}
+        return self.__dict__ | {"_opened": None, "_submitted": {}}
 
     def check(self, columns: Sequence[str], source: str) -> None:
         """Raise a ConfigError if a prompt set lacks a column that a reward function requires."""
@@ -165,7 +165,7 @@ class RewardRunner:
         elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
         for trajectory in trajectories:
             outcomes = {f: self._submit(f, trajectory) for f in elsewhere}
-            self._begun[id(trajectory.turns)] = _Begun(trajectory.turns, outcomes)
+            self._submitted[id(trajectory.turns)] = _Submitted(trajectory.turns, outcomes)
 
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
         """Score every trajectory by every function; calls that were submitted before are not repeated.
@@ -178,7 +178,7 @@ class RewardRunner:
         self.sources.report_changes()
         calls: dict[Future[Outcome], tuple[int, int]] = {}  # function and trajectory
         for place, trajectory in enumerate(trajectories):
-            begun = self._begun.pop(id(trajectory.turns), None)
+            begun = self._submitted.pop(id(trajectory.turns), None)
             outcomes = begun.outcomes if begun is not None else {}
             for function in range(len(self.functions)):
                 outcome = outcomes.get(function) or self._submit(function, trajectory)
@@ -251,10 +251,10 @@ class RewardRunner:
             self._opened = None
 
     def _cancel_begun(self) -> None:
-        for begun in self._begun.values():
+        for begun in self._submitted.values():
             for outcome in begun.outcomes.values():
                 outcome.cancel()
-        self._begun.clear()
+        self._submitted.clear()
 
     @property
     def _pool(self) -> RewardPool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import read_tools
-from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
+from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
 from rlightning.environments.messages import AssistantMessage, Message
@@ -32,7 +32,7 @@ async def create_message(session: Session, body: Mapping[str, Any], emit: Emit) 
         )
     renamed.pop("thinking", None)
     refuse_choices(body)
-    asked = read_asked(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
+    asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("messages"):
         messages = list(_read_messages(body))
     with reading("tools"):

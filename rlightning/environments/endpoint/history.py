@@ -35,7 +35,7 @@ class Known(NamedTuple):
         """Return whether this message of a client's equals a recorded one."""
         return self[:3] == recorded[:3] and self.reasoning in ("", recorded.reasoning)
 
-    def without_thought(self) -> "Known":
+    def without_reasoning(self) -> "Known":
         """Return the message without its reasoning, also where that stands in its text."""
         return self._replace(text=THOUGHT.sub("", self.text, count=1).strip(), reasoning="")
 
@@ -87,7 +87,7 @@ class Histories:
             past = max(fitting, key=lambda one: (len(one.messages), one.turn.end == len(one.turn.branch.token_ids)))
             num_new = len(own) - len(past.messages)
             if num_new and all(message.role != "assistant" for message in own[-num_new:]):
-                return Found(past, num_new, "sampled_again" if is_repeated else self._find_other_end(own, past))
+                return Found(past, num_new, "sampled_again" if is_repeated else self._find_fork_reason(own, past))
         known = {message[:3] for past in self._pasts for message in past.messages}
         num_new = next((i for i, message in enumerate(reversed(own)) if message[:3] in known), len(own))
         return Found(None, num_new, "sampled_again" if is_repeated else self._find_reason(own, tools))
@@ -100,7 +100,7 @@ class Histories:
         """
         self._pasts.append(Past(tools, (*messages, received), turn))
 
-    def _find_other_end(self, own: tuple[Known, ...], past: Past) -> BranchReason:
+    def _find_fork_reason(self, own: tuple[Known, ...], past: Past) -> BranchReason:
         """Return why a branch begins: how a conversation differs from others that continue the same recorded one."""
         others = [one.messages for one in self._pasts if len(one.messages) > len(past.messages)]
         others = [messages for messages in others if _begins(messages, past.messages)]
@@ -110,10 +110,10 @@ class Histories:
         if not self._pasts:
             return "started_over"
         talk = _without_system(own)
-        thoughtless = tuple(message.without_thought() for message in talk)
+        thoughtless = tuple(message.without_reasoning() for message in talk)
         for past in self._pasts:
             known = _without_system(past.messages)
-            if not _begins(thoughtless, tuple(message.without_thought() for message in known)):
+            if not _begins(thoughtless, tuple(message.without_reasoning() for message in known)):
                 continue
             if past.tools != tools:
                 return "tools_changed"

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
-from rlightning.environments.endpoint.parameters import Asked, read_asked
+from rlightning.environments.endpoint.parameters import RequestParameters, read_parameters
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, Emit, Event, EventWriter, Reply, answer
 from rlightning.environments.recorder import RecordedTurn
@@ -21,14 +21,14 @@ DONE = (None, "[DONE]")
 async def complete_chat(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/chat/completions``."""
     others = ("messages", "tools", "tool_choice")
-    asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=others)
+    asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=others)
     sample = partial(session.chat, asked, body.get("messages"), read_tools(body, session.ignored))
     return await answer(ChatWriter(session, asked), emit if asked.stream else None, sample)
 
 
 async def complete_text(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/completions``."""
-    asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
+    asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
     sample = partial(session.complete, asked, _read_prompt(body.get("prompt")))
     return await answer(TextWriter(session, asked), emit if asked.stream else None, sample)
 
@@ -43,7 +43,7 @@ async def generate_tokens(session: Session, body: Mapping[str, Any], emit: Emit)
     parameters = body.get("sampling_params") or {}
     if not isinstance(parameters, Mapping):
         raise APIError("sampling_params has to be an object.", param="sampling_params")
-    asked = read_asked(parameters, session.policy.sampling, ignored=session.ignored)
+    asked = read_parameters(parameters, session.policy.sampling, ignored=session.ignored)
     answers = await session.complete(asked, _read_tokens(body.get("token_ids"), "token_ids"))
     choices = [
         {
@@ -104,7 +104,7 @@ class CompletionWriter(EventWriter):
     kind: str
     chunk_kind: str
 
-    def __init__(self, session: Session, asked: Asked) -> None:
+    def __init__(self, session: Session, asked: RequestParameters) -> None:
         super().__init__()
         self._session, self._asked = session, asked
         name = f"{self.id_prefix}-{secrets.token_hex(12)}"

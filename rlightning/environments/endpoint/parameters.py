@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class Asked(BaseModel):
+class RequestParameters(BaseModel):
     """The parameters of a request beside its messages, by OpenAI's names."""
 
     model: str | None = None
@@ -94,9 +94,9 @@ class Asked(BaseModel):
         return self.logprobs is not False
 
 
-def read_asked(
+def read_parameters(
     body: Mapping[str, Any], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
-) -> Asked:
+) -> RequestParameters:
     """Parse the parameters of a request.
 
     Args:
@@ -110,7 +110,7 @@ def read_asked(
     neutral = {**NEUTRAL, "top_p": (sampling.top_p,), "min_p": (sampling.min_p,)}
     neutral["top_k"] = (sampling.top_k,) if sampling.top_k else (0, -1)
     for name, value in given.items():
-        if name in Asked.model_fields or name in others or name in WITHOUT_EFFECT:
+        if name in RequestParameters.model_fields or name in others or name in WITHOUT_EFFECT:
             continue
         if name not in neutral:
             raise APIError(f"Unknown parameter: '{name}'. {_way_out(name)}", param=name, code="unknown_parameter")
@@ -119,9 +119,9 @@ def read_asked(
             raise APIError(
                 f"{name}={cut_value(value)} {rule}. {_way_out(name)}", param=name, code="unsupported_parameter"
             )
-    values = {name: value for name, value in given.items() if name in Asked.model_fields}
+    values = {name: value for name, value in given.items() if name in RequestParameters.model_fields}
     try:
-        return Asked.model_validate(values, strict=True)
+        return RequestParameters.model_validate(values, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part) in values)
@@ -134,7 +134,7 @@ def refuse_choices(body: Mapping[str, Any]) -> None:
         raise APIError("Unknown parameter: 'n'.", param="n", code="unknown_parameter")
 
 
-def to_sampling(asked: Asked, own: Sampling, stream: int, temperature: float | None) -> Sampling:
+def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperature: float | None) -> Sampling:
     """Convert the parameters of a request to a :class:`Sampling`.
 
     Args:

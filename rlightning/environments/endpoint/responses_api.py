@@ -8,7 +8,7 @@ from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import count_usage, read_tools
-from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
+from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
 from rlightning.environments.messages import Message
@@ -31,7 +31,7 @@ async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Repl
     refuse_choices(body)
     if "text" in renamed and "text" not in session.ignored:
         renamed[RESPONSE_FORMAT] = _read_format(renamed.pop("text"))
-    asked = read_asked(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
+    asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("input"):
         messages = [*_read_earlier(session, body), *_read_input(body.get("input"))]
     with reading("tools"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, received_message, to_json
-from rlightning.environments.endpoint.parameters import Asked, to_sampling
+from rlightning.environments.endpoint.parameters import RequestParameters, to_sampling
 from rlightning.environments.endpoint.streaming import Answers, TurnStream
 from rlightning.environments.environment import LimitReachedError
 from rlightning.environments.messages import AssistantMessage, Message
@@ -93,7 +93,7 @@ class Session:
             request.cancel()
 
     async def chat(
-        self, asked: Asked, messages: object, tool_use: ToolUse, stream: TurnStream | None = None
+        self, asked: RequestParameters, messages: object, tool_use: ToolUse, stream: TurnStream | None = None
     ) -> Answers:
         """Sample the policy's next turn of a conversation.
 
@@ -121,7 +121,9 @@ class Session:
             self._histories.add(known, tools_key, turn, received_message(turn.message))
         return answers
 
-    async def complete(self, asked: Asked, prompt: str | list[int], stream: TurnStream | None = None) -> Answers:
+    async def complete(
+        self, asked: RequestParameters, prompt: str | list[int], stream: TurnStream | None = None
+    ) -> Answers:
         """Continue a text or tokens. A text that extends an earlier one reuses the tokens of that one."""
         with reading("prompt"):
             history = self._tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -155,7 +157,7 @@ class Session:
 
     async def _sample(
         self,
-        asked: Asked,
+        asked: RequestParameters,
         history: list[int],
         read: Callable[[Sample], AssistantMessage],
         begin: Callable[[], PartialMessage | None],

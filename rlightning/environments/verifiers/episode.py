@@ -46,7 +46,7 @@ class Node(BaseModel):
         """Tokens that the policy sampled."""
         return [token for token, mine in zip(self.token_ids, self.mask, strict=True) if mine]
 
-    def is_of(self, turn: Turn) -> bool:
+    def matches_turn(self, turn: Turn) -> bool:
         """Return whether this message has exactly the tokens and log-probabilities of a recorded turn."""
         sample = turn.sample
         if sample is None or self.sampled_ids != list(sample.token_ids):
@@ -141,7 +141,7 @@ class Trace(BaseModel):
                 matched += [Turn(node.message)] if matched else []  # else it is of the prompt
                 continue
             for _ in range(asked.count(number) if node.sampled_ids else 0):
-                found = next((turn for turn in left if node.is_of(turn)), None)
+                found = next((turn for turn in left if node.matches_turn(turn)), None)
                 if found is None:
                     raise ValueError(
                         f"a turn of '{self.agent.name}' has {len(node.sampled_ids)} tokens not sampled for it"

@@ -220,14 +220,14 @@ def _in_lowest_terms(ratio: Ratio) -> Sequence[Answer]:
 
 
 def _texts_equal(reference: Answer, given: Answer) -> bool:
-    return _plain(reference) == _plain(given) != ""
+    return _normalized_words(reference) == _normalized_words(given) != ""
 
 
 def _source(answer: Answer) -> str:
     return answer.words if isinstance(answer, Text) else answer.latex if isinstance(answer, Formula) else ""
 
 
-def _plain(answer: Answer) -> str:
+def _normalized_words(answer: Answer) -> str:
     """Return the words of an answer in lower case without punctuation."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", _source(answer)).casefold()
     text = " ".join(re.sub(r"[.,;:!?\"'`*$]+", " ", text).split())

@@ -60,7 +60,7 @@ def parse(latex: str) -> Basic:
         return expression
     if not isinstance(expression, sympy.Basic) or isinstance(expression, sympy.Tuple):
         return None
-    return _complete(expression)
+    return _replace_constants(expression)
 
 
 def formulas_equal(reference: str, given: str) -> bool:
@@ -117,7 +117,7 @@ def _sum_up(expression: Basic) -> Basic:
     return expression.doit() if is_sum else expression
 
 
-def _complete(expression: Basic) -> Basic:
+def _replace_constants(expression: Basic) -> Basic:
     """Replace decimals by exact rational numbers, and i by the imaginary unit."""
     floats = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
     expression = expression.xreplace(floats) if floats else expression

@@ -15,7 +15,7 @@ _NAME = re.compile(
 
 def unwrap_pair(reference: Answer, given: Answer) -> tuple[Answer, Answer]:
     """Replace ``x = 5`` by 5 where the other answer is a bare value, or both name the same variable."""
-    named_reference, named_given = _named(reference), _named(given)
+    named_reference, named_given = _name_and_value(reference), _name_and_value(given)
     if named_reference is not None and named_given is not None:
         same = squeeze(named_reference[0]) == squeeze(named_given[0])
         return (named_reference[1], named_given[1]) if same else (reference, given)
@@ -57,7 +57,7 @@ def _is_relation(answer: Answer) -> bool:
     return isinstance(answer, Relation)
 
 
-def _named(answer: Answer) -> tuple[str, Answer] | None:
+def _name_and_value(answer: Answer) -> tuple[str, Answer] | None:
     """Return the one variable and its value in ``x = 5``, ``x in S``, ``x = 1, x = 2`` or ``x = 1, 2``; else None."""
     if isinstance(answer, Relation) and set(answer.signs) == {"="}:
         name, value = answer.sides[0], answer.sides[-1]
@@ -69,7 +69,7 @@ def _named(answer: Answer) -> tuple[str, Answer] | None:
         read = read_answer(answer.sides[1])
         return (answer.sides[0], read) if read is not None else None
     if isinstance(answer, Listing):
-        named = [_named(item) if isinstance(item, Relation) else None for item in answer.items]
+        named = [_name_and_value(item) if isinstance(item, Relation) else None for item in answer.items]
         first = named[0]
         if first is None or any(item is not None and item[0] != first[0] for item in named):
             return None

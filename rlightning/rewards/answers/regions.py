@@ -110,11 +110,11 @@ def _merge(parts: tuple[Answer, ...]) -> tuple[Answer, ...]:
     for group in (parts[place] for place in order):
         assert isinstance(group, Group)
         last = merged[-1] if merged else None
-        gap = None if last is None else _order(group.items[0]) - _order(last.items[1])  # type: ignore[operator]
+        gap = None if last is None else _sort_key(group.items[0]) - _sort_key(last.items[1])  # type: ignore[operator]
         if last is None or gap > 0 or (gap == 0 and (last.closing, group.opening) == (")", "(")):  # type: ignore[operator]
             merged.append(group)
             continue
-        further = max(last, group, key=lambda one: (_order(one.items[1]), one.closing == "]"))
+        further = max(last, group, key=lambda one: (_sort_key(one.items[1]), one.closing == "]"))
         merged[-1] = Group(last.opening, (last.items[0], further.items[1]), further.closing)
     return tuple(merged)
 
@@ -122,11 +122,11 @@ def _merge(parts: tuple[Answer, ...]) -> tuple[Answer, ...]:
 def _ends(part: Answer) -> tuple[Fraction | float, Fraction | float] | None:
     if not isinstance(part, Group) or part.opening == r"\{" or len(part.items) != 2:
         return None
-    low, high = map(_order, part.items)
+    low, high = map(_sort_key, part.items)
     return None if low is None or high is None else (low, high)
 
 
-def _order(end: Answer) -> Fraction | float | None:
+def _sort_key(end: Answer) -> Fraction | float | None:
     """Return a key by which the ends of intervals are sorted; None for an end whose value is not a plain number."""
     if isinstance(end, Number):
         return end.value
