@@ -18,7 +18,7 @@ RunBenchmark = Callable[[str, str], str]
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
-    *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves", "sharded_loading"),
+    *("make_model", "weak_scaling", "weight_sync", "learning_curves", "sharded_loading"),
     *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
     *("controller", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
 )
@@ -161,18 +161,3 @@ def test_the_canary_is_asked_about_right_and_wrong_weights(run_benchmark: RunBen
     assert told["down_proj stale"] == "no"  # lost in rounding
     assert all(strike["off by, %"] > 0 and strike["strike"] in said for strike in strikes)
     assert list((tmp_path / "out").rglob("metrics.csv")) == []  # no step of training
-
-
-@pytest.mark.slow
-def test_memory_is_traced_by_step_through_the_real_command(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
-    options = "--steps 2 --arms before_wake_too --prompts 2 --samples 2 --shortest 4 --longest 40"
-    said, out = run_benchmark("colocated_memory", options), tmp_path / "out"
-    assert said.startswith("| run | steps | ")
-    assert (out / "table.md").read_text() == said
-    assert {path.name for path in out.glob("*.*")} >= {"table.csv", "steps.csv", "steps.md", "curve.svg"}
-    rows = read_csv(out / "before_wake_too" / "after-0.csv")
-    assert [(row["step"], row["moment"]) for row in rows] == [
-        (step, moment) for step in "12" for moment in ("sync_start", "sync_end", "rollout_end", "update_end")
-    ]
-    lengths = [int(row["max_new_tokens"]) for row in rows]
-    assert all(4 <= length <= 40 for length in lengths) and len(set(lengths)) > 1
