@@ -40,7 +40,7 @@ KEEP_ALIVE_SECONDS = 100.0
 
 
 class Access(NamedTuple):
-    """Where an agent reaches the policy of its trajectory.
+    """The URL and key by which an agent reaches the policy of its trajectory.
 
     Attributes:
         base_url: of OpenAI's API.

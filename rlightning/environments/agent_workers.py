@@ -81,7 +81,7 @@ class AgentWorkers(WorkerEnvironment):
 def start_workers(
     function: AgentFunction, num_workers: int | None, max_trajectories: int, settings: Mapping[str, Any]
 ) -> AgentWorkers | None:
-    """Return the workers of an agent, which start with its first trajectory; None if it runs in the trainer's process.
+    """Return an agent's worker pool, which starts with its first trajectory; None to run the agent in this process.
 
     Args:
         function: the agent.

@@ -183,7 +183,7 @@ class RewardRunner:
             for function in range(len(self.functions)):
                 outcome = outcomes.get(function) or self._submit(function, trajectory)
                 calls[outcome] = (function, place)
-        self._cancel_begun()
+        self._cancel_submitted()
         failures = self._failures or FailureCount(len(trajectories), self.max_failed_share)
         tally = Tally(self.functions, len(trajectories), failures, self._reported)
         try:
@@ -245,12 +245,12 @@ class RewardRunner:
 
     def close(self) -> None:
         """End the worker processes, and cancel submitted calls; later calls start new processes."""
-        self._cancel_begun()
+        self._cancel_submitted()
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
-    def _cancel_begun(self) -> None:
+    def _cancel_submitted(self) -> None:
         for begun in self._submitted.values():
             for outcome in begun.outcomes.values():
                 outcome.cancel()

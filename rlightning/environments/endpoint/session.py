@@ -29,7 +29,7 @@ MAX_BEGINNINGS = 256
 
 
 class ToolUse(NamedTuple):
-    """The tools of a request.
+    """The tools of a request, and how the policy may use them.
 
     Attributes:
         schemas: that the policy reads; None for no tools.

@@ -77,7 +77,7 @@ class Agent(BaseModel):
 
 
 class Trace(BaseModel):
-    """What one agent did in an episode."""
+    """The messages, requests and rewards of one agent in an episode."""
 
     id: str
     agent: Agent

@@ -39,7 +39,7 @@ class Announcement:
 
 
 class Lifeline:
-    """Takes the place of the pipe whose end tells the server that its parent has exited; the trainer is waited for."""
+    """Takes the place of the pipe by which the server detects its parent's exit; waits for the trainer's instead."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
