@@ -1,16 +1,14 @@
 """Callbacks that the benchmarks put into a run: they vary the work, and write down what it takes."""
 
 import csv
-import random
 from collections.abc import Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from rlightning.hooks import RLCallback
-from rlightning.parallel.device import memory_use, synchronize
+from rlightning.parallel.device import synchronize
 from rlightning.run_dir import run_dir
 
 
@@ -42,40 +40,6 @@ class CSVTrace(RLCallback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Count rollout steps from 1."""
         self.step = trainer.global_step + 1
-
-
-class MemoryTrace(CSVTrace):
-    """Writes what the trainer's device holds, in bytes, at each moment of a step.
-
-    Two of them, listed before and after another callback, see what that one does.
-
-    Args:
-        name: of the file.
-    """
-
-    def __init__(self, name: str = "memory") -> None:
-        super().__init__(name, ["moment", "max_new_tokens", "allocated", "reserved", "free", "total"])
-
-    def _measure(self, trainer: Any, module: Any, moment: str) -> None:
-        use = memory_use(module.device)
-        numbers = (use.allocated, use.reserved, use.free, use.total) if use is not None else (0, 0, 0, 0)
-        self.write(trainer, moment, module.sampling.max_new_tokens, *numbers)
-
-    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
-        """The engine is about to wake."""
-        self._measure(trainer, module, "sync_start")
-
-    def on_weight_sync_end(self, trainer: Any, module: Any, weight_version: int) -> None:
-        """The engine is awake, and about to generate."""
-        self._measure(trainer, module, "sync_end")
-
-    def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        """The engine sleeps, if it is one that does."""
-        self._measure(trainer, module, "rollout_end")
-
-    def on_update_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        """The engine sleeps; the actor needs its gradients and activations no more."""
-        self._measure(trainer, module, "update_end")
 
 
 class LimitMemory(RLCallback):
@@ -123,25 +87,3 @@ class SyncTrace(CSVTrace):
         is_verified = self.verify_every > 0 and self._num_syncs % self.verify_every == 0
         self._num_syncs += 1
         self.write(trainer, perf_counter() - self._begun, self._until_wake, int(is_verified))
-
-
-class VaryLengths(RLCallback):
-    """Gives each step another ``max_new_tokens``, in the same random order in each run.
-
-    A model of random weights hardly ever ends a completion by itself, so that this is the length of all of them.
-
-    Args:
-        shortest: tokens.
-        longest: tokens; at most the rollout's ``max_new_tokens``, which the engine is sized by.
-        seed: of the order.
-    """
-
-    def __init__(self, shortest: int, longest: int, seed: int = 0) -> None:
-        super().__init__()
-        self.shortest, self.longest = shortest, longest
-        self._random = random.Random(seed)
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Draw the step's length: as many steps between 64 and 128 tokens as between 512 and 1,024."""
-        length = round(self.shortest * (self.longest / self.shortest) ** self._random.random())
-        module.sampling = replace(module.sampling, max_new_tokens=length)

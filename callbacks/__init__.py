@@ -1,4 +1,4 @@
-"""Every callback, one a file. Import them as ``rlightning.callbacks``."""
+"""All callbacks, one in each file. Import them as ``rlightning.callbacks``."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ _FILES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a callback when it is first asked for: each costs only those who use it."""
+    """Import a callback when it is first accessed, so that unused ones cost no import time."""
     if name not in _FILES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return resolve_name(f"{__name__}.{_FILES[name]}:{name}")

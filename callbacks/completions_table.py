@@ -1,4 +1,4 @@
-"""What the policy wrote, where people look: the console, the loggers, a Parquet file."""
+"""Shows completions on the console and in loggers, and writes trajectories to Parquet files."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -79,46 +79,46 @@ class CompletionsTable(RunCallback):
         self._effort = BestEffort("Completions")
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of steps, for loops that do not count them."""
+        """Return the number of steps, for loops that do not count steps."""
         return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the number of steps."""
         super().load_state_dict(state_dict)
         self._num_steps = state_dict["num_steps"]
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
-        """Return what it writes."""
+        """Return the folder of the Parquet files."""
         return self._folder(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Refuse a folder that cannot be written to before anything is generated."""
+        """Raise a ConfigError if the folder cannot be written to, before anything is generated."""
         super().setup(trainer, pl_module, stage)
         folder = self._folder(trainer)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"path='{folder}' is a file, completions go to a folder. Name another one.")
 
     def begin_run(self) -> None:
-        """Count from the run's first step."""
+        """Reset the number of steps."""
         self._num_steps = 0
 
     def drop_step(self) -> None:
-        """Show nothing of a step that is begun again, and write its file anew."""
+        """Discard what is kept of a step that is going to be repeated; its file will be rewritten."""
         self._pending, self._step, self._rows, self._table, self._is_updating = None, 0, [], None, False
         self._rollouts = []
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
-        """Begin a step again whose update was cut short."""
+        """Discard the former attempt at a step if its update was interrupted."""
         if self._is_updating:
             self.drop_step()
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Keep the batch, whose trajectories that count as not sampled no later hook gets."""
+        """Keep the batch, as later hooks do not get trajectories that count as not sampled."""
         if generates(module) and has(module, SelectsSampled):
             self._rollouts.append(batch)
 
     def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Keep the batch until its advantages are there; a refill of the same step takes its place."""
+        """Keep the batch until its advantages are computed; a refill of the step replaces it."""
         if not generates(module):  # supervised fine-tuning: the completions are the data's
             return
         step = self._count(trainer)
@@ -127,7 +127,7 @@ class CompletionsTable(RunCallback):
         self._pending = (step, batch)
 
     def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Show the batch that is trained on."""
+        """Show and write the batch that is about to be trained on."""
         if not generates(module):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
@@ -143,11 +143,11 @@ class CompletionsTable(RunCallback):
         self._is_updating = False
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Show a batch that no update followed, because all its groups were without signal."""
+        """Show and write a batch without an update, in which no group has a signal."""
         self._flush(trainer, module)
 
     def _count(self, trainer: Loop) -> int:
-        """The step that is under way, counted from 1."""
+        """Return the number of the present step, counted from 1."""
         self._num_steps = (trainer.global_step if has(trainer, CountsSteps) else self._num_steps) + 1
         return self._num_steps
 
@@ -211,7 +211,7 @@ class CompletionsTable(RunCallback):
 
 
 def not_sampled(module: object, rollouts: Sequence[RolloutBatch]) -> Iterator[RolloutBatch]:
-    """Yield, of each rollout that has any, the trajectories that count as not sampled."""
+    """Yield a batch of those trajectories of each rollout that count as not sampled, such as failed ones."""
     if not has(module, SelectsSampled):
         return
     for batch in rollouts:
@@ -222,7 +222,7 @@ def not_sampled(module: object, rollouts: Sequence[RolloutBatch]) -> Iterator[Ro
 
 
 def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
-    """The text on one line, cut to ``limit`` characters at its end, or in the middle to keep the end too."""
+    """Put a text on one line, cut to ``limit`` characters at its end, or in the middle to keep the end too."""
     line = visible_on_one_line(text)
     if len(line) <= limit:
         return line

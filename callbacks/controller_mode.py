@@ -1,4 +1,4 @@
-"""What this process is: one of equal ranks, a controller without a device, or a controller's worker."""
+"""Sets what this process is: one of equal ranks, a controller without a device, or a controller's worker."""
 
 import logging
 
@@ -17,8 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class ControllerMode(RLCallback):
-    """Settles the process's execution mode before anything touches a device; see
-    :mod:`~rlightning.parallel.execution_mode`.
+    """Sets the process's execution mode before a device is used; see :mod:`~rlightning.parallel.execution_mode`.
 
     A controller orchestrates, holds no model, and never creates a CUDA context: where it would wait for a device or
     ask for its memory, nothing happens. Without this callback a process is SPMD.
@@ -42,11 +41,11 @@ class ControllerMode(RLCallback):
         self.resolved: ExecutionMode | None = None
 
     def check(self, trainer: Loop) -> None:
-        """Refuse contradictions; the command line asks before any other process is started."""
+        """Raise a ConfigError for contradictory settings; the command line calls this before it starts processes."""
         check_execution_mode(self.mode, strategy=_strategy_of(trainer), controller=self.controller)
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
-        """Resolve the mode; refuse contradictions."""
+        """Set the mode; raise a ConfigError for contradictory settings."""
         check_repeated(callbacks_of(trainer))
         resolved = resolve_execution_mode(self.mode, strategy=_strategy_of(trainer), controller=self.controller)
         if resolved is ExecutionMode.CONTROLLER and platform.has_context():

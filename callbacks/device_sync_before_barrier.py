@@ -1,4 +1,4 @@
-"""No rank leaves a barrier before all ranks' devices have done what was queued before it."""
+"""Synchronizes each rank's device before barriers, so that no rank continues before all devices have finished."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class DeviceSyncBeforeBarrier(RLCallback):
-    """Each rank waits for its device before it enters a barrier.
+    """Each rank synchronizes its device before it enters a barrier.
 
     A barrier waits for processes; what they queued on their devices may still run when it returns. A process that then
     reads another rank's memory, files or engine finds them half-written. With this callback all device work that any
@@ -47,21 +47,21 @@ class DeviceSyncBeforeBarrier(RLCallback):
         self._device: torch.device | None = None
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
-        """Go before every barrier."""
+        """Wrap every barrier."""
         if self._undo:
             return
         self._device = self.device or platform.device_of(trainer, module)
         for owner, name in _own_barriers(trainer):
-            self._go_before(owner, name)
+            self._wrap_barrier(owner, name)
         add_barrier_hook(self._wait)
         self._undo.append(functools.partial(remove_barrier_hook, self._wait))
 
     def teardown(self, trainer: Loop, module: object, stage: str) -> None:
-        """Leave the barriers as they were."""
+        """Restore the barriers."""
         self._leave_barriers()
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Leave the barriers as they were: an exception is not followed by ``teardown``."""
+        """Restore the barriers, because ``teardown`` is not called after an exception."""
         self._leave_barriers()
 
     def _leave_barriers(self) -> None:
@@ -71,8 +71,8 @@ class DeviceSyncBeforeBarrier(RLCallback):
     def _wait(self) -> None:
         platform.synchronize(self._device)
 
-    def _go_before(self, owner: object, name: str) -> None:
-        """Have ``owner.name(...)`` wait first, until ``teardown``."""
+    def _wrap_barrier(self, owner: object, name: str) -> None:
+        """Wrap ``owner.name`` so that it synchronizes the device first, until ``teardown``."""
         barrier = getattr(owner, name)
         if hasattr(barrier, "waits_for_device"):
             self._leave_barriers()
@@ -82,13 +82,13 @@ class DeviceSyncBeforeBarrier(RLCallback):
             )
 
         @functools.wraps(barrier)
-        def wait_and_meet(*args: object, **kwargs: object) -> object:
+        def synchronize_and_wait(*args: object, **kwargs: object) -> object:
             self._wait()
             return barrier(*args, **kwargs)
 
-        wait_and_meet.waits_for_device = True  # type: ignore[attr-defined]
+        synchronize_and_wait.waits_for_device = True  # type: ignore[attr-defined]
         is_own_attribute = name in vars(owner)
-        setattr(owner, name, wait_and_meet)
+        setattr(owner, name, synchronize_and_wait)
         self._undo.append(
             functools.partial(setattr, owner, name, barrier)
             if is_own_attribute
@@ -97,7 +97,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
 
 
 def _own_barriers(trainer: Loop) -> Iterator[tuple[Any, str]]:
-    """Where the loop's own barriers are, by object and attribute; rlightning's strategies have none of their own."""
+    """Yield the object and attribute of each barrier of the loop itself; none for rlightning's strategies."""
     strategy = trainer.strategy if has(trainer, HasStrategy) else None
     if isinstance(strategy, ConnectedRanks):
         return

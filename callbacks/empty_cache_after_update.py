@@ -1,4 +1,4 @@
-"""Memory that PyTorch's allocator keeps for later, given back to the device while others need it."""
+"""Returns memory that PyTorch's allocator caches to the device while other processes need it."""
 
 from time import perf_counter
 from typing import Any
@@ -64,30 +64,30 @@ class EmptyCacheAfterUpdate(RunCallback):
         self._num_updates = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The count, so that a resumed run empties it at the same updates."""
+        """Return the number of updates, so that a resumed run empties the cache at the same ones."""
         return {"num_updates": self._num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the number of updates."""
         super().load_state_dict(state_dict)
         self._num_updates = state_dict["num_updates"]
 
     def begin_run(self) -> None:
-        """Count from the run's first update."""
+        """Reset the number of updates."""
         self.last, self._num_updates = {}, 0
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Empty it after each n-th update."""
+        """Empty the cache after every n-th update."""
         self._num_updates += 1
         self._empty(trainer, module, "after_update")
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Empty it before the engine wakes."""
+        """Empty the cache before the engine wakes."""
         if self.before_wake:
             self._empty(trainer, module, "before_wake")
 
     def on_engine_wake(self, trainer: Loop, module: object) -> None:
-        """Empty it of what gathering and verifying the weights took: the KV cache is still to come."""
+        """Empty the cache after the weight transfer, before the engine allocates its KV cache."""
         if self.before_wake:
             self._empty(trainer, module, "before_kv_cache")
 
@@ -115,7 +115,7 @@ class EmptyCacheAfterUpdate(RunCallback):
         log_metrics(module, metrics)
 
     def pays(self, memory: platform.MemoryUse) -> bool:
-        """Whether the thresholds call for it."""
+        """Return whether the thresholds ask for emptying the cache now."""
         reasons = []
         if self.min_free_bytes is not None:
             reasons.append(memory.free < self.min_free_bytes)

@@ -1,4 +1,4 @@
-"""Memory for an engine that wakes on the trainer's device: as much as it lacks, and no more."""
+"""Frees as much memory as an engine lacks when it wakes on the trainer's device, and no more."""
 
 import logging
 
@@ -16,7 +16,7 @@ NOISE_BYTES = 64 << 20
 
 
 class MakeRoomForEngine(OffloadDuringRollout):
-    """Gives an engine on the same device the memory that it needs when it wakes, if that much is not free.
+    """Frees memory of the trainer for an engine on the same device when it wakes, if not enough is free.
 
     First what PyTorch's allocator keeps for later goes back to the device, then optimizer state and gradients wait in
     page-locked host memory until the engine sleeps, at last parameters, once the engine has them. How much an engine
@@ -39,26 +39,26 @@ class MakeRoomForEngine(OffloadDuringRollout):
         self._told: set[str] = set()
 
     def begin_run(self) -> None:
-        """Another run has another engine."""
+        """Forget the measurements, as another run has another engine."""
         super().begin_run()
         self.engine_bytes = self._others_awake = 0
         self._told.clear()
 
     def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Measure what others than this process hold while the engine is awake."""
+        """Measure the memory that other processes hold while the engine is awake."""
         memory = platform.memory_use(platform.device_of(trainer, module))
         if memory is not None:
             self._others_awake = max(self._others_awake, _held_by_others(memory))
 
     def on_engine_sleep(self, trainer: Loop, module: object) -> None:
-        """Measure how much of it the engine gives back, and take the device again."""
+        """Measure how much memory the engine has freed, and move offloaded tensors back."""
         memory = platform.memory_use(platform.device_of(trainer, module))
         if memory is not None and self._others_awake:
             self.engine_bytes = max(self.engine_bytes, self._others_awake - _held_by_others(memory))
         super().on_engine_sleep(trainer, module)
 
     def is_needed(self, trainer: Loop, module: object) -> bool:
-        """Whether the engine lacks memory, after the allocator has given back its unused blocks."""
+        """Return whether the engine still lacks memory when the allocator's cache has been emptied."""
         device = platform.device_of(trainer, module)
         memory = platform.memory_use(device)
         if memory is None or not self.engine_bytes or _lacking(memory, self._others_awake) <= 0:
@@ -86,18 +86,18 @@ class MakeRoomForEngine(OffloadDuringRollout):
             self._tell(what, f"in the host's memory until it sleeps ({moved / GIB:.1f} GiB now)")
 
     def _tell(self, what: str, how: str) -> None:
-        """Say once what is done from now on where it is needed."""
+        """Log once what is done for the engine from now on."""
         if what not in self._told:
             self._told.add(what)
             log.info("When the engine wakes, %s %s.", what, how)
 
 
 def _held_by_others(memory: platform.MemoryUse) -> int:
-    """Bytes that are neither free nor of this process's allocator: of engines, contexts and other processes."""
+    """Return the bytes that are used outside of this process's allocator: by engines, CUDA contexts, others."""
     return memory.total - memory.free - memory.reserved
 
 
 def _lacking(memory: platform.MemoryUse, others_awake: int) -> int:
-    """Bytes that are not free and that the others are going to take, until they hold as many as they held awake."""
+    """Return how many bytes are missing for other processes to hold as much as when the engine was awake."""
     still = others_awake - _held_by_others(memory)
     return still + MARGIN_BYTES - memory.free if still > NOISE_BYTES else 0

@@ -1,4 +1,4 @@
-"""What only the update needs, moved to host memory while the engine needs the device."""
+"""Moves tensors that only the update needs to host memory while the engine uses the device."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -62,71 +62,71 @@ class OffloadDuringRollout(RunCallback):
         self._offload_seconds = 0.0
 
     def begin_run(self) -> None:
-        """Forget what was moved in the run before."""
+        """Forget the metrics of the run before."""
         self.last = {}
 
     def drop_step(self) -> None:
-        """The engine of a step that was cut short has not said that it sleeps, and never will."""
+        """Mark the engine as asleep: after an interrupted step its sleep is not reported."""
         self._is_engine_awake = False
         self._offload_seconds = 0.0
 
     @property
     def moved_each_step(self) -> frozenset[str]:
-        """The parts of a phase that a memory plan leaves out while an engine is awake."""
+        """The parts of memory, by the plan's names, that are on the host while an engine is awake."""
         parts = {"optimizer_state"} if self.optimizer else set()
         return frozenset(parts | ({"parameters", "frozen_models"} if self.parameters else set()))
 
     # Away
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
-        """Make room for the engine."""
+        """Offload optimizer state and gradients."""
         if generates(module) and self.is_needed(trainer, module):
             self._offload_state(trainer, module)
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Make room for the engine, also in a validation; the parameters are about to be read."""
+        """Offload optimizer state and gradients, and restore the parameters to be sent."""
         self._weights.give_back()
         if self.is_needed(trainer, module):
             self._offload_state(trainer, module)
 
     def on_engine_wake(self, trainer: Loop, module: object) -> None:
-        """Move the parameters: the engine has them."""
+        """Offload the parameters, which the engine has received."""
         self._is_engine_awake = True
         if self.parameters and self.is_needed(trainer, module):
             self._offload_parameters(trainer, module)
 
     def is_needed(self, trainer: Loop, module: object) -> bool:
-        """Whether anything has to be moved now."""
+        """Return whether tensors have to be offloaded now; subclasses may do so only if memory is short."""
         return True
 
     # And back
 
     def on_engine_sleep(self, trainer: Loop, module: object) -> None:
-        """Take the engine's place."""
+        """Move the offloaded tensors back to the device."""
         self._is_engine_awake = False
         self._restore(module)
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Take the device again, unless an engine is about to say when it is free."""
+        """Move the offloaded tensors back, unless an engine is awake and will report its sleep."""
         if not self._is_engine_awake:
             self._restore(module)
 
     def on_validation_end(self, trainer: Loop, pl_module: object) -> None:
-        """As after a rollout."""
+        """Move the offloaded tensors back, as after a rollout."""
         self.on_rollout_end(trainer, pl_module, None)
 
     on_test_end = on_predict_end = on_validation_end
 
     def on_update_start(self, trainer: Loop, module: object, batch: object) -> None:
-        """Take the device again, if nothing else has said that it is free."""
+        """Move the offloaded tensors back if they still are on the host."""
         self._restore(module)
 
     def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: dict[str, Any]) -> None:
-        """Have everything there to be saved."""
+        """Move the offloaded tensors back before they are saved."""
         self._restore(None)  # in the middle of a save there is no logging
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Have everything on its device again."""
+        """Move the offloaded tensors back to their device."""
         super().on_exception(trainer, module, exception)
         try:
             self.teardown(trainer, module, "fit")
@@ -134,7 +134,7 @@ class OffloadDuringRollout(RunCallback):
             log.error("%.1f GiB stay on the host: the engine still has their memory.", self.num_bytes / GIB)
 
     def teardown(self, trainer: Loop, module: object, stage: str) -> None:
-        """Take everything back; end of the host memory."""
+        """Move the offloaded tensors back, and free the host memory."""
         super().teardown(trainer, module, stage)
         self._weights.close()
         self._state.close()
@@ -143,7 +143,7 @@ class OffloadDuringRollout(RunCallback):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are on the host now."""
+        """Bytes of the tensors that are on the host now."""
         return self._state.num_bytes + self._weights.num_bytes
 
     def _offload_state(self, trainer: Loop, module: object) -> None:
@@ -176,7 +176,7 @@ class OffloadDuringRollout(RunCallback):
 
 
 def _optimizers(trainer: Loop) -> Iterator[Any]:
-    """The loop's optimizers, without the wrappers that Lightning, Fabric and accelerate put around them."""
+    """Yield the loop's optimizers without the wrappers of Lightning, Fabric and accelerate."""
     found: Sequence[Optimizer] | Optimizer | None = trainer.optimizers if has(trainer, HasOptimizers) else None
     if not found and has(trainer, HasOptimizer):
         found = trainer.optimizer
@@ -193,7 +193,7 @@ def _optimizer_state(trainer: Loop) -> Iterator[Tensor]:
 
 
 def _parameters(trainer: Loop, module: object) -> Iterator[Tensor]:
-    """The optimizers', the module's and its roles', some of them more than once."""
+    """Yield the parameters of the optimizers, the module and its roles; some occur repeatedly."""
     for optimizer in _optimizers(trainer):
         for group in optimizer.param_groups:
             yield from group["params"]

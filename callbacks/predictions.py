@@ -1,4 +1,4 @@
-"""Predictions as a file, a line a prompt."""
+"""Writes predictions to a JSONL file, one line for each prompt."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ logger = logging.getLogger("rlightning")
 
 
 class JSONLPredictions(RLCallback):
-    """Writes what ``predict_step`` returns to a JSONL file, an object a prompt.
+    """Writes the results of ``predict_step`` to a JSONL file, one object for each prompt.
 
     An object has ``index`` (the prompt's row), ``prompt``, ``completions`` and ``finish_reasons`` (lists of equal
     length), and ``columns`` (the row as it was read; NaN and infinities, which JSON does not have, are null). While it
@@ -57,15 +57,15 @@ class JSONLPredictions(RLCallback):
 
     @property
     def state_key(self) -> str:
-        """Two of them write two files."""
+        """A key with the path, as two of these callbacks write two files."""
         return self._generate_state_key(path=self.path)
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
-        """Return what it writes."""
+        """Return the path of the file."""
         return self._path(trainer) if stage == "predict" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Refuse to overwrite before anything is generated, and leave out what an earlier run has done."""
+        """Raise an error if the file exists, and leave out prompts that an interrupted run has completed."""
         check_repeated(callbacks_of(trainer))
         check_outputs(trainer, stage)
         if stage == "predict":
@@ -98,7 +98,7 @@ class JSONLPredictions(RLCallback):
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: Prompt, trajectories: list[Trajectory]
     ) -> None:
-        """Write a prompt before the others of its batch are complete."""
+        """Write a prompt as soon as it is complete, before the rest of its batch."""
         if not self.is_done(prompt):
             self._open_file.write(prompt, trajectories)
         self._written[prompt.index] += 1
@@ -112,7 +112,7 @@ class JSONLPredictions(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write what has not been written yet."""
+        """Write the prompts of a batch that have not been written yet."""
         for prompt, trajectories in outputs:
             if self._written[prompt.index]:
                 self._written[prompt.index] -= 1
@@ -121,18 +121,18 @@ class JSONLPredictions(RLCallback):
         self._written.clear()
 
     def on_predict_end(self, trainer: Loop, module: object) -> None:
-        """Give the file its name."""
+        """Rename the file to its final name."""
         file, self._file, self._earlier = self._open_file, None, {}
         file.finish()
         logger.info("%d completions of %d prompts in %s", file.num_completions, file.num_prompts, file.path)
 
     def teardown(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Give the file its name where nothing was left to predict, so that Lightning has begun nothing."""
+        """Rename the file to its final name if no prompt was left, as Lightning calls no other hook then."""
         if stage == "predict" and self._file is not None:
             self.on_predict_end(trainer, pl_module)
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Keep what is there, under the name that says it is not whole."""
+        """Keep the partial file under its name for partial files."""
         file, self._file, self._earlier = self._file, None, {}
         if file is None:
             return
@@ -142,7 +142,7 @@ class JSONLPredictions(RLCallback):
             logger.info("%d prompts' completions are in %s; %s", file.num_prompts, file.partial, rest)
 
     def _prepare(self, trainer: Loop, module: object) -> PredictionFile:
-        """Read what earlier runs have left, of all ranks, and have the data module leave it out."""
+        """Read the files of earlier runs, of all ranks, and have the data module leave out their prompts."""
         paths, rank = self._rank_paths(trainer), rank_in(trainer)
         data = trainer.datamodule if has(trainer, HasData) else None
         files = [PredictionFile(path, sampling_settings(trainer, module, data)) for path in paths]
@@ -165,7 +165,7 @@ class JSONLPredictions(RLCallback):
         return own
 
     def _read_earlier(self, own: PredictionFile, files: list[PredictionFile]) -> dict[int, int]:
-        """Read the files of all ranks. They finish one after the other: a kill may leave one whole and one partial."""
+        """Read the files of all ranks; after a kill some may be complete and others partial."""
         if own.path.exists() and not any(file.is_begun for file in files if len(files) > 1):
             raise ConfigError(
                 f"path='{own.path}' is there already and is not overwritten. Name another file, or move it away."
@@ -176,7 +176,7 @@ class JSONLPredictions(RLCallback):
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
 
     def _rank_paths(self, trainer: Loop) -> list[Path]:
-        """The final names of all ranks' files; refuses those of another number of ranks."""
+        """Return the final paths of all ranks' files; raises if partial files have another number of ranks."""
         path = self._path(trainer)
         num_ranks = num_ranks_in(trainer)
         paths = [path]
@@ -199,7 +199,7 @@ class JSONLPredictions(RLCallback):
 
 
 def sampling_settings(trainer: Loop, module: object, data: object) -> dict[str, object]:
-    """Return what completions depend on, by configuration key, as far as the loop's objects tell."""
+    """Return the settings that completions depend on, by configuration key, as far as they are known."""
     sampling = asdict(module.sampling) if has(module, HasSampling) else {}
     prompts = data.predict_prompts if has(data, HasPredictPrompts) else None
     return {

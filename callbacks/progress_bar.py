@@ -1,4 +1,4 @@
-"""The progress bar of a run, and the line a step where there is no terminal."""
+"""The progress bar of a run; without a terminal, a log line for each step."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ logger = logging.getLogger("rlightning")
 
 
 class RLProgressBar(RichProgressBar, PhaseTimer):
-    """Lightning's rich progress bar, counting rollout steps and showing what matters in RL.
+    """Lightning's rich progress bar, which counts rollout steps and shows RL metrics.
 
     It shows reward (or loss where there are no rewards), completion length, tokens per second, and the seconds of
     each phase. Where standard output is no terminal, it logs a line a step instead, and in both cases a line for
@@ -49,13 +49,13 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a bar is drawn; lines are logged where it is not."""
+        """Whether a bar is drawn; without one, lines are logged."""
         return self._is_live and super().is_enabled
 
     # The types of the next three hooks are those of both bases: only Lightning's Trainer passes setup().
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find out whether the terminal is live; refuse a loop that is not Lightning's, whose bars these are."""
+        """Detect a live terminal; raise a ConfigError for a loop other than Lightning's, whose bar this is."""
         if not hasattr(trainer, "is_global_zero"):
             raise ConfigError(
                 f"RLProgressBar needs Lightning's Trainer, which {type(trainer).__name__} is not. Leave it out of the "
@@ -68,22 +68,22 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
             show_log_lines()
 
     def begin_run(self) -> None:
-        """Forget the last step of the run before."""
+        """Reset the status of the last step."""
         super().begin_run()
         self._status = ""
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the console, and drop the step that was cut short."""
+        """Remove the bar from the console, and discard the interrupted step."""
         PhaseTimer.on_exception(self, trainer, pl_module, exception)
         RichProgressBar.on_exception(self, trainer, pl_module, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave the console."""
+        """Remove the bar from the console."""
         PhaseTimer.teardown(self, trainer, pl_module, stage)
         RichProgressBar.teardown(self, trainer, pl_module, stage)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the bar of the whole run, once: an epoch is nothing to look at."""
+        """Draw one bar for the whole run, as epochs do not matter."""
         if self.is_enabled and self.train_progress_bar_id is None:
             self._initialize_train_progress_bar_id()
             self._update(self.train_progress_bar_id, trainer.global_step)
@@ -91,7 +91,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
     def on_train_batch_end(
         self, trainer: Loop, pl_module: object, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Show the step that is over."""
+        """Show the finished step."""
         PhaseTimer.on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
         if self.is_enabled:
             if self.train_progress_bar_id is None:
@@ -112,7 +112,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
                 logger.info(line)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Nothing to the right of the bar: there is too little room, the metrics have the line below it."""
+        """Return nothing, as metrics are shown in the line below the bar, not to its right."""
         return {}
 
     def _init_progress(self, trainer: Trainer) -> None:
@@ -131,7 +131,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
 
     @property
     def _shows_progress(self) -> bool:
-        """Not on other ranks, where Lightning disables progress bars, nor where the user turned it off."""
+        """Whether this rank shows progress: rank 0, unless the user has turned it off."""
         return self._enabled and self.refresh_rate > 0
 
     def _initialize_train_progress_bar_id(self) -> None:
@@ -161,7 +161,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
 
 
 def total_steps(trainer: Trainer) -> int | None:
-    """How many rollout steps the run will have; None if nothing says so."""
+    """Return the number of rollout steps of the run; None if no limit is set."""
     limits = []
     if trainer.max_steps >= 0:
         limits.append(trainer.max_steps)
@@ -171,7 +171,7 @@ def total_steps(trainer: Trainer) -> int | None:
 
 
 def validation_lines(step: int, metrics: dict[str, Tensor]) -> list[str]:
-    """One line a validation set, from the metrics named ``val/<set>/<metric>``."""
+    """Return one line for each validation set, with the metrics named ``val/<set>/<metric>``."""
     by_set: dict[str, list[str]] = {}
     for name, value in metrics.items():
         parts = name.split("/")

@@ -1,4 +1,4 @@
-"""Of ranks that compute the same, one stores it."""
+"""Of ranks with equal results, only one stores its results."""
 
 import logging
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class RemotizeOnHeadOnly(RLCallback):
         self.is_head: bool | None = None
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
-        """Find this rank's place in its group; from now on only heads store."""
+        """Find this rank's place in its group; from now on only head ranks store results."""
         check_repeated(callbacks_of(trainer))
         self.is_head = self._find_place(trainer, module)
         if self.is_head is False:
@@ -63,19 +63,19 @@ class RemotizeOnHeadOnly(RLCallback):
         set_storing_policy(self._stores)
 
     def teardown(self, trainer: Loop, module: object, stage: str) -> None:
-        """Everything is stored again."""
+        """Let all ranks store their results again."""
         self.is_head = None
         set_storing_policy(None)
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Everything is stored again: an exception is not followed by ``teardown``."""
+        """Let all ranks store again, because ``teardown`` is not called after an exception."""
         self.teardown(trainer, module, "fit")
 
     def _stores(self) -> bool:
         return self.is_head is not False
 
     def _find_place(self, trainer: Loop, module: object) -> bool | None:
-        """Whether this is the first rank of its group; None where it is in none."""
+        """Return whether this is the first rank of its group; None if it has no group."""
         if self.group_size is not None:
             return _is_first_neighbour(self.group_size)
         mesh = _find_mesh(trainer, module)

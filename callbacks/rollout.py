@@ -1,4 +1,4 @@
-"""What rollout callbacks share: sampling arguments, random streams, weight versions, and which syncs are verified."""
+"""The base of rollout callbacks: sampling arguments, random streams, weight versions, verified syncs."""
 
 import logging
 from abc import abstractmethod
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutCallback(RLCallback, Generator):
-    """Completes a module's prompts by a sampler that holds the actor's current weights.
+    """Completes a module's prompts by a sampler that has the actor's current weights.
 
     A subclass starts its sampler in :meth:`start`, gives the :attr:`collector` that samples from it, and ends it in
     :meth:`close`.
@@ -148,12 +148,12 @@ class RolloutCallback(RLCallback, Generator):
     @property
     @abstractmethod
     def is_set_up(self) -> bool:
-        """Whether there is a sampler, which need not be up yet."""
+        """Whether a sampler has been started; it may not be ready yet."""
 
     @property
     @abstractmethod
     def max_sequence_length(self) -> int:
-        """Tokens of the longest sequence that the sampler takes.
+        """Maximum number of tokens of a sequence in the sampler.
 
         Raises:
             EngineError: if there is no sampler.
@@ -161,31 +161,31 @@ class RolloutCallback(RLCallback, Generator):
 
     @abstractmethod
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Start the sampler, for prompts of up to ``max_prompt_tokens``, or what the model allows if that is None.
+        """Start the sampler for prompts of up to ``max_prompt_tokens``; None allows what the model allows.
 
         May return before it is up.
         """
 
     @property
     def is_single_turn(self) -> bool:
-        """Whether each trajectory is a prompt and one completion."""
+        """Whether each trajectory consists of a prompt and one completion."""
         return self.environment is None or isinstance(self.environment, SingleTurn)
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
-        """Return how training completions are sampled: with the seed of ``seed_everything``, unless there is one."""
+        """Return the sampling parameters of training, with the run's seed unless they have their own."""
         return self.sampling if self.sampling.seed is not None else replace(self.sampling, seed=run_seed())
 
     @property
     @abstractmethod
     def collector(self) -> Collector:
-        """Completes the prompts of all ranks.
+        """The collector, which completes the prompts of all ranks.
 
         Raises:
             EngineError: if there is no sampler.
         """
 
     def make_runner(self, sampler: TokenSampler) -> EnvironmentRunner:
-        """Return what makes trajectories, on rank 0."""
+        """Return the runner of the environments, on rank 0."""
         return EnvironmentRunner(
             sampler,
             self._module.tokenizer,
@@ -198,15 +198,15 @@ class RolloutCallback(RLCallback, Generator):
         )
 
     def make_verifier(self, sampler: TokenSampler, dtype: torch.dtype) -> TrajectoryVerifier | None:
-        """Return what verifies trajectories, on rank 0; None if they are not to be."""
+        """Return the verifier of trajectories, on rank 0; None if trajectories are not verified."""
         return TrajectoryVerifier(sampler, self.max_sequence_length, dtype) if self.verify_trajectories else None
 
     def rest(self) -> None:
-        """Leave the device to the actor, where the sampler shares it; called when a rollout or a validation is over."""
+        """Free the sampler's memory if it shares the actor's device; called after a rollout or validation."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the sampler and whatever it started. May be called twice."""
+        """End the sampler and all that it started. May be called twice."""
 
     # Its life
 
@@ -247,7 +247,7 @@ class RolloutCallback(RLCallback, Generator):
         self.close()
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """End the sampler, and the module's processes, whose own teardown is not called either."""
+        """End the sampler and the module's processes, as the module's teardown is not called either."""
         self.close()
         if has(module, Closes):
             module.close()
@@ -255,7 +255,7 @@ class RolloutCallback(RLCallback, Generator):
     # Random streams
 
     def begin_step(self) -> None:
-        """Called when a step begins, and when one has ended, in a loop without batches too."""
+        """Reset what belongs to one step; called at the begin and the end of a step, in every loop."""
         self._streams.begin("training")
         self._turns = TurnTotals()
         if self._collector is not None:
@@ -266,15 +266,15 @@ class RolloutCallback(RLCallback, Generator):
         self.begin_step()
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Begin a step, in a loop without batches too."""
+        """Begin the next step, in a loop without batches."""
         self.begin_step()
 
     def on_validation_start(self, trainer: Loop, pl_module: object) -> None:
-        """Draw from other random streams than training; a prompt may come again in another set of this validation."""
+        """Use other random streams than in training; a prompt may occur in several validation sets."""
         self._streams.begin("evaluation")
 
     def on_validation_end(self, trainer: Loop, pl_module: object) -> None:
-        """Draw from the streams of training again, and leave the device to the actor."""
+        """Use the random streams of training again, and free the sampler's memory."""
         self._streams.begin("training")
         if not self.is_single_turn:
             self.take_prefix_cache()  # which is none of a step
@@ -286,7 +286,7 @@ class RolloutCallback(RLCallback, Generator):
     # Metrics of environments
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Log what environments have made of the step so far, a collective, if there are any; leave the device."""
+        """Log the metrics of environments, a collective, and free the sampler's memory."""
         self._check_supports(batch)
         if not self.is_single_turn:
             self._turns.add(batch.trajectories)
@@ -332,13 +332,13 @@ class RolloutCallback(RLCallback, Generator):
         return groups
 
     def _log_environments(self, collector: Collector) -> None:
-        """Log what the step's environments have come to so far; a collective, where there is anything to log."""
+        """Log the environments' metrics of the step so far; a collective if there are environments."""
         if self.verify_trajectories or not self.is_single_turn:
             metrics = gather_objects(collector.environment_metrics(), name="metrics")[COLLECTOR_RANK]
             log_metrics(self._module, metrics)
 
     def _count_change(self) -> None:
-        """Give weights that have changed without a new version one, such as averaged ones that a callback swaps in."""
+        """Increase the weight version if weights changed without one, such as swapped-in averages."""
         module = self._module
         # of base and adapter the adapter alone changes
         has_adapter = has(module, HasAdapter) and module.adapter is not None
@@ -351,8 +351,8 @@ class RolloutCallback(RLCallback, Generator):
 
     # Truncated sampling
 
-    def _say_truncated(self) -> None:
-        """Say what the trainer does about the tokens that sampling cuts off."""
+    def _log_truncation(self) -> None:
+        """Log how the trainer treats tokens that top-k, top-p or min-p exclude."""
         sampling = self.sampling
         if not sampling.max_support:
             log.warning(
@@ -369,7 +369,7 @@ class RolloutCallback(RLCallback, Generator):
             )
 
     def _check_supports(self, batch: RolloutBatch) -> None:
-        """Warn once if the sampler does not return what its distributions were truncated to."""
+        """Warn once if the sampler does not return the support of its truncated distributions."""
         if self._has_warned or not self.sampling.max_support or batch.supports is not None:
             return
         self._has_warned = bool(batch.is_sampled.any())
@@ -383,20 +383,20 @@ class RolloutCallback(RLCallback, Generator):
 
     @property
     def prompt_format(self) -> PromptFormat:
-        """How the data module's rows become prompts."""
+        """The data module's format of prompts."""
         datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None
         found = datamodule.format if has(datamodule, HasPromptFormat) else None
         return found if isinstance(found, PromptFormat) else USUAL
 
     def _check(self, stage: str) -> int | None:
-        """Refuse what cannot work; the longest prompt that the data module lets through."""
+        """Check the configuration; returns the limit on prompt tokens of the data module."""
         sampling, module = self.sampling, self._module
         if stage == "fit" and sampling.temperature == 0:
             raise ConfigError(
                 "rollout.temperature=0 makes all samples of a prompt alike, and nothing can be learned. Use 1."
             )
         if stage == "fit" and sampling.is_truncated:
-            self._say_truncated()
+            self._log_truncation()
         if stage == "fit" and self.verify_trajectories:
             check_verifiable(sampling)
         datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None

@@ -1,4 +1,4 @@
-"""The report.html of a run."""
+"""Writes the report.html of a run."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ _SETTINGS = (
 
 
 class RunReport(PhaseTimer):
-    """Writes ``report.html`` into the run's folder: curves, phase times, completions early and late, settings.
+    """Writes ``report.html`` to the run's folder: curves, phase times, early and late completions, settings.
 
     It is written at the end of a run, whatever ends it (an exception and Ctrl-C too), and on the way if asked to. It
     is one file that loads nothing from elsewhere. What it shows is collected from ``trainer.callback_metrics`` at
@@ -74,7 +74,7 @@ class RunReport(PhaseTimer):
         self._started: float | None = perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """The run so far."""
+        """Return the history of the run so far."""
         return {
             "history": self.history.state_dict(),
             "samples": dict(self._samples),
@@ -83,7 +83,7 @@ class RunReport(PhaseTimer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the report."""
+        """Restore the history of the run."""
         super().load_state_dict(state_dict)
         self.history.load_state_dict(state_dict["history"])
         self._samples = dict(state_dict["samples"])
@@ -92,11 +92,11 @@ class RunReport(PhaseTimer):
         self._started = perf_counter()
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
-        """Return what it writes."""
+        """Return the path of the report."""
         return self._file(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Refuse a path that cannot be written to before the run; the time counts from here."""
+        """Raise a ConfigError if the path cannot be written to; start the clock of the run."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self._file(trainer).is_dir():
             raise ConfigError(f"path='{self._file(trainer)}' is a folder. Name a file in it, such as report.html.")
@@ -104,7 +104,7 @@ class RunReport(PhaseTimer):
             self._started = perf_counter()
 
     def begin_run(self) -> None:
-        """Begin another report."""
+        """Reset the report."""
         super().begin_run()
         self.history = History()
         self._samples = {}
@@ -112,7 +112,7 @@ class RunReport(PhaseTimer):
         self._earlier_seconds = 0.0
 
     def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Keep a few completions of the first step, and of the newest."""
+        """Keep a few completions of the first step and of the newest step."""
         super().on_reward_end(trainer, module, batch)
         rows = spread_by_reward(summary_rows(batch, self._step + 1), self.num_samples)
         if rows:
@@ -121,7 +121,7 @@ class RunReport(PhaseTimer):
             self._samples["late"] = rows
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Record the step."""
+        """Record the step's metrics."""
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if not has(trainer, HasMetrics):  # a loop that calls record() itself
             return
@@ -132,7 +132,7 @@ class RunReport(PhaseTimer):
             self._write(trainer, module, "running")
 
     def on_validation_end(self, trainer: Trainer, module: object) -> None:
-        """Record the validation; what it finds before the first step is the run's baseline."""
+        """Record the validation's metrics; those before the first step are the baseline."""
         if trainer.state.fn == "fit":
             metrics = trainer.callback_metrics
             self.history.add(trainer.global_step, {n: v for n, v in metrics.items() if n.startswith("val/")})
@@ -143,7 +143,7 @@ class RunReport(PhaseTimer):
         self._stop_clock()
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Write the report of a run that was cut short."""
+        """Write the report of an interrupted run."""
         super().on_exception(trainer, module, exception)
         reason = f"{type(exception).__name__}: {cut_line(exception)}".removesuffix(": ")
         status = "interrupted" if isinstance(exception, KeyboardInterrupt) else f"stopped by {reason}"
@@ -151,7 +151,7 @@ class RunReport(PhaseTimer):
         self._stop_clock()
 
     def record(self, step: int, metrics: Mapping[str, float | torch.Tensor]) -> None:
-        """Take the metrics of a finished rollout step, by the names of docs/metrics.md; times and tokens/s are added.
+        """Add the metrics of a finished rollout step, by the names of docs/metrics.md, with times and tokens/s.
 
         In a controller those of ``metrics`` count: its workers have measured them, where the work was done. Steps are
         counted from 1.
@@ -162,7 +162,7 @@ class RunReport(PhaseTimer):
         self.history.add(step, own | given if is_controller() else given | own)
 
     def write(self, path: Path, *, module: object = None, status: str = "finished", config: str | None = None) -> None:
-        """Write the report to ``path``, on rank 0 alone.
+        """Write the report to ``path``; only on rank 0.
 
         Args:
             path: the file.
@@ -202,7 +202,7 @@ class RunReport(PhaseTimer):
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "report.html"
 
     def _stop_clock(self) -> None:
-        """Until the run goes on."""
+        """Stop the clock of the run until it continues."""
         self._earlier_seconds, self._started = self._seconds, None
 
     @property
@@ -211,7 +211,7 @@ class RunReport(PhaseTimer):
 
 
 def settings_of(module: object) -> dict[str, Any]:
-    """The module's hyperparameters that fit into a table cell."""
+    """Return those hyperparameters of the module that fit into a table cell."""
     found: dict[str, object] = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
     if isinstance(module, LightningModule):
         found |= dict(module.hparams_initial)
@@ -220,7 +220,7 @@ def settings_of(module: object) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    """Versions and hardware; the GPU only if this process uses one already."""
+    """Return versions and hardware; the GPU only if this process has initialised CUDA."""
     found = {"Python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder."""
+"""Saves the policy as a Hugging Face folder."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ logger = logging.getLogger("rlightning")
 
 
 class SaveHF(RunCallback):
-    """Saves the policy in Hugging Face's format at the end of a run, and on the way if asked to.
+    """Saves the policy in Hugging Face's format at the end of a run, and optionally every few steps.
 
     ``AutoModelForCausalLM.from_pretrained`` and vLLM load such a folder. It is no checkpoint: nothing resumes from it.
     Wherever it is listed, it is called after all other callbacks of a Trainer: they may change weights at the end.
@@ -52,19 +52,19 @@ class SaveHF(RunCallback):
 
     @property
     def state_key(self) -> str:
-        """Two of them save to two folders."""
+        """A key with the path, as two of these callbacks save to two folders."""
         return self._generate_state_key(path=self.path)
 
     def begin_run(self) -> None:
-        """Save its steps too, though they have the numbers of those before."""
+        """Forget the last saved step, as another run has steps of the same numbers."""
         self._seen_step = -1
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
-        """Return what it writes."""
+        """Return the folder of the saved policy."""
         return self._folder(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Refuse what could not be saved, or not there, before the run; become the last of the callbacks."""
+        """Raise a ConfigError if the policy cannot be saved there; become the last of the callbacks."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -80,15 +80,15 @@ class SaveHF(RunCallback):
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]  # Lightning is going through the old list
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Save after each n-th step in a loop without batches."""
+        """Save after every n-th step, in a loop without batches."""
         self._save_on_the_way(trainer, module)
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Save after each n-th step."""
+        """Save after every n-th step."""
         self._save_on_the_way(trainer, module)
 
     def on_train_end(self, trainer: Loop, module: object) -> None:
-        """Save the last state."""
+        """Save the final policy."""
         self._seen_step = -1
         self._save(trainer, module, self._folder(trainer))
 

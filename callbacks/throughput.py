@@ -1,4 +1,4 @@
-"""Seconds by phase, tokens per second, use of the device's arithmetic, memory."""
+"""Measures seconds by phase, tokens per second, MFU and memory."""
 
 import math
 import resource
@@ -27,7 +27,7 @@ from rlightning.types import RolloutBatch
 
 
 class Throughput(PhaseTimer):
-    """Measures each step: seconds by phase, tokens per second, memory, and of the update its MFU.
+    """Measures each step: seconds by phase, tokens per second, memory, and the update's MFU.
 
     The names are those of docs/metrics.md: ``time/*``, ``throughput/*``, ``memory/*``. They are logged with
     ``module.log_dict`` where the module has it, and kept in :attr:`last` in any case.
@@ -57,23 +57,23 @@ class Throughput(PhaseTimer):
         self._update_flops = 0.0
 
     def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """End the update, and count what it took."""
+        """Stop the update's timer, and count its FLOPs."""
         if device_peak(platform.device_of(trainer, module)) is not None:
             self._update_flops += update_flops(module, batch)
         super().on_update_end(trainer, module, batch)
 
     def begin_run(self) -> None:
-        """Forget the last step of the run before."""
+        """Reset the measurements of the last step."""
         super().begin_run()
         self.last = {}
 
     def drop_step(self) -> None:
-        """Measure nothing of the step under way."""
+        """Discard the measurements of an interrupted step."""
         super().drop_step()
         self._update_flops = 0.0
 
     def on_step_timed(self, trainer: Loop, module: object) -> None:
-        """Put the step's numbers together and log them; what this step does not have, such as an update, is NaN."""
+        """Compute and log the step's metrics; NaN stands for missing parts, such as an update."""
         absent = dict.fromkeys(self.last, math.nan)
         self.last = self.timings
         peak = device_peak(platform.device_of(trainer, module))
@@ -85,14 +85,14 @@ class Throughput(PhaseTimer):
 
 
 def device_peak(device: torch.device | None) -> float | None:
-    """Operations a second that a CUDA device could make; None for others, and where it is not known."""
+    """Return the peak FLOP/s of a CUDA device; None for other or unknown devices."""
     if not platform.has_context() or (device is not None and device.type != "cuda"):
         return None
     return peak_flops(torch.cuda.get_device_name(device))
 
 
 def update_flops(module: object, batch: RolloutBatch) -> float:
-    """Operations of an update of this rank: see :mod:`rlightning.models.counts`. 0 where the model is not known.
+    """Return this rank's FLOPs in an update, see :mod:`rlightning.models.counts`; 0 for an unknown model.
 
     Args:
         module: with a ``model_config``; see :class:`Throughput`.
@@ -115,7 +115,7 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
 
 
 def log_metrics(module: object, metrics: dict[str, float]) -> None:
-    """Log a callback's metrics of a training step with the module's ``log_dict``, where it has one and that listens.
+    """Log metrics of a training step through the module's ``log_dict``, if it has one that is in use.
 
     A LightningModule has it also outside a Trainer and outside Fabric; and within a validation or a prediction, the
     names would be taken for results of that.
@@ -128,7 +128,7 @@ def log_metrics(module: object, metrics: dict[str, float]) -> None:
 
 
 def memory_gib() -> dict[str, float]:
-    """Memory of this process in GiB; of the GPU only if it uses one already."""
+    """Return this process's memory in GiB; the GPU's only if this process has initialised CUDA."""
     memory = {"memory/rss_gib": _resident_bytes() / platform.GIB}
     device_memory = platform.memory_use()
     if device_memory is not None:

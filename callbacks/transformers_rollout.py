@@ -1,4 +1,4 @@
-"""Rollouts by the model itself, in the trainer's process: no engine to install or to start."""
+"""Rollouts by the model itself in the trainer's process, without an engine."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from rlightning.rollout.vllm.memory import read_engine
 
 
 class TransformersRollout(RolloutCallback):
-    """Samples by Hugging Face's model in this process, on whatever device the actor is on; vLLM is not needed.
+    """Samples by a Hugging Face model in this process, on the actor's device; vLLM is not needed.
 
     Rank 0 has a copy of the model, in ``dtype``, and completes the prompts of all ranks. It takes the actor's weights,
     gathered from all ranks where they are sharded, with the first completions that are asked for after the actor has
@@ -66,7 +66,7 @@ class TransformersRollout(RolloutCallback):
 
     @property
     def is_set_up(self) -> bool:
-        """Whether there is a sampler."""
+        """Whether a sampler has been started."""
         return self._collector is not None
 
     @property
@@ -78,7 +78,7 @@ class TransformersRollout(RolloutCallback):
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest sequence that the model takes."""
+        """Maximum number of tokens of a sequence of the model."""
         return int(self._module.max_model_length)
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
@@ -101,7 +101,7 @@ class TransformersRollout(RolloutCallback):
         return RolloutMemory(engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize)
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Build the model, on rank 0; it has no weights yet."""
+        """Build the model on rank 0, without weights."""
         module = self._module
         self._device, self._sampler_dtype = device, self._resolve_dtype(device)
         self.verification.begin_run(module, self.max_sequence_length, self._sampler_dtype, device)
@@ -125,14 +125,14 @@ class TransformersRollout(RolloutCallback):
         self._sampler = self._verified = self._runner = self._collector = None
 
     def describe(self) -> str:
-        """Return what samples, in a line; "" without a sampler."""
+        """Return a line about the sampler; "" without one."""
         if self._collector is None:
             return ""
         dtype = str(self._sampler_dtype).removeprefix("torch.")
         return f"transformers in the trainer's process, {dtype}, {self.max_sequences} sequences at once"
 
     def sync_weights(self) -> None:
-        """Bring the actor's weights into the sampler, if they have changed; all ranks take part."""
+        """Copy the actor's weights to the sampler if they have changed; a collective of all ranks."""
         trainer, module, sampler = self._trainer, self._module, self._sampler
         version = module.weight_version
         if not any_rank(sampler is not None and sampler.weight_version != version, name="weights are there"):
@@ -150,7 +150,7 @@ class TransformersRollout(RolloutCallback):
         fire(trainer, module, "on_weight_sync_end", version)
 
     def needs_sync(self) -> bool:
-        """Whether requests wait for weights: never."""
+        """Return False: no requests wait for weights."""
         return False
 
     def _resolve_dtype(self, device: torch.device) -> torch.dtype:
@@ -158,7 +158,7 @@ class TransformersRollout(RolloutCallback):
         return torch_dtype(name)
 
     def make_sampler(self, module: SampledPolicy, device: torch.device, dtype: torch.dtype) -> Sampler:
-        """Return the sampler, which has no weights yet; override it for one of your own (docs/samplers.md)."""
+        """Return a sampler without weights; override this for one of your own (docs/samplers.md)."""
         trusted = trusts_remote_code(module)
         return TransformersSampler(
             load_config(module.model_path, trust_remote_code=trusted),
@@ -178,7 +178,7 @@ class TransformersRollout(RolloutCallback):
         return runner
 
     def rest(self) -> None:
-        """Free the copy of the weights, where it shares the actor's device."""
+        """Free the sampler's copy of the weights if it shares the actor's device."""
         if self._collector is None or not can_sleep(self._device):
             return
         if self._sampler is not None:

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: the callback that owns the engine."""
+"""Rollouts by vLLM: the callback that starts and ends the engine."""
 
 import logging
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ NO_ENGINE = "There is no engine: it has not been set up, or has been closed."
 
 
 class VLLMRollout(RolloutCallback):
-    """Owns a vLLM engine: starts it, sends it the actor's weights, samples from it, and ends it, come what may.
+    """Starts a vLLM engine, sends it the actor's weights, samples from it, and ends it in every case.
 
     The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent with the
     first completions that are asked for after the actor has changed; the first time and every ``verify_every``-th time
@@ -150,17 +150,17 @@ class VLLMRollout(RolloutCallback):
 
     @property
     def is_set_up(self) -> bool:
-        """Whether there are engines."""
+        """Whether engines have been started."""
         return self._engines is not None
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest sequence that an engine takes."""
+        """Maximum number of tokens of a sequence in an engine."""
         assert self._engines is not None, "there is a collector"
         return int(self._engines.config.engine_args["max_model_len"])
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Start the engines; returns before they are up.
+        """Start the engines; returns before they are ready.
 
         With optimizers of the user's own they start when these have been checked.
         """
@@ -212,7 +212,7 @@ class VLLMRollout(RolloutCallback):
         return collector
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
-        """Refuse an engine that cannot start before a service's logger begins a run there; one that is up suffices."""
+        """Wait for the first engine before the logger of a service starts a run, as the engine may fail."""
         loggers = trainer.loggers if has(trainer, HasLoggers) else ()
         if self._engines is None or not any(is_service(logger) for logger in loggers):
             return
@@ -224,12 +224,12 @@ class VLLMRollout(RolloutCallback):
         self._room.teardown(trainer, module, stage)
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """End the engine, and the module's processes."""
+        """End the engine and the module's processes."""
         super().on_exception(trainer, module, exception)
         self._room.on_exception(trainer, module, exception)
 
     def close(self) -> None:
-        """End the engine and whatever it started. May be called twice."""
+        """End the engines and all that they started. May be called twice."""
         try:
             if self._collector is not None:
                 self._collector.close()
@@ -241,7 +241,7 @@ class VLLMRollout(RolloutCallback):
             self._engines = self._network = self._runner = self._collector = None
 
     def ray_engines(self) -> "RayEngines[VLLMRollout] | None":
-        """Return the engines as Ray actors; None if they share the actor's devices, or run already."""
+        """Return the engines as Ray actors; None if they share the actor's devices, or are running servers."""
         if self.options.placement != "standalone" or self.options.engines:
             return None
         from rlightning.rollout.ray_engines import RayEngines
@@ -249,7 +249,7 @@ class VLLMRollout(RolloutCallback):
         return RayEngines(self)
 
     def describe(self) -> str:
-        """Return which engines there are, in a line; "" without any."""
+        """Return a line about the engines; "" without any."""
         if self._engines is None:
             return ""
         options, size = self.options, self.options.devices_per_engine
@@ -271,14 +271,14 @@ class VLLMRollout(RolloutCallback):
 
     @property
     def engine(self) -> Engine | None:
-        """This rank's first engine, while there is one."""
+        """This rank's first engine; None while there is none."""
         engines = [] if self._engines is None else self._engines.engines
         return engines[0] if engines else None
 
     # When it is needed, and when not
 
     def on_train_start(self, trainer: Loop, module: object) -> None:
-        """Start the engine, if :meth:`setup` has not: the optimizers are there, and have been checked."""
+        """Start the engine if :meth:`setup` has not done so; the optimizers have been checked by now."""
         self._start_engines()
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
@@ -287,11 +287,11 @@ class VLLMRollout(RolloutCallback):
         self.in_flight.begin_step()
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Note that what the step has taken is not in flight any more: a checkpoint may be written next."""
+        """Remove the step's groups from those in flight, as a checkpoint may be written next."""
         self.in_flight.end_step()
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Send the weights to engines that go on generating; begin a step."""
+        """Send the weights to engines that continue to generate, and begin the next step."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
             self.collector.weights.sync_weights()
@@ -307,7 +307,7 @@ class VLLMRollout(RolloutCallback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def begin_step(self) -> None:
-        """Reset the restart budget of the engines, and report whether trainer or engines wait for the other side."""
+        """Reset the engines' restart budget, and log whether the trainer or the engines wait for the other."""
         if self._engines is not None and self._collector is not None and self._bottleneck is not None:
             self._engines.reset_restart_budget()
             totals = self._collector.begin_step()
@@ -318,11 +318,11 @@ class VLLMRollout(RolloutCallback):
         super().begin_step()
 
     def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: dict[str, Any]) -> None:
-        """Have the actor's tensors on its device, to be saved."""
+        """Move the actor's tensors back to its device before they are saved."""
         self._room.on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in flight, so that a resumed run loses no prompt and repeats none."""
+        """Return the prompts in flight, so that a resumed run neither loses nor repeats any."""
         if self._collector is not None:
             self._collector.save_progress()
         # As PromptDataModule does: between the update and our on_train_batch_end other callbacks may save, too.
@@ -331,12 +331,12 @@ class VLLMRollout(RolloutCallback):
         return {"in_flight": state} if state["groups"] else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was in flight."""
+        """Restore the prompts in flight."""
         if global_rank() == COLLECTOR_RANK:
             self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
-        """Return how training completions are sampled: on a GPU without the run's seed, which slows vLLM."""
+        """Return the sampling parameters of training; on a GPU without the run's seed, which slows vLLM."""
         return with_run_seed(self.sampling, device)
 
     def collect_trajectories(
@@ -347,7 +347,7 @@ class VLLMRollout(RolloutCallback):
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
     ) -> list[list[Trajectory]]:
-        """Hand in prompts and take the trajectories of as many; with prompts in flight, perhaps of earlier ones.
+        """Add prompts, and return the trajectories of as many; with prompts in flight, perhaps others.
 
         ``max_staleness`` steps' worth of further prompts, which ``take_prompts`` gives this rank, keep the engines busy
         while the actor is updated. ``on_completed`` is as of :meth:`generate` where nothing is in flight; else it is
@@ -374,7 +374,7 @@ class VLLMRollout(RolloutCallback):
         return groups
 
     def _log_totals(self, version: int) -> None:
-        """Log what the step has taken so far; a collective."""
+        """Log the step's totals so far; a collective."""
         collector, engines = self.collector, self._running_engines
         metrics: dict[str, float] = {}
         if global_rank() == COLLECTOR_RANK:
@@ -401,13 +401,13 @@ class VLLMRollout(RolloutCallback):
         return self._collector
 
     def _start_engines(self) -> None:
-        """Start the engines, once; returns before they are up."""
+        """Start the engines once; returns before they are ready."""
         if self._engines is not None and not self._is_started:
             self._is_started = True
             self._engines.start()
 
     def rest(self) -> None:
-        """Have the engines give their memory back, where they share the actor's device."""
+        """Put the engines to sleep if they share the actor's device."""
         if self._engines is None or self._network is None or not self._engines.can_sleep:
             return
         self._network.wait_until_idle()
@@ -416,7 +416,7 @@ class VLLMRollout(RolloutCallback):
         fire(self._trainer, self._module, "on_engine_sleep")
 
     def _check(self, stage: str) -> int | None:
-        """Refuse what cannot work; the longest prompt that the data module lets through."""
+        """Check the configuration; returns the limit on prompt tokens of the data module."""
         self.options.check()
         if self.options.placement == "colocated":
             check_group_size(self.options.devices_per_engine)

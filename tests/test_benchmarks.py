@@ -18,10 +18,9 @@ RunBenchmark = Callable[[str, str], str]
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
-    *("make_model", "colocated_memory", "weak_scaling", "weight_sync", "offload", "learning_curves"),
-    *("gathering", "sharded_loading", "update", "kernels", "compare_trl", "growth", "memory_table", "defaults"),
-    *("optimizer_states", "asynchronous", "staleness", "controller", "host_side", "checksums", "canary", "adapters"),
-    *("adapter_curves", "agents", "attention_kernels", "decode_attention", "prompts", "scheduling", "shared_prefix"),
+    *("make_model", "weak_scaling", "weight_sync", "learning_curves", "sharded_loading"),
+    *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
+    *("controller", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
 )
 
 
@@ -97,15 +96,6 @@ def test_benchmark_compares_with_trl_if_installed(run_benchmark: RunBenchmark, t
 
 
 @pytest.mark.slow
-def test_cost_grows_by_length_and_by_sequences(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
-    options = "--lengths 140 160 --sequences 4 8 --samples 2 --microbatch-tokens 512 -- --model.compile false"
-    run_benchmark("growth", options)
-    rows = read_csv(tmp_path / "out" / "table.csv")
-    assert [(row["sequences"], row["tokens each"]) for row in rows] == [("4", "140"), ("4", "160"), ("8", "140")]
-    assert float(rows[0]["by attention"]) == float(rows[2]["by attention"]) == 1 < float(rows[1]["by attention"])
-
-
-@pytest.mark.slow
 def test_variants_of_an_update_are_forks_that_may_fail(
     run_benchmark: RunBenchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,56 +161,3 @@ def test_the_canary_is_asked_about_right_and_wrong_weights(run_benchmark: RunBen
     assert told["down_proj stale"] == "no"  # lost in rounding
     assert all(strike["off by, %"] > 0 and strike["strike"] in said for strike in strikes)
     assert list((tmp_path / "out").rglob("metrics.csv")) == []  # no step of training
-
-
-@pytest.mark.slow
-def test_memory_is_traced_by_step_through_the_real_command(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
-    options = "--steps 2 --arms before_wake_too --prompts 2 --samples 2 --shortest 4 --longest 40"
-    said, out = run_benchmark("colocated_memory", options), tmp_path / "out"
-    assert said.startswith("| run | steps | ")
-    assert (out / "table.md").read_text() == said
-    assert {path.name for path in out.glob("*.*")} >= {"table.csv", "steps.csv", "steps.md", "curve.svg"}
-    rows = read_csv(out / "before_wake_too" / "after-0.csv")
-    assert [(row["step"], row["moment"]) for row in rows] == [
-        (step, moment) for step in "12" for moment in ("sync_start", "sync_end", "rollout_end", "update_end")
-    ]
-    lengths = [int(row["max_new_tokens"]) for row in rows]
-    assert all(4 <= length <= 40 for length in lengths) and len(set(lengths)) > 1
-
-
-def measure(name: str, folder: Path, *options: str) -> str:
-    """What a benchmark of the host's side says, which needs no model."""
-    return run_python(BENCHMARKS / f"{name}.py", *options, folder=folder).stdout
-
-
-@pytest.mark.slow
-def test_every_part_is_measured(tmp_path: Path) -> None:
-    said = measure("host_side", tmp_path, "--sizes", "16x8", "--repetitions", "1", "--out", "out")
-    assert said.startswith("| part | ns at 16x8 | growth | ")
-    rows = read_csv(tmp_path / "out" / "measurements.csv")
-    assert len(rows) == len(said.strip().splitlines()) - 2  # without the head and its line
-    assert all(int(row["tokens"]) > 0 and float(row["seconds"].strip("[]")) > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_two_checkouts_are_compared(tmp_path: Path) -> None:
-    options = ["--sizes", "80x20", "--parts", "pack", "--repetitions", "1", "--before", str(BENCHMARKS.parent)]
-    said = measure("host_side", tmp_path, *options)
-    assert said.startswith("| part | before, s | now, s | times faster | ")
-    assert said.splitlines()[2].startswith("| pack | ")
-
-
-@pytest.mark.slow
-def test_both_ends_of_an_engine_are_measured(tmp_path: Path) -> None:
-    options = ["--sequences", "4", "--tokens", "4", "--repetitions", "1"]
-    said = measure("engine_output", tmp_path, *options).strip().splitlines()[-6:]
-    assert said[0].startswith("| output | core, us | front, us | text, us | ")
-    assert said[2].startswith("| text in the end | ")
-
-
-@pytest.mark.slow
-def test_schedulers_are_measured(tmp_path: Path) -> None:
-    options = ["--sequences", "4", "--steps", "4", "--repetitions", "1"]
-    said = measure("scheduling", tmp_path, *options).strip().splitlines()[-4:]
-    assert said[0] == "| scheduler | schedule | take in | write | all |"
-    assert [line.split(" | ")[0] for line in said[2:]] == ["| vLLM's own", "| rlightning's"]

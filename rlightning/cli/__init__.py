@@ -1,1 +1,1 @@
-"""The command line: sections, configuration files, `rlightning plan` and `rlightning serve`."""
+"""The command line: the sections and files of a configuration, `rlightning plan`, `rollout` and `serve`."""

@@ -1,4 +1,4 @@
-"""Which checkpoints a run's folder holds, and which of them ``--ckpt_path last`` is."""
+"""Finds the checkpoints of a run's folder, and the one that ``--ckpt_path last`` stands for."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 def find_places(root: Path, callbacks: object) -> list[Place]:
-    """Where the run in ``root`` has written checkpoints by its saved configurations, and would by this one.
+    """Return the folders in which the run in ``root`` has saved checkpoints, by its saved configurations, or would now.
 
     Args:
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.
@@ -57,7 +57,7 @@ def find_places(root: Path, callbacks: object) -> list[Place]:
 
 
 def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: str | None) -> str | None:
-    """Return the path of the checkpoint that a command begins with: for "last" that of the highest step.
+    """Return the path of the checkpoint that a command loads; for "last", the one of the highest step.
 
     Args:
         command: such as ``fit``, which refuses a folder that holds another run's checkpoints.
@@ -76,7 +76,7 @@ def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: st
 
 
 def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_path: str | None) -> None:
-    """Reject a checkpoint that is not there or is damaged, and a new run where another has saved."""
+    """Raise a ConfigError if the checkpoint is missing or damaged, or if a new run would mix with an earlier one."""
     places = list(places)
     if ckpt_path is None:
         saved = _list(places) if command == "fit" else []
@@ -111,7 +111,7 @@ def _check_named(path: Path) -> None:
 
 
 def find_last(command: str, places: Iterable[Place]) -> SavedState:
-    """The checkpoint of the highest step that is what was written, wherever the run has saved.
+    """Return the undamaged checkpoint of the highest step in all folders of the run.
 
     Of several ranks, rank 0 alone compares checksums, and its checkpoint is what all of them load.
 
@@ -138,7 +138,7 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
 
 
 def is_rank_0() -> bool:
-    """Return whether the launchers' variables say that this process is, or will be, rank 0."""
+    """Return whether this process is or will be rank 0, by the launchers' environment variables."""
     return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
 
 
@@ -147,7 +147,7 @@ def _list(places: Iterable[Place]) -> list[Path]:
 
 
 def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
-    """Of each configuration that the run's folder keeps: the folder that it names for the run, and the callbacks."""
+    """Yield the run's folder and the callbacks of each configuration that was saved in ``root``."""
     for file in sorted(root.glob("config*.yaml")):
         try:
             trainer = read_keys(str(file)).get("trainer")
@@ -159,7 +159,7 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _find_folders(callbacks: object) -> Iterator[tuple[Path | None, int]]:
-    """The ``dirpath`` of each ``ModelCheckpoint`` among configured callbacks, and how many folders it makes below."""
+    """Yield the ``dirpath`` of each configured ``ModelCheckpoint``, and how many levels of folders it makes below."""
     entries: list[Any] = callbacks if isinstance(callbacks, list) else [callbacks]
     for entry in entries:
         if isinstance(entry, ModelCheckpoint) and entry.dirpath:
@@ -177,7 +177,7 @@ def _find_folders(callbacks: object) -> Iterator[tuple[Path | None, int]]:
 
 
 def _locate(dirpath: Path, former_root: Path, root: Path) -> Path:
-    """Where a run's ``dirpath`` is now.
+    """Return the present path of a run's ``dirpath``, as the run may have been moved or copied.
 
     Args:
         dirpath: as the run has written it down; a relative one counts from the folder that it was started in.

@@ -1,4 +1,4 @@
-"""Reading and writing configuration so that nothing that it says is lost or becomes something else.
+"""Reads and writes configurations so that no value is lost, and no text becomes a number.
 
 PyYAML reads YAML 1.1, in which ``no`` is false, ``010`` is 8 and ``1:30`` is 90, and keeps the last of several keys of
 one name. Here files are read by version 1.2, with keys as they are written, and written so that both versions read them
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class WrittenText(str):
-    """A text in quotes that would be something else without them, such as ``"010"``: jsonargparse reads it no more.
+    """A text that was quoted because YAML would read it as another value, such as ``"010"``; jsonargparse keeps it.
 
     It reads a value of type ``str`` as YAML, another time where the type hint is ``Any``.
     """
@@ -61,12 +61,12 @@ register_type(WrittenText, serializer=lambda text: text)
 
 
 def plain_texts(value: T) -> T:
-    """Return a value, or mappings and lists with some, in which each :class:`WrittenText` is a ``str``."""
+    """Return a value in which each :class:`WrittenText`, also in mappings and lists, is replaced by a ``str``."""
     return map_items(lambda one: str.__str__(one) if isinstance(one, WrittenText) else one, value)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that either version of YAML would take for something else."""
+    """A YAML dumper that quotes texts which YAML 1.1 or 1.2 would read as another value."""
 
 
 _Dumper.add_representer(WrittenText, yaml.SafeDumper.represent_str)
@@ -77,7 +77,7 @@ for _name in ("int", "float"):
 
 
 def use_strict_yaml() -> None:
-    """Have jsonargparse read YAML as :func:`load_yaml` and write it as :func:`dump_yaml` does. May be called twice."""
+    """Have jsonargparse read YAML by :func:`load_yaml` and write it by :func:`dump_yaml`. May be called twice."""
     loader: Any = get_yaml_default_loader()
     loader.yaml_implicit_resolvers = {}
     for name, (pattern, letters) in _RESOLVERS.items():
@@ -91,7 +91,7 @@ def use_strict_yaml() -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """Read YAML by version 1.2: ``yes`` and ``1:30`` are texts. Keys are texts, too, and no mapping has one twice."""
+    """Read YAML 1.2: ``yes`` and ``1:30`` are texts. Keys are converted to texts; duplicate keys are errors."""
     use_strict_yaml()
     try:
         return plain_texts(_load(text))
@@ -100,7 +100,7 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(content: object) -> str:
-    """Write YAML, as which every text is a text again, whichever version reads it."""
+    """Write YAML in which every text is read as a text, by YAML 1.1 and 1.2."""
     return yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
@@ -146,7 +146,7 @@ def read_config(path: str, key: str = "config") -> object:
 
 
 def check_texts(value: object, where: str) -> None:
-    """Refuse a text with a lone surrogate, half of a character, which no file in UTF-8 can hold."""
+    """Raise a ConfigError for a text with a lone surrogate, half of a character, which UTF-8 cannot encode."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
@@ -167,7 +167,7 @@ def read_keys(path: str, key: str = "config") -> dict[str, Any]:
 
 
 def merge_mappings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both, the later over the earlier, nested mappings likewise; a class replaces another and its arguments."""
+    """Merge nested mappings, the later over the earlier; another class replaces the arguments of the former too."""
     merged = dict(earlier)
     for name, value in later.items():
         before = merged.get(name)
@@ -177,7 +177,7 @@ def merge_mappings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict
 
 
 def replace_files(options: list[str], contents: list[Any]) -> list[str]:
-    """Return command line options in which the n-th ``--config`` has the n-th content in place of its file.
+    """Return command line options in which each ``--config`` has a content in place of its file.
 
     Args:
         contents: one a file; None leaves the file.
@@ -213,7 +213,7 @@ def nest_names(values: dict[str, Any], key: str) -> None:
 
 
 def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
-    """Return command line options that set each mapping to an empty one before the first option of a key in it."""
+    """Insert options that set each mapping to an empty one before the first option of one of its keys."""
     begun = list(options)
     for key in keys:
         place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
@@ -222,7 +222,7 @@ def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
 
 
 def mark_files(options: list[str]) -> list[str]:
-    """Return command line options in which the name of an existing file is a :class:`WrittenText` if YAML alters it."""
+    """Replace each name of an existing file that YAML would change by a :class:`WrittenText`."""
 
     def is_marked(text: str) -> bool:
         try:
@@ -242,7 +242,7 @@ def mark_files(options: list[str]) -> list[str]:
 
 
 def _load_json(text: str, path: str) -> object:
-    """Read JSON, a hundred times as fast as by YAML's reader; no mapping has a key twice."""
+    """Read JSON, which is a hundred times as fast as YAML's reader; duplicate keys are errors."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -258,7 +258,7 @@ def _load_json(text: str, path: str) -> object:
 
 
 def _locate(error: Exception, content: bytes) -> tuple[int | str, str]:
-    """The line in which a file's content is not valid, counted from 1, and why it is not."""
+    """Return the line (counted from 1) in which a file's content is invalid, and the reason."""
     if isinstance(error, yaml.MarkedYAMLError):
         return error.problem_mark.line + 1 if error.problem_mark else "?", str(error.problem)
     if isinstance(error, json.JSONDecodeError):
@@ -305,7 +305,7 @@ def _construct_mapping(loader: yaml.constructor.SafeConstructor, node: yaml.Mapp
 
 
 def _check_keys(node: Any) -> None:
-    """Make texts of a mapping's keys, and refuse one that is there twice, before what is merged stands among them."""
+    """Convert a mapping's keys to texts, and raise an error for duplicates, before merge keys are resolved."""
     if getattr(node, "has_checked_keys", False):
         return
     node.has_checked_keys = True

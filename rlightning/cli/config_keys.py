@@ -1,4 +1,4 @@
-"""Checks the keys of a configuration before anything is built from it.
+"""Checks the keys of a configuration before any object is built from it.
 
 jsonargparse finds unknown keys too, but it does not say where they were or what was meant, it wraps them in the whole
 of a class's other errors, and it takes an abbreviated key of a class for the key. Here every file and every option is
@@ -48,7 +48,7 @@ SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
 
 
 class ConfigKeys:
-    """Reads configuration files and options, in their order, and raises on the first key that nothing accepts.
+    """Reads configuration files and options in their order, and raises an error for the first unknown key.
 
     Attributes:
         parameters: the command's keys, see :func:`parameters_of`.
@@ -70,7 +70,7 @@ class ConfigKeys:
         self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
 
     def check_options(self, options: list[str]) -> None:
-        """Check command line options, and the files that ``--config`` names."""
+        """Check all command line options, and the files that ``--config`` names."""
         for key, value in split_options(options):
             check_texts(value, f"--{key}")
             if key in ("config", "c"):
@@ -79,7 +79,7 @@ class ConfigKeys:
                 self.check_option(key, value)
 
     def check_option(self, key: str, text: str) -> None:
-        """Check one key that the command line sets."""
+        """Check one option of the command line."""
         self.check_mapping({key: parse_value(text)}, self.parameters, "")
 
     def check_file(self, path: str) -> None:
@@ -93,12 +93,12 @@ class ConfigKeys:
         self.files.append(None if content == written else content)
 
     def full_key(self, key: str) -> str:
-        """The one key met that ends in ``key``, or ``key`` itself."""
+        """Return the only key read so far that ends with ``key``; ``key`` itself if there are none or several."""
         ends = {name for name in self.seen if name == key or name.endswith("." + key)}
         return ends.pop() if len(ends) == 1 else key
 
     def check_mapping(self, values: Mapping[str, Any], parameters: dict[str, Any], where: str) -> None:
-        """Check keys against parameters.
+        """Check the keys of a mapping against the parameters that they may set.
 
         Args:
             values: keys, dotted or nested, and what they are set to.
@@ -128,7 +128,7 @@ class ConfigKeys:
                 self.check_value(value, hint, key)
 
     def check_value(self, value: object, hint: object, key: str) -> None:
-        """Check what a key is set to, as far as it names classes or holds keys of its own."""
+        """Check the class names and the nested keys in a value."""
         options = list(flatten_union(hint))
         if any(is_mapping(option) for option in options):
             self._begin(value, options, key)
@@ -166,13 +166,13 @@ class ConfigKeys:
                     self.check_value({rest: item} if rest else item, get_args(option)[1], f"{key}.{name}")
 
     def _check_set_once(self, key: str) -> None:
-        """Refuse a key that the present file has set before, nested in one place and dotted in the other."""
+        """Raise a ConfigError if a file sets one key twice, nested in one place and dotted in another."""
         if key in self._leaves:
             raise ConfigError(f"{key}: the file sets this key twice. Remove one of them.")
         self._leaves.add(key)
 
     def _begin(self, value: object, options: list[Any], key: str) -> None:
-        """Nest dotted names of items that have keys; note a mapping of which an option sets such a key first."""
+        """Nest dotted names in a value with keys; record a mapping whose first key an option sets."""
         items = (item for option in options if is_mapping(option) for item in item_hints(option))
         has_keys = any(is_configurable(kind) for item in items for kind in flatten_union(item))
         if isinstance(value, dict) and has_keys and any("." in name for name in value):
@@ -183,7 +183,7 @@ class ConfigKeys:
         self._begun.add(key.replace(".init_args.", "."))
 
     def _merge(self, value: object, key: str) -> None:
-        """Extend a mapping of a file by what earlier files have set its key to, where jsonargparse would replace it."""
+        """Merge a file's mapping with that of earlier files, where jsonargparse would replace it."""
         if isinstance(value, dict) and not SPEC_KEYS & value.keys():
             merged = merge_mappings(self._mappings.get(key, {}), value)
             value.clear()
@@ -193,7 +193,7 @@ class ConfigKeys:
             self._mappings.pop(key, None)
 
     def check_spec(self, value: dict[str, Any], bases: list[type], key: str) -> None:
-        """Check a class and its arguments, given under ``init_args`` or directly."""
+        """Check a class and its arguments, which are given under ``init_args`` or directly."""
         if "class_path" in value:
             self.classes[key] = self.find_class(str(value["class_path"]), bases, f"{key}.class_path")
         chosen = self.classes.get(key, bases[0] if len(bases) == 1 else None)
@@ -219,21 +219,21 @@ class ConfigKeys:
             self.check_mapping(init_args, parameters, f"{key}.init_args")
 
     def find_class(self, path: str, bases: list[type], key: str) -> Any:
-        """Return the class that a path or a bare name stands for, see :func:`find_class`."""
+        """Return the class of a dotted path or a bare name, see :func:`find_class`."""
         return find_class(path, bases, key)
 
     def parameters_of(self, kind: Any) -> dict[str, Any]:
-        """Return what a class takes, see :func:`parameters_of`."""
+        """Return the parameters of a class, see :func:`parameters_of`."""
         return parameters_of(kind)
 
 
 def asks_for_help(options: list[str]) -> bool:
-    """Return whether command line options ask for a page of help, in which case nothing else counts."""
+    """Return whether the options ask for help, in which case all others are ignored."""
     return any(option in ("-h", "--help") or option.endswith(".help") for option in options)
 
 
 def check_model(keys: ConfigKeys) -> None:
-    """Refuse a configuration that names no algorithm."""
+    """Raise a ConfigError if the configuration names no algorithm."""
     if "model" not in keys.classes:
         raise ConfigError(
             "model.class_path: no algorithm is named. Add 'model: {class_path: rlightning.algorithms.GRPO, "
@@ -242,7 +242,7 @@ def check_model(keys: ConfigKeys) -> None:
 
 
 def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
-    """The error for a value where a mapping of ``parameters`` belongs."""
+    """Return the error for a value in place of a mapping with the keys ``parameters``."""
     return ConfigError(
         f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as "
         f"'  {next(iter(parameters))}: value'."
@@ -250,7 +250,7 @@ def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
 
 
 def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
-    """Pair each option's key with its value."""
+    """Return pairs of an option's key and its value."""
     position = 0
     while position < len(options):
         option = options[position]
@@ -268,7 +268,7 @@ def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def parse_value(text: str) -> object:
-    """What an option's text means as YAML, or the text itself."""
+    """Parse an option's text as YAML; invalid YAML stays a text."""
     if isinstance(text, WrittenText):
         return plain_texts(text)
     try:
@@ -278,7 +278,7 @@ def parse_value(text: str) -> object:
 
 
 def subclasses(base: type) -> Iterator[type]:
-    """``base`` and every imported subclass of it."""
+    """Return ``base`` and all of its subclasses that have been imported."""
     yield base
     children: list[type] = base.__subclasses__()
     for child in children:
@@ -286,7 +286,7 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def find_class(path: str, bases: list[type], key: str) -> Any:
-    """Import the class that a dotted path names, or find a subclass by its bare name: imported, or beside its base.
+    """Import the class of a dotted path, or find a subclass by its bare name, imported or in its base's package.
 
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
@@ -324,12 +324,12 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
 
 
 def no_class(key: str, name: str, choices: Iterable[str]) -> ConfigError:
-    """The error for a bare name that no class has."""
+    """Return the error for a bare name of a class that does not exist."""
     return ConfigError(f"{key}: there is no class '{name}'. {suggest(name, choices)}")
 
 
 def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
-    """The error for a dotted path through a module that is not there.
+    """Return the error for a dotted path with a module that does not exist.
 
     Args:
         folders: of the package that it would be in.
@@ -340,14 +340,14 @@ def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
 
 
 def no_name(key: str, path: str, choices: Iterable[str]) -> ConfigError:
-    """The error for a dotted path whose module has no such name; the choices are other names in it."""
+    """Return the error for a dotted path whose module lacks the name; suggests other names of the module."""
     module, _, name = path.rpartition(".")
     near = suggest(path, [f"{module}.{choice}" for choice in choices if not choice.startswith("_")])
     return ConfigError(f"{key}: there is no '{name}' in '{module}'. {near}")
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """A sentence about the nearest of many choices, without listing them all."""
+    """Return a sentence with the choice nearest to a wrong name."""
     nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
     return (
         f"Did you mean '{nearest[0]}'?"

@@ -1,4 +1,4 @@
-"""Finds a wrong key, value or name of a class before torch is imported, by the source of the package's classes.
+"""Checks keys, values and class names before torch is imported, by reading the source of the package's classes.
 
 It checks the sections, and what stands directly in ``trainer``, ``model``, ``data`` and ``rollout`` where the class is
 the package's own; values where the source has their type (:mod:`rlightning.cli.source_parameters`); and dotted paths
@@ -63,20 +63,20 @@ SET_BY_SECTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders
 
 
 class Given(Protocol):
-    """What a key is set to."""
+    """The value of a key, to be checked."""
 
     def check(self, key: str) -> None:
-        """Raise a ConfigError if it would be refused later."""
+        """Raise a ConfigError if the full parser would refuse the value."""
 
 
 @dataclass
 class GivenStrategy:
-    """The name of a strategy."""
+    """The strategy that a key names."""
 
     name: object
 
     def check(self, key: str) -> None:
-        """Raise a ConfigError for a word that neither this package nor a file of Lightning's has."""
+        """Raise a ConfigError for a name that neither this package nor Lightning's source contains."""
         if not isinstance(self.name, str) or self.name in (*CHOICES, *CLASSES) or "." in self.name:
             return
         files = [file for folder in find_folders("lightning") for file in folder.rglob("*.py")]
@@ -86,12 +86,12 @@ class GivenStrategy:
 
 @dataclass
 class GivenRewards:
-    """One reward function, or several: each a dotted path, or a mapping with one."""
+    """The reward functions that a key names: one or several dotted paths, or mappings with one."""
 
     value: object
 
     def check(self, key: str) -> None:
-        """Raise a ConfigError for a function that a module of :mod:`rlightning.rewards` does not have."""
+        """Raise a ConfigError for a missing function of :mod:`rlightning.rewards`."""
         for reward in self.value if isinstance(self.value, list) else [self.value]:
             path = reward.get("function") if isinstance(reward, dict) else reward
             if not isinstance(path, str) or not path.startswith("rlightning.rewards."):
@@ -105,7 +105,7 @@ class GivenRewards:
 
 @dataclass
 class GivenValue:
-    """What a key is set to.
+    """The value of a key whose type is known.
 
     Attributes:
         value: as the file has it, or an option's text.
@@ -118,7 +118,7 @@ class GivenValue:
     is_option: bool = False
 
     def check(self, key: str) -> None:
-        """Raise a ConfigError if the parser would refuse the value."""
+        """Raise a ConfigError if jsonargparse would refuse the value."""
         if isinstance(self.value, str) and os.path.exists(os.path.expanduser(self.value)):  # its content may be meant
             return
         parser = ArgumentParser(exit_on_error=False)
@@ -133,7 +133,7 @@ class GivenValue:
 
 
 class SourceKeys(ConfigKeys):
-    """Checks keys as ConfigKeys does, with the dotted paths of classes in place of the classes; None for any other.
+    """Checks keys as ConfigKeys does, without imports: a class is its dotted path, or None if it is unknown.
 
     Attributes:
         given: by key, the value that it was set to last; only what is known for sure.
@@ -147,14 +147,14 @@ class SourceKeys(ConfigKeys):
         self.has_foreign_modules = False
 
     def check_option(self, key: str, text: str) -> None:
-        """Check one key that the command line sets."""
+        """Check one option of the command line."""
         super().check_option(key, text)
         given = self.given.get(plain_key(key))
         if isinstance(given, GivenValue):
             given.value, given.is_option = text, True
 
     def check_mapping(self, values: Mapping[str, Any], parameters: dict[str, Any], where: str) -> None:
-        """Check keys, and note what they are set to."""
+        """Check the keys of a mapping, and store their values for later checks."""
         super().check_mapping(values, parameters, where)
         for name, value in values.items():
             first = name.partition(".")[0].removesuffix("+")
@@ -170,7 +170,7 @@ class SourceKeys(ConfigKeys):
                 self.given.pop(key, None)
 
     def check_value(self, value: object, hint: object, key: str) -> None:
-        """Check the keys of a section that stands for a class, names of classes, and what stands for null."""
+        """Check the value of a key: a section's class and keys, names of classes, or null."""
         if key not in PACKAGES:
             if hint is not None:
                 super().check_value(value, hint, key)
@@ -187,7 +187,7 @@ class SourceKeys(ConfigKeys):
             self.classes[key] = self.find_class(str(value), [], key) if is_name else None
 
     def check_classes(self, value: object, key: str) -> None:
-        """Check the names of classes in what a key is set to whose type is not known."""
+        """Check the class names in the value of a key of unknown type."""
         place = place_of(key)
         if isinstance(value, list):
             for i, item in enumerate(value):
@@ -199,7 +199,7 @@ class SourceKeys(ConfigKeys):
             self.find_class(value, [], key)
 
     def find_class(self, path: str, bases: list[type], key: str) -> str | None:
-        """Return the dotted path of a class of the section's package, which may be given by its bare name, or None.
+        """Return the dotted path of a class in the section's package, given by path or bare name; else None.
 
         Raises:
             ConfigError: no module has the class.
@@ -219,7 +219,7 @@ class SourceKeys(ConfigKeys):
         return None
 
     def check_path(self, path: str, key: str, base: str) -> None:
-        """Refuse a dotted path to what the package does not have; note one into another package."""
+        """Raise a ConfigError for a dotted path to a missing name of this package; record paths to other packages."""
         module, _, name = path.rpartition(".")
         first = path.partition(".")[0]
         if first != "rlightning":
@@ -238,24 +238,24 @@ class SourceKeys(ConfigKeys):
                 raise no_name(key, path, fitting or names)
 
     def check_name(self, name: str, key: str, base: str) -> None:
-        """Refuse a bare name that no class can have which the parser will know of."""
+        """Raise a ConfigError for a bare name that no known class has."""
         names = subclass_names(base.rpartition(".")[2])
         if name not in names and not self.has_foreign_modules and name not in imported_names(base):
             raise no_class(key, name, [known for known in names if not known.startswith("_")])
 
     def parameters_of(self, kind: str) -> dict[str, Any]:
-        """Return what the class takes."""
+        """Return the parameters of a class."""
         return parameters_of_source(kind)
 
     def check_given(self) -> None:
-        """Check the values; a module of the user's may register strategies."""
+        """Check the stored values; strategies are skipped if a module of the user's may register some."""
         for key, given in self.given.items():
             if not (self.has_foreign_modules and isinstance(given, GivenStrategy)):
                 given.check(key)
 
 
 def check_early(command: str, options: list[str]) -> None:
-    """Raise a ConfigError for a key or a value that the whole parser would refuse, in the same words."""
+    """Raise a ConfigError, in the full parser's words, for a key or a value that it would refuse."""
     if asks_for_help(options):
         return
     try:
@@ -268,7 +268,7 @@ def check_early(command: str, options: list[str]) -> None:
 
 
 def keys_of(command: str) -> dict[str, Any]:
-    """Return the sections of a command, and the Trainer's keys, which are below ``trainer``; with hints if known."""
+    """Return the sections of a command and the keys below ``trainer``, with type hints as far as they are known."""
     given = {k: hint for k, hint in parameters_of_source(TRAINER, command).items() if k not in SET_BY_SECTIONS}
     own = {"output": str | None} if command == "predict" else {}
     names = ["config", "environment", "print_config", *PACKAGES]
@@ -282,17 +282,17 @@ def keys_of(command: str) -> dict[str, Any]:
 
 
 def place_of(key: str) -> str:
-    """Return the key of a class, or of the list that it is an item of."""
+    """Return the key of a class without ``.class_path`` and its index in a list."""
     return re.sub(r"\[\d+\]$", "", key.removesuffix(".class_path"))
 
 
 def imported_names(base: str) -> set[str]:
-    """Return the names of a class and of its subclasses, as far as they have been imported."""
+    """Return the names of a class and its subclasses that have been imported."""
     module, _, name = base.rpartition(".")
     kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
     return {known.__name__ for known in subclasses(kind)} if kind is not None else set()
 
 
 def plain_key(key: str) -> str:
-    """Return a key without the level that a class's arguments have in a file."""
+    """Return a key without ``.init_args``."""
     return key.replace(".init_args.", ".")

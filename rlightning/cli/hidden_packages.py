@@ -1,4 +1,4 @@
-"""Files in the working directory that Python would import in place of what a run needs. Standard library only."""
+"""Detects files in the working directory that shadow modules of a run. Uses the standard library only."""
 
 import sys
 from importlib.machinery import PathFinder
@@ -24,7 +24,7 @@ NEVER_IMPORTED = {
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder, which stands first on Python's path, whose files hide modules that a run imports.
+    """Raise an error if files in a folder at the head of Python's path shadow modules that a run imports.
 
     Raises:
         ConfigError: names the file.
@@ -40,7 +40,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _find_elsewhere(name: str, folder: Path) -> str | None:
-    """Return where a module is found on Python's path without a folder: a file, or a package's folder."""
+    """Return the file or folder of a module on Python's path outside of a folder."""
     path = [entry for entry in sys.path if entry and Path(entry).resolve() != folder.resolve()]
     spec = PathFinder.find_spec(name, path)
     if spec is None:

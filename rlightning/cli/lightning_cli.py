@@ -1,4 +1,4 @@
-"""The command line: Lightning's, with sections ``model``, ``data`` and ``rollout``, a run folder and short errors."""
+"""Lightning's command line with sections ``model``, ``data`` and ``rollout``, a run folder, and one-line errors."""
 
 import logging
 import os
@@ -60,14 +60,14 @@ ROLLOUT = "rlightning.callbacks.VLLMRollout"
 
 
 class RLArgumentParser(LightningArgumentParser):
-    """A parser whose errors are one line, without the usage of two hundred options."""
+    """A parser with one-line errors, without jsonargparse's long usage text."""
 
     keys: ConfigKeys | None = None
     secrets: Mapping[str, str] = {}
     """Of this command line, by the names that its configuration has for them."""
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
-        """Add a class's arguments; of those that take a text, the name of an existing file is one too."""
+        """Add a class's arguments; a file's name stays a text where an argument takes texts."""
         added = super().add_class_arguments(*args, **kwargs)
         for action in self._actions:
             if takes_text(hint_of(action)):
@@ -75,7 +75,7 @@ class RLArgumentParser(LightningArgumentParser):
         return added
 
     def instantiate(self, *args: object, **kwargs: object) -> Namespace:
-        """Build objects of a configuration's classes; their arguments are Python's own texts, with secrets in place."""
+        """Build the objects of a configuration, with plain ``str`` arguments and secrets filled in."""
         try:
             built: Namespace = super().instantiate(*args, **kwargs)
         except ValueError as error:
@@ -88,7 +88,7 @@ class RLArgumentParser(LightningArgumentParser):
         return resolve_secrets(plain_texts(built), "the configuration", RLArgumentParser.secrets)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Write the gist of jsonargparse's message and exit with 2."""
+        """Write a one-line summary of jsonargparse's message and exit with 2."""
         if not self.exit_on_error:
             super().error(message, ex)
         cause: BaseException | None = ex
@@ -101,14 +101,14 @@ class RLArgumentParser(LightningArgumentParser):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes the resolved configuration to the run's folder, and to the loggers once the set-up is over."""
+    """Writes the resolved configuration to the run's folder, and to the loggers when the set-up is complete."""
 
     _unlogged: Any = None
     _path: Path | None = None
     """Of the file, until the first step may begin."""
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file, once; a resumed run keeps those of runs before it."""
+        """Write the file once; a resumed run keeps the files of earlier runs."""
         if self.already_saved or not trainer.is_global_zero:
             return
         self.already_saved = True
@@ -126,12 +126,12 @@ class SaveRunConfig(SaveConfigCallback):
     def on_exception(
         self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Remove the file of a run that was refused before it began, such as one that does not fit its checkpoint."""
+        """Remove the file of a run that failed before its start, as by a checkpoint that does not fit."""
         if self._path is not None and isinstance(find_run_error(exception), ConfigError):
             self._path.unlink(missing_ok=True)
 
     def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule) -> None:
-        """Tell the loggers, which make their runs now."""
+        """Log the configuration to the loggers."""
         unlogged, self._unlogged, self._path = self._unlogged, None, None
         for logger in trainer.loggers if unlogged is not None else ():
             logger.log_hyperparams(unlogged)
@@ -155,7 +155,7 @@ class RLCLI(LightningCLI):
             unlock_all()
 
     def run_command(self, args: list[str]) -> None:
-        """Parse the options, build everything, run the command."""
+        """Parse the options, build all objects, and run the command."""
         super().__init__(
             model_class=RLModule,
             datamodule_class=PromptDataModule,
@@ -172,13 +172,13 @@ class RLCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # of which Lightning has a static one
-        """The command that is given, as a parser of each takes long; predictions go to a file, never returned."""
+        """Return only the given command, as building a parser for each is slow; ``predict`` returns nothing."""
         command = self.args[0]
         skipped = {"return_predictions"} if command == "predict" else set()
         return {command: LightningCLI.subcommands()[command] | skipped}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Give the rollout engine a section of its own, and the two sections that have a usual class that class."""
+        """Add sections for the rollout callback and the environment, and default classes of sections."""
         parser.add_lightning_class_args(find_callback("RolloutCallback"), "rollout", subclass_mode=True, required=False)
         parser.add_argument(
             "--environment",
@@ -196,7 +196,7 @@ class RLCLI(LightningCLI):
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Check every key by hand, then let jsonargparse parse."""
+        """Check all keys for better errors, then parse by jsonargparse."""
         command, options = args[0], mark_files(spell_out_options(args[1:]))
         keys = ConfigKeys(
             parameters_of(self._subcommand_parsers[command]),
@@ -211,10 +211,10 @@ class RLCLI(LightningCLI):
         self.config = parser.parse_args([command, *options])
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the configuration as it is: a checkpoint's hyperparameters are not merged into it."""
+        """Do nothing: a checkpoint's hyperparameters are not merged into the configuration."""
 
     def before_instantiate_classes(self) -> None:
-        """Settle what depends on several keys, before anything is built."""
+        """Set and check values that depend on several keys, before any object is built."""
         config = self.config[self.subcommand]
         expand_home(config)
         self.mask_secrets()
@@ -237,14 +237,14 @@ class RLCLI(LightningCLI):
             trainer["logger"] = None
 
     def take_run_folder(self, folder: Path) -> None:
-        """Refuse a folder that another run is at work in, or that nothing can be written to."""
+        """Lock the run's folder; raise an error if another run uses it, or it is not writable."""
         if self.subcommand == "fit":
             lock_run(folder)
         else:
             check_writable(folder, "trainer.default_root_dir")
 
     def mask_secrets(self) -> None:
-        """Keep secrets out of the configuration, which goes into files and loggers; objects get them when built."""
+        """Replace secrets in the configuration, which is written to files and loggers, by references to them."""
         masked, RLArgumentParser.secrets = mask_secrets(self.config[self.subcommand])
         self.config[self.subcommand] = masked
         check_references(masked, RLArgumentParser.secrets)
@@ -257,14 +257,14 @@ class RLCLI(LightningCLI):
             )
 
     def instantiate_classes(self) -> None:
-        """Build everything, and tell the module the whole configuration, which its checkpoints keep."""
+        """Build all objects, and store the whole configuration in the module, for its checkpoints."""
         super().instantiate_classes()
         if isinstance(self.model, PolicyModule):
             text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
             self.model.configuration = flatten(load_yaml(text))
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
-        """Build the Trainer with the section of the engine and the callbacks that only the command line adds."""
+        """Build the Trainer with the rollout callback and the callbacks of the command line itself."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
         listed = as_list(config["callbacks"])
         rollout = self._get(self.config_init, "rollout")
@@ -288,7 +288,7 @@ class RLCLI(LightningCLI):
         return trainer
 
     def make_own_callbacks(self, listed: Sequence[Any]) -> list[Callback]:
-        """Return the callbacks that a command has besides those that are ``listed``."""
+        """Return the callbacks that a command adds to those in ``listed``."""
         own: list[Callback] = []
         predictions = find_callback("JSONLPredictions")
         if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in listed):
@@ -298,22 +298,22 @@ class RLCLI(LightningCLI):
         return own
 
     def is_rollout_configured(self) -> bool:
-        """Whether a file or an option set a key of the ``rollout`` section."""
+        """Return whether a file or an option has set a key of the section ``rollout``."""
         keys = RLArgumentParser.keys
         return keys is not None and any(key.startswith("rollout.") for key in keys.seen)
 
     def predict(self, **kwargs: Any) -> None:
-        """Generate for the whole prompt file without keeping the completions: they are written as they come."""
+        """Run prediction without collecting the completions in memory, as a callback writes them."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return what ``trainer.callbacks`` lists: it may be one, or null."""
+    """Return ``trainer.callbacks`` as a list; it may be a single callback or null."""
     return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
 def set_environment(rollout: object, environment: object) -> None:
-    """Give the rollout callback the environment that has a section of its own.
+    """Set the environment of the section ``environment`` on the rollout callback.
 
     Raises:
         ConfigError: there is no such callback.
@@ -328,7 +328,7 @@ def set_environment(rollout: object, environment: object) -> None:
 
 
 def make_run_folder() -> str:
-    """Make a new run folder, for this run alone, and return its path; other ranks are given rank 0's."""
+    """Create and lock a new run folder, and return its path; ranks other than 0 get rank 0's."""
     while True:
         path = new_run_folder()
         if not is_rank_0():
@@ -339,7 +339,7 @@ def make_run_folder() -> str:
 
 
 def command_to_go_on(args: list[str], folder: str) -> str:
-    """Return what continues a run in a shell."""
+    """Return the shell command that resumes a run."""
     kept = [arg for arg in args if not arg.startswith("--ckpt_path=")]
     if "--ckpt_path" in kept:
         place = kept.index("--ckpt_path")
@@ -350,7 +350,7 @@ def command_to_go_on(args: list[str], folder: str) -> str:
 
 
 def expand_home(values: object) -> object:
-    """Replace ``~`` at the start of every path of a configuration by the user's home, in place; what that made."""
+    """Replace ``~`` at the start of every path in a configuration by the user's home, in place; returns the result."""
     if isinstance(values, Namespace | dict):
         entries = vars(values) if isinstance(values, Namespace) else values
         for key, value in entries.items():

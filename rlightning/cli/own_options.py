@@ -1,4 +1,4 @@
-"""Options of a single command, beside the keys of a configuration."""
+"""Options of a single command that are no keys of a configuration."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -8,7 +8,7 @@ from rlightning.errors import ConfigError
 def split_own_options(
     options: Sequence[str], defaults: Mapping[str, str], flags: Collection[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the options of a command alone, and those that are left.
+    """Split options into those that only this command has, and the others.
 
     Args:
         defaults: values by name of those that have one, such as ``{"--port": "8100"}``.

@@ -1,4 +1,4 @@
-"""What jsonargparse says of a value that it refuses, in one line."""
+"""Summarises jsonargparse's messages about refused values in one line."""
 
 import re
 from itertools import takewhile
@@ -8,7 +8,7 @@ from rlightning.errors import did_you_mean
 
 
 def summarise(message: str, keys: ConfigKeys | None) -> str:
-    """One line of jsonargparse's several: the key and what is wrong with it.
+    """Reduce a message of several lines to one: the key and what is wrong with its value.
 
     Args:
         keys: the keys of this command line, to complete a key that jsonargparse shortened.
@@ -37,20 +37,20 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"Expected an? (?:typing\.)?(.+?)\. Got value: ([^;]*)", r"expected \1, got '\2'", text)
     text = re.sub(r"the following arguments are required: (.*)", r"it needs a value for '\1'", text)
-    text = f"{text}{_way_out(text)}"
+    text = f"{text}{_suggest_value(text)}"
     return f"{keys.full_key(key) if keys else key}: {text}" if key else text
 
 
 def _expected(line: str) -> list[str]:
-    """The names of what was expected, if a line says that alone: a class's, or words in quotes."""
+    """Return the expected types or words if a line consists of nothing else."""
     if words := re.fullmatch(r"Expected a typing\.Literal\[(.*)\]", line):
         return words[1].split(", ")
     kind = re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line)
     return [{"Sequence": "list", "Iterable": "list"}.get(kind[1], kind[1])] if kind else []
 
 
-def _way_out(text: str) -> str:
-    """A sentence about what to write instead of a value of the wrong type, as scripts get it."""
+def _suggest_value(text: str) -> str:
+    """Return a sentence with a correct value in place of one of the wrong type."""
     found = re.fullmatch(r"expected (.*), got '(.*)'", text)
     if found is None:
         return ""

@@ -1,4 +1,4 @@
-"""``rlightning plan``: the memory of a run, from its configuration and the model's, on any machine."""
+"""``rlightning plan``: computes the memory of a run from its configuration and the model's, on any machine."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,24 +40,24 @@ example:
 
 
 class PlanCLI(RLCLI):
-    """Parses what ``fit`` would be given, with the same errors, and builds nothing."""
+    """Parses the configuration of ``fit``, with the same errors, and builds no objects."""
 
     def _set_seed(self) -> None:
-        """Nothing is random."""
+        """Do nothing: a plan is deterministic."""
 
     def before_instantiate_classes(self) -> None:
-        """Settle what a plan has to know."""
+        """Set the values that the plan needs."""
         check_options(self.config[self.subcommand]["trainer"])
 
     def instantiate_classes(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def plan(options: list[str]) -> str:
-    """Return the plan as text.
+    """Return the plan of a run as text.
 
     Raises:
         ConfigError: for a mistake of the user's.
@@ -74,7 +74,7 @@ def plan(options: list[str]) -> str:
 
 
 def parse_work(args: list[str]) -> Work:
-    """Return what a command of ``fit`` would do.
+    """Return the work of the run that ``fit`` would start with these options.
 
     Raises:
         ConfigError: as ``fit`` would, where it shows without building anything.
@@ -120,7 +120,7 @@ def parse_work(args: list[str]) -> Work:
 
 
 def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
-    """Yield the models beside the actor, from the keys alone; an override of ``configure_roles`` is of unknown size."""
+    """Yield the models beside the actor, by the keys; an overridden ``configure_roles`` yields one of unknown size."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))
@@ -132,14 +132,14 @@ def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
 
 
 def read_adapter(model: Mapping[str, Any], config: PreTrainedConfig) -> LoRA | None:
-    """Return what is trained of a frozen model; None if its weights are."""
+    """Return the adapter of the actor; None if its own weights are trained."""
     prefix = "adapter."
     given = {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
     return resolve_adapter(Adapter(**given), model["model"], config) if given else None
 
 
 def read_batch(model: Mapping[str, Any]) -> BatchPlan:
-    """Return the arithmetic of a step; what an algorithm has no key for is as in most."""
+    """Return the batch sizes of a step; an algorithm without a key has the usual default."""
     return BatchPlan(
         prompts_per_step=model.get("prompts_per_step", 32),
         samples_per_prompt=model.get("samples_per_prompt", 1),
@@ -150,12 +150,12 @@ def read_batch(model: Mapping[str, Any]) -> BatchPlan:
 
 
 def arguments(section: Namespace | None) -> dict[str, Any]:
-    """Return the arguments of a class that a section names."""
+    """Return the arguments of the class in a section."""
     return {} if section is None else dict((section.get("init_args") or {}).items())
 
 
 def make_callbacks(config: Namespace) -> list[object]:
-    """Make those callbacks that a plan asks: the engine's, listed or in a section of its own, and what offloads."""
+    """Build the callbacks that affect the plan: the rollout callback, and callbacks that offload memory."""
     listed = config["trainer"]["callbacks"] or []
     sections = [*(listed if isinstance(listed, list) else [listed]), config["rollout"]]
     kinds = [(find_class(section["class_path"], [], "trainer.callbacks"), arguments(section)) for section in sections]
@@ -163,7 +163,7 @@ def make_callbacks(config: Namespace) -> list[object]:
 
 
 def count_devices(devices: object) -> int:
-    """Return how many devices ``trainer.devices`` asks for on a host; one for "auto", which another machine decides."""
+    """Return the number of devices of a host in ``trainer.devices``; 1 for "auto", which another machine decides."""
     text = str(devices).strip("[]() ")
     if text == "auto":
         return 1
@@ -176,7 +176,7 @@ def count_devices(devices: object) -> int:
 
 
 def read_parallelism(trainer: Namespace) -> Parallelism:
-    """Return how models are spread over ranks; with a controller those of its workers."""
+    """Return how models are distributed over ranks; with a controller, over its workers."""
     devices, nodes = count_devices(trainer["devices"]), int(trainer["num_nodes"])
     kind, given = find_strategy(trainer["strategy"], devices * nodes)
     if issubclass(kind, RayController):
@@ -191,7 +191,7 @@ def read_parallelism(trainer: Namespace) -> Parallelism:
 
 
 def find_strategy(strategy: str | Namespace, ranks: int) -> tuple[type[Strategy], dict[str, Any]]:
-    """Return the class of a strategy and its arguments; names of this package's classes stand for these by now."""
+    """Return the class and the arguments of a strategy, whose short name is already spelled out."""
     given: dict[str, Any] = {}
     if not isinstance(strategy, str):
         found = find_class(strategy["class_path"], [Strategy], "trainer.strategy")

@@ -1,4 +1,4 @@
-"""``rlightning rollout``: a few trajectories, printed turn by turn; what of it can be said at once."""
+"""``rlightning rollout``, the part without slow imports: its options, and errors in them."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ example:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """What the command was asked for.
+    """The command's own options.
 
     Attributes:
         num_trajectories: in all.
@@ -52,7 +52,7 @@ class RolloutOptions:
 
 
 def rollout(options: list[str]) -> None:
-    """Attempt prompts, and print their trajectories.
+    """Make trajectories of a few prompts, and print them turn by turn.
 
     Raises:
         ConfigError: for a mistake of the user's.
@@ -65,7 +65,7 @@ def rollout(options: list[str]) -> None:
 
 
 def read_options(options: list[str]) -> tuple[RolloutOptions, list[str]]:
-    """Return the options of this command alone, and those that are left.
+    """Split options into those of this command and the others.
 
     Raises:
         ConfigError: for a value of the former.

@@ -1,4 +1,4 @@
-"""``rlightning rollout``: trajectories of a configuration's environment, printed; nothing is trained."""
+"""``rlightning rollout``: prints trajectories of a configuration's environment, without training."""
 
 import math
 import os
@@ -39,7 +39,7 @@ COMMAND = "predict"
 
 
 class RolloutCLI(RLCLI):
-    """Parses what ``predict`` would be given, with the same errors, and completes a few prompts on one device."""
+    """Parses the configuration of ``predict``, with the same errors, and rolls out a few prompts on one device."""
 
     def __init__(self, own: RolloutOptions, options: list[str]) -> None:
         self.own = own
@@ -47,7 +47,7 @@ class RolloutCLI(RLCLI):
         super().__init__(args=[COMMAND, *options])
 
     def before_instantiate_classes(self) -> None:
-        """Leave out what only training needs, and choose the prompts."""
+        """Remove the keys that only training needs, and choose the prompts."""
         config = self.config[COMMAND]
         trainer, kind = config["trainer"], find_callback("RolloutCallback")
         listed = as_list(trainer["callbacks"])
@@ -62,7 +62,7 @@ class RolloutCLI(RLCLI):
         super().before_instantiate_classes()
 
     def _choose_prompts(self, data: Namespace) -> None:
-        """Have the data module read so many of the rows to predict or else of those to train on."""
+        """Limit the rows that the data module reads, of the prediction set or else the training set."""
         num_prompts = self.own.num_trajectories // self.own.num_samples
         if not issubclass(find_class(data["class_path"], [], "data.class_path"), PromptDataModule):
             raise ConfigError(
@@ -77,11 +77,11 @@ class RolloutCLI(RLCLI):
         arguments["predict_limit"] = min(num_prompts, arguments["predict_limit"] or num_prompts)
 
     def make_own_callbacks(self, listed: Sequence[Any]) -> list[Callback]:
-        """Return the one that prints: no files are written."""
+        """Return the callback that prints trajectories, as no files are written."""
         return [PrintGroups(self.show)]
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Attempt the prompts, as the configuration says or by a server."""
+        """Roll out the prompts, by the configured rollout callback or by a server."""
         self._check_columns()
         if self.own.endpoint is not None:
             self._sample_endpoint(self.own.endpoint)
@@ -97,7 +97,7 @@ class RolloutCLI(RLCLI):
         self.trainer.predict(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path)
 
     def _find_rollout(self) -> Any:  # a RolloutCallback: nothing here imports callbacks
-        """Return the callback that the configuration has for rollouts.
+        """Return the rollout callback of the configuration.
 
         Raises:
             ConfigError: there is none.
@@ -109,13 +109,13 @@ class RolloutCLI(RLCLI):
         return found
 
     def _check_columns(self) -> None:
-        """Refuse prompts that the reward functions cannot score, before an engine starts."""
+        """Raise a ConfigError for prompts that the reward functions cannot score, before an engine starts."""
         data = self.datamodule
         table = read_source(data.predict, data.predict_limit, "data.predict", data.environment)
         self.model.check_columns(sorted(table.columns), table.path)
 
     def _sample_endpoint(self, url: str) -> None:
-        """Attempt the prompts by a server, and print them in their order; the model is not loaded."""
+        """Roll out the prompts through an API server, and print them in order; the model is not loaded."""
         module, data, trainer, num_samples = self.model, self.datamodule, self.trainer, self.own.num_samples
         rollout = self._find_rollout()
         files = ModelFiles.read(module.model_path, trust_remote_code=module.trust_remote_code)
@@ -164,7 +164,7 @@ class RolloutCLI(RLCLI):
         return key
 
     def show(self, trajectories: Sequence[Trajectory]) -> None:
-        """Score the trajectories of a prompt, and print them."""
+        """Score and print the trajectories of a prompt."""
         scored = score_groups(self.model, [trajectories])
         self.scored += scored
         for one in scored:
@@ -173,7 +173,7 @@ class RolloutCLI(RLCLI):
         sys.stdout.flush()
 
     def finish(self) -> None:
-        """End the module's processes.
+        """End the module's worker processes.
 
         Raises:
             EnvironmentFailedError: trajectories would not be trained on, or have no reward, as something failed.
@@ -183,7 +183,7 @@ class RolloutCLI(RLCLI):
 
 
 class PrintGroups(RLCallback):
-    """Prints each prompt's trajectories once they and those of the prompts before have ended."""
+    """Prints each prompt's trajectories in the prompts' order, as soon as all earlier ones are printed."""
 
     def __init__(self, show: Callable[[Sequence[Trajectory]], None]) -> None:
         self._show = show
@@ -191,13 +191,13 @@ class PrintGroups(RLCallback):
         self._ended: dict[int, list[Trajectory]] = {}
 
     def on_predict_start(self, trainer: Any, module: object) -> None:
-        """Find the prompts' order."""
+        """Store the prompts' order."""
         self._waiting = [prompt.index for prompt in trainer.datamodule.predict_prompts]
 
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: Prompt, trajectories: list[Trajectory]
     ) -> None:
-        """Print what has ended."""
+        """Print the trajectories whose turn it is."""
         self._ended[prompt.index] = trajectories
         while self._waiting and self._waiting[0] in self._ended:
             self._show(self._ended.pop(self._waiting.pop(0)))
@@ -211,14 +211,14 @@ class PrintGroups(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Print what has come with its batch alone."""
+        """Print trajectories that arrived only with their whole batch."""
         for prompt, trajectories in outputs:
             if prompt.index in self._waiting:
                 self.on_predict_prompt_end(trainer, module, prompt, trajectories)
 
 
 def score_groups(module: RLModule, groups: Sequence[Sequence[Trajectory]]) -> list[ScoredTrajectory]:
-    """Return trajectories, grouped by prompt, with the rewards that a step of training would give them."""
+    """Return trajectories, grouped by prompt, with the rewards that they would get in a training step."""
     batch = module.select_sampled(module.batch_type.pack(groups))
     rewards: list[float] = []
     if batch.num_trajectories:
@@ -246,7 +246,7 @@ def _number(value: float) -> float | None:
 
 
 def check_scored(scored: Sequence[ScoredTrajectory]) -> None:
-    """Raise an EnvironmentFailedError with the first failure, if any."""
+    """Raise an EnvironmentFailedError with the first failure of a trajectory, if any."""
     lost = [one.trajectory for one in scored if not one.is_sampled]
     unrewarded = [one.trajectory for one in scored if one.has_failed_reward]
     if lost:

@@ -1,4 +1,4 @@
-"""``rlightning serve``: an engine for trainers on other hosts; what of it can be said at once."""
+"""``rlightning serve``, the part without slow imports: its options, and errors in them."""
 
 from rlightning.cli.own_options import split_own_options
 from rlightning.errors import ConfigError
@@ -25,7 +25,7 @@ example:
 
 
 def serve(options: list[str]) -> None:
-    """Start an engine and serve trainers until Ctrl-C.
+    """Start an engine, and serve trainers until Ctrl-C.
 
     Raises:
         ConfigError: for a mistake of the user's.
@@ -38,7 +38,7 @@ def serve(options: list[str]) -> None:
 
 
 def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options of this command alone, and those that are left.
+    """Split options into those of this command and the others.
 
     Raises:
         ConfigError: for a value of the former.

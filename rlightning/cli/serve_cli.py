@@ -1,4 +1,4 @@
-"""``rlightning serve``: the engine that a configuration describes, for trainers on other hosts."""
+"""``rlightning serve``: starts the engine of a configuration for trainers on other hosts."""
 
 import os
 import socket
@@ -21,13 +21,13 @@ from rlightning.trainer import find_callback
 
 
 class ServeCLI(RLCLI):
-    """Parses what ``fit`` would be given, with the same errors, and builds what an engine's settings follow from."""
+    """Parses the configuration of ``fit``, with the same errors, and builds the objects that an engine depends on."""
 
     def _set_seed(self) -> None:
-        """The engine's randomness is its own."""
+        """Do nothing: the engine has its own random state."""
 
     def before_instantiate_classes(self) -> None:
-        """Leave out what only a trainer needs."""
+        """Remove the keys that only a trainer needs."""
         trainer = self.config[self.subcommand]["trainer"]
         listed = as_list(trainer["callbacks"])
         kind = find_callback("VLLMRollout").__name__
@@ -36,7 +36,7 @@ class ServeCLI(RLCLI):
         trainer["strategy"] = "auto"
 
     def instantiate_classes(self) -> None:
-        """The module without its weights, the data module without its rows, and the callback without its engine."""
+        """Build the module without weights, the data module without rows, the callback without an engine."""
         self.config_init = self.parser.instantiate_classes(self.config)
         listed = self._get(self.config_init, "trainer")["callbacks"]
         self.module: RLModule = self._get(self.config_init, "model")
@@ -49,10 +49,10 @@ class ServeCLI(RLCLI):
             self.max_prompt_tokens = default_prompt_limit(self.module.max_model_length, new_tokens)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def configure_engine(self, name: str) -> EngineConfig:
-        """The engine that the configuration describes; ``name`` is that of its log."""
+        """Return the engine of the configuration; ``name`` is the name of its log."""
         trainer, module, options = self._get(self.config_init, "trainer"), self.module, self.rollout.options
         options.check()
         if self.max_prompt_tokens is not None and hasattr(module, "plan"):

@@ -1,4 +1,4 @@
-"""Names and parameters of classes, read from their source: importing them would take seconds, as they import torch."""
+"""Reads names and parameters of classes from source, because importing the classes would import torch for seconds."""
 
 import ast
 import builtins
@@ -20,7 +20,7 @@ PLAIN_TYPES = {
 
 
 def parameters_of_source(path: str, method: str = "__init__") -> dict[str, Any]:
-    """Return what a class's method takes, what it passes on to its bases through ``**kwargs`` included.
+    """Return the parameters of a class's method, including those that ``**kwargs`` passes to its bases.
 
     Args:
         path: the class, such as ``rlightning.algorithms.GRPO``.
@@ -45,7 +45,7 @@ def parameters_of_source(path: str, method: str = "__init__") -> dict[str, Any]:
 
 
 def find_source(path: str) -> tuple[str, ast.ClassDef]:
-    """Return the module that defines a class, and its definition, also where ``path`` is that of an import of it.
+    """Return the module and the definition of a class, also if ``path`` names an import of the class.
 
     Raises:
         LookupError: it is not found.
@@ -60,14 +60,14 @@ def find_source(path: str) -> tuple[str, ast.ClassDef]:
 
 
 def find_missing_module(module: str) -> str | None:
-    """Return the first part of a module's dotted path that is not there, or None."""
+    """Return the shortest prefix of a module's dotted path that does not exist, or None."""
     names = module.split(".")
     paths = [".".join(names[: i + 1]) for i in range(len(names))]
     return next((path for path in paths if not any(map(Path.exists, _possible_files(path)))), None)
 
 
 def has_name(module: str, name: str) -> bool:
-    """Return whether a module may have a name: it sets or imports it, or can import it when it is asked for it.
+    """Return whether a module may have a name: one that it assigns, imports, or imports lazily.
 
     Raises:
         LookupError: its source is not found.
@@ -80,7 +80,7 @@ def has_name(module: str, name: str) -> bool:
 
 
 def class_names(module: str) -> set[str]:
-    """Return the names that a module exports, and those that it has of what may be classes."""
+    """Return the names that a module exports, and those of its possible classes."""
     found = {name for name, nodes in _bindings(module).items() if isinstance(nodes[0], ast.ClassDef | ast.ImportFrom)}
     match _bindings(module).get("__all__"):
         case [ast.Assign(value=exported)]:
@@ -90,7 +90,7 @@ def class_names(module: str) -> set[str]:
 
 @cache
 def subclass_names(base: str) -> frozenset[str]:
-    """Return the names of a class and of those derived from it, of this package's and Lightning's."""
+    """Return the names of a class and its subclasses in this package and Lightning."""
     derived: dict[str, set[str]] = {}
     for package in ("rlightning", "rlightning.callbacks", "lightning.pytorch"):  # the second is a link
         for file in (file for folder in find_folders(package) for file in folder.rglob("*.py")):
@@ -104,14 +104,14 @@ def subclass_names(base: str) -> frozenset[str]:
 
 
 def find_folders(package: str) -> list[Path]:
-    """Return where a package's modules may be, if it is one."""
+    """Return the folders of a package; none for a module that is no package."""
     first, *rest = package.split(".")
     spec = find_spec(first) if first else None
     return [Path(folder, *rest) for folder in (spec and spec.submodule_search_locations) or []]
 
 
 def _possible_files(module: str) -> list[Path]:
-    """Where a module, or a folder without an ``__init__``, may be."""
+    """Return the paths that a module, or a folder without an ``__init__``, may have."""
     folders = find_folders(module)
     files = [file for folder in folders for file in (folder / "__init__.py", folder.with_suffix(".py"))]
     return [*files, *folders]
@@ -126,7 +126,7 @@ def _parse(module: str) -> ast.Module:
 
 
 def _hints_of(given: ast.arguments, module: str) -> dict[str, Any]:
-    """The type hints of a method's parameters; of one that is None by default, None fits too."""
+    """Return the type hints of a method's parameters; a default of None makes a hint optional."""
     positional = given.args[1:]
     missing = [None] * (len(positional) - len(given.defaults))
     defaults = [*missing, *given.defaults[-len(positional) :], *given.kw_defaults]
@@ -139,7 +139,7 @@ def _hints_of(given: ast.arguments, module: str) -> dict[str, Any]:
 
 
 def _read_hint(annotation: ast.expr | None, module: str) -> Any:
-    """The type hint that a module's annotation stands for, or None."""
+    """Return the type hint of an annotation; None if it cannot be evaluated."""
     try:
         return _evaluate(annotation, module)
     except (LookupError, TypeError):  # Python's answer to brackets behind what takes none
@@ -147,7 +147,7 @@ def _read_hint(annotation: ast.expr | None, module: str) -> Any:
 
 
 def _evaluate(node: ast.AST | None, module: str) -> Any:
-    """Return the type that an expression stands for, of :data:`PLAIN_TYPES` alone.
+    """Evaluate an annotation that consists of :data:`PLAIN_TYPES` only.
 
     Raises:
         LookupError: it has other parts.
@@ -172,7 +172,7 @@ def _evaluate(node: ast.AST | None, module: str) -> Any:
 
 
 def _find_type(name: str, module: str) -> Any:
-    """Return the type that a name stands for in a module: a plain one, or what the module or an import sets it to.
+    """Return the plain type that a name has in a module, also through assignments and imports.
 
     Raises:
         LookupError: it is another.
@@ -193,7 +193,7 @@ def _find_type(name: str, module: str) -> Any:
 
 @cache
 def _bindings(module: str) -> dict[str, list[ast.AST]]:
-    """What gives a module's names their values, wherever that stands outside functions and classes."""
+    """Return the statements that bind each global name of a module."""
     bound: dict[str, list[ast.AST]] = {}
     nodes: list[ast.AST] = [*_parse(module).body]
     while nodes:
@@ -216,7 +216,7 @@ def _bindings(module: str) -> dict[str, list[ast.AST]]:
 
 
 def _keywords_to_super(function: ast.FunctionDef) -> set[str]:
-    """Return what ``super().__init__`` is given by name, which a caller cannot give again."""
+    """Return the keywords that a method passes to ``super()``, which its caller cannot pass again."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     to_super = [call for call in calls if ast.unparse(call.func) == f"super().{function.name}"]
     return {keyword.arg for call in to_super for keyword in call.keywords if keyword.arg}

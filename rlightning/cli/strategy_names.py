@@ -1,4 +1,4 @@
-"""Replaces the names of strategies in YAML files and in options, see :mod:`rlightning.parallel.strategy_names`."""
+"""Expands short names of strategies in YAML files and options, see :mod:`rlightning.parallel.strategy_names`."""
 
 import json
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ _load_yaml = get_loader("yaml")
 
 
 def spell_out_options(options: list[str]) -> list[str]:
-    """Command line options, likewise."""
+    """Expand short names of strategies in command line options."""
     return list(_spell_out_each(options))
 
 
 def spell_out_files() -> None:
-    """Have jsonargparse read YAML so from now on."""
+    """Have jsonargparse expand short names of strategies in all YAML that it reads from now on."""
     set_loader("yaml", lambda text: spell_out(_load_yaml(text)), (yaml.YAMLError,))
 
 
@@ -39,7 +39,7 @@ def _spell_out_each(options: list[str]) -> Iterator[str]:
 
 
 def _spell_out_text(text: str, key: str) -> str:
-    """An option's value; the text itself where there is nothing to replace."""
+    """Expand a strategy's name in an option's value; a value without one is returned unchanged."""
     try:
         value = load_yaml(text)
     except yaml.YAMLError:

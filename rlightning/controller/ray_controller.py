@@ -48,14 +48,14 @@ DEVICE_CALLBACKS = (ModelSummary,)
 
 @runtime_checkable
 class RowlessData(Protocol):
-    """A data module that workers need not read."""
+    """A data module of which workers get a copy without rows."""
 
     def without_rows(self) -> LightningDataModule:
-        """Return it without its rows: what workers ask it follows from these, and prompts come by command."""
+        """Return a copy without rows; workers receive their prompts from the controller by commands."""
 
 
 class ActorEngines(Protocol):
-    """Engines in Ray actors of their own, beside the workers; they outlive these.
+    """Engines that are Ray actors beside the workers, and outlive the workers.
 
     Attributes:
         callback: whose they are.
@@ -68,15 +68,15 @@ class ActorEngines(Protocol):
     runs: list[Any]
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
-        """Raise a ConfigError if the cluster has no place for them beside workers of so many resources each."""
+        """Raise a ConfigError if the cluster lacks resources for the engines beside the workers."""
 
     def start(
         self, module: LightningModule, max_prompt_tokens: int | None, folder: Path, driver: DriverContext
     ) -> Callback:
-        """Start them, unless they run already; return a copy of the callback that knows where they are."""
+        """Start the engines, unless they run; return a copy of the callback that has their addresses."""
 
     def close(self) -> None:
-        """End them."""
+        """End the engines."""
 
 
 @runtime_checkable

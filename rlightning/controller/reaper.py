@@ -64,20 +64,20 @@ def watch_own_node(session: str) -> OwnNode | None:
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is the controller's
     )
-    atexit.register(_say_goodbye, reaper)
+    atexit.register(_announce_exit, reaper)
     return OwnNode(raylet, identify_process(raylet), reaper)
 
 
 def describe_loss(raylet: int) -> str:
-    """What a run ends with whose raylet was killed."""
+    """Return the error message of a run whose raylet has been killed."""
     return (
         f"The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed, or ran out of "
         "memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
     )
 
 
-def _say_goodbye(reaper: "subprocess.Popen[bytes]") -> None:
-    """Tell the reaper that this process ends by itself, and has said why."""
+def _announce_exit(reaper: "subprocess.Popen[bytes]") -> None:
+    """Tell the reaper that this process exits on its own and has logged the reason."""
     assert reaper.stdin is not None
     with contextlib.suppress(OSError):  # it was killed
         reaper.stdin.write(b".")
@@ -85,9 +85,9 @@ def _say_goodbye(reaper: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """Wait for the end of the raylet and the controller, whichever is first."""
+    """Kill Ray's agents when the raylet or the controller exits; print an error if the raylet was lost."""
     logs, controller, raylet, *agents = sys.argv[1:]
-    has_said_goodbye, end = False, -1
+    has_announced_exit, end = False, -1
     with contextlib.suppress(ProcessLookupError):
         end = os.pidfd_open(int(raylet))
     awaited = [0] if end < 0 else [0, end]
@@ -96,13 +96,13 @@ def main() -> None:
         if 0 not in ready:  # the raylet's end alone
             awaited.remove(end)
         elif os.read(0, 1):
-            has_said_goodbye = True
+            has_announced_exit = True
         else:
             awaited.remove(0)
         if len(awaited) < 2:
             for identity in agents:
                 kill_process(identity)
-    if not has_said_goodbye and (end not in awaited or _was_ended_by_ray(Path(logs), controller)):
+    if not has_announced_exit and (end not in awaited or _was_ended_by_ray(Path(logs), controller)):
         sys.stderr.write(f"error: {describe_loss(int(raylet))}\n")
 
 

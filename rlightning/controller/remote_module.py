@@ -37,7 +37,7 @@ class ControllerModule(PromptBatchModule):
 
     @property
     def weight_version(self) -> int:
-        """The workers'."""
+        """The weight version of the workers' modules."""
         return self.strategy.weight_version
 
     def configure_callbacks(self) -> list[Callback]:

@@ -1,4 +1,4 @@
-"""Prompt sets: reading, formatting, and the resumable order of training."""
+"""Prompt sets: reading, formatting, tokenising, and the resumable order of training."""
 
 from rlightning.data.module import PromptDataModule
 from rlightning.data.stream import PromptStream

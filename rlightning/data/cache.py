@@ -1,4 +1,4 @@
-"""Folders of files that are made once for all processes and starts, beside those of ``datasets``."""
+"""Cached folders beside those of ``datasets``, which one process builds for all processes and later runs."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from rlightning.errors import ConfigError
 
 
 def cached_folder(parts: dict[str, Any], build: Callable[[Path], None]) -> Path:
-    """Return the folder that ``build`` has filled for these parts; the first process to ask builds, others wait.
+    """Return the cached folder for ``parts``; the first process fills it by ``build``, the others wait.
 
     Args:
         parts: everything that the content follows from, as JSON can write it.

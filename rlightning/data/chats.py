@@ -1,4 +1,4 @@
-"""Chat messages: checked, freed of null fields, and rendered by the tokenizer's chat template."""
+"""Chat messages of prompt sets: checked, cleaned of null fields, and rendered by the tokenizer's chat template."""
 
 import difflib
 import inspect
@@ -24,7 +24,7 @@ _OPEN_THOUGHT = re.compile(
 
 
 def check_template_arguments(tokenizer: "Tokenizer", arguments: dict[str, Any]) -> None:
-    """Refuse an argument that the tokenizer's chat template does not read."""
+    """Raise a ConfigError for an argument that the tokenizer's chat template does not read."""
     if not arguments:
         return
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
@@ -43,13 +43,13 @@ def check_template_arguments(tokenizer: "Tokenizer", arguments: dict[str, Any]) 
 
 
 def is_chat(content: object) -> bool:
-    """Whether a cell is a list of messages, each with a role."""
+    """Return whether a cell is a list of messages, each with a role."""
     messages = content if isinstance(content, list) else []
     return bool(messages) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
 
 
 def clean_messages(messages: list[Message], where: str, *, has_fixed_fields: bool) -> list[Message]:
-    """Return the messages as chat templates expect them: no field is null, each content is a text.
+    """Return messages as chat templates expect them: without null fields, and with a text as each content.
 
     Templates ask whether a field is there, not whether it is null. Text parts are joined by a line break, as vLLM
     does. With ``has_fixed_fields``, where the format of the file has every field in every row (Parquet, ``datasets``),
@@ -59,7 +59,7 @@ def clean_messages(messages: list[Message], where: str, *, has_fixed_fields: boo
 
 
 def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: dict[str, Any], where: str) -> str:
-    """Return the text of a chat up to where the model's turn begins."""
+    """Render a chat, up to the beginning of the model's turn."""
     ends_with_model = messages[-1]["role"] == "assistant"
     if ends_with_model and not arguments.get(CONTINUES):
         raise ConfigError(
@@ -78,7 +78,7 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: dict
 
 
 def find_open_thought(text: str) -> str | None:
-    """Return the tag, such as ``<think>``, that a prompt ends with, so that completions begin inside a thought."""
+    """Return the tag, such as ``<think>``, at the end of a prompt; completions begin inside of a thought then."""
     found = _OPEN_THOUGHT.search(text[-100:])
     return found.group().strip() if found else None
 

@@ -1,4 +1,4 @@
-"""Digests of a prompt set, by which a resumed run knows the data that its checkpoint was written with."""
+"""Digests of prompt sets, by which a resumed run checks that it has the data of its checkpoint."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ def digest_texts(texts: Iterable[str]) -> str:
 
 
 def digest_columns(rows: Iterable[Mapping[str, Any]], columns: Collection[str]) -> dict[str, str]:
-    """Return a digest of each of these columns of a prompt set; a row may lack one."""
+    """Return a digest of each of these columns of a prompt set; some rows may lack a column."""
     digests = {column: hashlib.blake2b(digest_size=8) for column in columns}
     for row in rows:
         for column, digest in digests.items():
@@ -35,7 +35,7 @@ def digest_rows(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def encode_value(value: object) -> bytes:
-    """Return a value as text, the same in every process: JSON, with Python's words for what JSON has not."""
+    """Encode a value as text that is the same in every process: JSON, and Python's repr for other types."""
     try:
         return json.dumps(value, sort_keys=True, default=_describe).encode()
     except (TypeError, ValueError):  # keys that JSON has not, or a value within itself

@@ -1,4 +1,4 @@
-"""From rows to prompts: template, chat template, tokens, and the limit on their length."""
+"""Converts rows to prompts: template, chat template, tokens, and the limit on prompt length."""
 
 import string
 from collections.abc import Collection, Sequence
@@ -36,7 +36,7 @@ _ROWS_A_BATCH = 1000  # tokenizers return far more than the ids that are kept
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How a row becomes what the model reads: arguments of :class:`~rlightning.data.PromptDataModule`.
+    """How a row is converted to a prompt: arguments of :class:`~rlightning.data.PromptDataModule`.
 
     ``completion_column`` names the column of a completion to learn, if there is one.
     """
@@ -54,15 +54,15 @@ class PromptFormat:
 
     @property
     def own_sampling(self) -> dict[str, str]:
-        """The columns of the rows' own sampling that are named, by argument."""
+        """The columns with sampling parameters for each row, by the argument that names the column."""
         columns = {
             "temperature_column": self.temperature_column,
             "max_new_tokens_column": self.max_new_tokens_column,
         }
         return {name: column for name, column in columns.items() if column is not None}
 
-    def without_missing(self, columns: Collection[str]) -> "PromptFormat":
-        """Return the format of a set without the rows' own sampling, as far as the set has no column of it."""
+    def without_absent_columns(self, columns: Collection[str]) -> "PromptFormat":
+        """Return this format without those sampling columns (temperature, token limit) that a set lacks."""
         absent: dict[str, Any] = {name: None for name, column in self.own_sampling.items() if column not in columns}
         return replace(self, **absent)
 
@@ -72,7 +72,7 @@ USUAL = PromptFormat()
 
 
 def prompt_messages(columns: Row, prompt_format: PromptFormat, where: str) -> list[Message]:
-    """Return the messages of a row's prompt, as its chat template gets them."""
+    """Return the chat messages of a row's prompt, as the chat template gets them."""
     if prompt_format.template is not None:
         content: str | list[Message] = _fill_template(prompt_format.template, columns, where)
     else:
@@ -90,7 +90,7 @@ def build_prompts(
     vocab_size: int | None = None,
     max_length: int | None = None,
 ) -> Sequence[Prompt]:
-    """Render, tokenise and check every row; count, say and drop or cut prompts that are too long.
+    """Render, tokenise and check every row; drop or cut prompts that are too long, and log how many.
 
     Args:
         vocab_size: rows of the model's embedding, which no token may be beyond; None: unknown.
@@ -116,7 +116,7 @@ def build_prompts(
 
 
 class PromptEncoder:
-    """Turns rows into texts and tokens, and refuses those that cannot be used, by their place."""
+    """Converts rows to texts and tokens; an error names the row by its place."""
 
     def __init__(
         self, tokenizer: "Tokenizer", prompt_format: PromptFormat, *, vocab_size: int | None, max_length: int | None
@@ -146,7 +146,7 @@ class PromptEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything besides the rows that the tokens follow from."""
+        """All settings that the tokens of a row depend on, for the key of a cache."""
         import tokenizers
         import transformers
 
@@ -163,7 +163,7 @@ class PromptEncoder:
         }
 
     def encode(self, table: RowTable, start: int, stop: int) -> dict[str, list[Any]]:
-        """Return the columns of :data:`~rlightning.data.mapped.COLUMNS` of some rows.
+        """Encode rows to the columns of :data:`~rlightning.data.mapped.COLUMNS`.
 
         ``num_tokens`` are those of the prompt before it is cut; ``notes`` are :class:`Note` flags.
         """
@@ -184,7 +184,7 @@ class PromptEncoder:
         return columns
 
     def _render(self, row: Row, where: str, table: RowTable) -> tuple[str, Note]:
-        """The text that the model reads."""
+        """Return the text of a row's prompt as the model is shown it."""
         content, system, note = self._read_content(row, where, table), self.format.system, Note(0)
         if self.is_chat:
             arguments = self.format.chat_template_arguments
@@ -203,7 +203,7 @@ class PromptEncoder:
         return text, note
 
     def _is_rendered(self, content: str, text: str) -> bool:
-        """Whether a prompt begins as the chat template's text does, with a special token."""
+        """Return whether a prompt begins with the special token that the chat template begins with."""
         opening = next((token for token in self._special_tokens if content.startswith(token)), None)
         return opening is not None and (text.startswith(opening) or opening == self.tokenizer.bos_token)
 
@@ -232,7 +232,7 @@ class PromptEncoder:
         return text
 
     def _finish(self, text: str, note: Note, tokens: Tokens, where: str) -> dict[str, Any]:
-        """A row's columns that follow from its text."""
+        """Return those columns of a row that are computed from its text."""
         prompt, completion, limit = tokens.prompt, tokens.completion, self.format.max_tokens
         if not prompt and text:
             raise ConfigError(
@@ -277,7 +277,7 @@ class PromptEncoder:
 
 
 def _encode_in_memory(table: RowTable, encoder: PromptEncoder) -> tuple[list[Prompt], list[int], list[int]]:
-    """The prompts of all rows, the lengths that they had, and their notes."""
+    """Encode all rows; returns the prompts, their lengths before cutting, and their notes."""
     prompts: list[Prompt] = []
     lengths: list[int] = []
     notes: list[int] = []
@@ -312,7 +312,7 @@ def _template_columns(template: str) -> list[str]:
 
 
 class _TemplateFormatter(string.Formatter):
-    """Fills templates with texts, numbers and times; anything else would show as Python writes it, such as ``None``."""
+    """Fills templates with texts, numbers and times; other types, such as ``None``, raise an error."""
 
     def convert_field(self, value: object, conversion: Any) -> Any:  # as its base is typed
         """Check a value before ``!s``, ``!r`` or ``!a`` makes a text of it."""
@@ -332,7 +332,7 @@ def _fill_template(template: str, row: Row, where: str) -> str:
 
 
 def require_columns(table: RowTable, columns: list[str]) -> None:
-    """Refuse a set in which a row lacks a column; nothing is read where every row is known to have them."""
+    """Raise a ConfigError if a row lacks a column; does not read rows that are known to have all."""
     known = table.columns
     for column in [column for column in columns if column not in known]:
         missing = [i for i, row in enumerate(table.rows) if column not in row]

@@ -1,4 +1,4 @@
-"""What a prompt set can be read from: files by their names, and rows that a program has in memory."""
+"""The sources of prompt sets: files by their names, and rows in memory, such as DataFrames."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     import datasets
 
     class DataFrame(Protocol):
-        """A table of pandas, polars or pyarrow."""
+        """A DataFrame of pandas, polars or pyarrow."""
 
         def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-            """Give the table's columns, by Arrow's PyCapsule interface."""
+            """Export the columns by Arrow's PyCapsule interface."""
 
     PromptSource = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]] | DataFrame
     """A file or another name that :func:`~rlightning.data.sources.read_rows` knows, several of them, or rows."""
 else:
 
     class _CheckedByReader:
-        """Has pydantic take any object: it would go through all rows. :func:`check_source` checks what a source is."""
+        """Has pydantic accept any object without reading all its rows; :func:`check_source` checks it later."""
 
         def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
             from pydantic_core import core_schema
@@ -44,25 +44,25 @@ _FORMS = "a path, a list of paths, a datasets.Dataset, a list of dicts, or a Dat
 
 @dataclass(frozen=True, slots=True)
 class JoinedTable(RowTable):
-    """Several files as one set; ``ends`` are the numbers of rows up to the end of each."""
+    """Several files as one set; ``ends`` are the cumulative numbers of rows."""
 
     tables: Sequence[RowTable] = ()
     ends: Sequence[int] = ()
 
     def where(self, row: int) -> str:
-        """The file and the line of a row."""
+        """Return the file and the line of a row."""
         table, place = locate_part(self.ends, row)
         return self.tables[table].where(place)
 
 
 def paths_of(source: object) -> list[str]:
-    """Return the paths that a source names; none of rows."""
+    """Return the paths in a source; an empty list for rows in memory."""
     listed = source if isinstance(source, list | tuple) else [source]
     return [str(path) for path in listed] if all(isinstance(path, str | Path) for path in listed) else []
 
 
 def check_source(source: object, key: str) -> None:
-    """Raise a ConfigError for what no prompts can be read from; nothing is read.
+    """Raise a ConfigError for a source of an unsupported type; reads nothing.
 
     ``key`` is where the source stands, such as ``data.train``.
     """
@@ -88,7 +88,7 @@ def check_source(source: object, key: str) -> None:
 
 
 def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
-    """Return a source that can be read again: of what gives its rows one after the other, a list of them.
+    """Return a source that can be read repeatedly: the rows of an iterator are copied to a list.
 
     Args:
         key: where the source stands, for errors.
@@ -112,7 +112,7 @@ def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
 
 
 def read_source(source: Any, limit: int | None, key: str, environment: Environments = None) -> RowTable:
-    """Read a prompt set, whatever it is given as; it has at least one row.
+    """Read a prompt set from any supported source; it must have at least one row.
 
     Args:
         source: a path, paths, or rows, as :func:`hold_rows` leaves them.
@@ -187,13 +187,13 @@ def _is_table(source: object) -> bool:
 
 
 def _is_of(source: object, module: str, name: str) -> bool:
-    """Whether a source is of a class of a package, which then is imported already."""
+    """Return whether a source is an instance of a class in a package, without importing the package."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(source, kind)
 
 
 def _unpack(table: Any, key: str) -> "datasets.Dataset | list[Row]":
-    """Return a table of any package as one of ``datasets``, which shares its memory where it can, or as rows."""
+    """Convert a table of any package to one of ``datasets``, without a copy where possible, or to rows."""
     import datasets
     import pyarrow
 

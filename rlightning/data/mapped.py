@@ -1,4 +1,4 @@
-"""Prompts of large sets, whose tokens stay on disk: made once a host by ``datasets``, mapped by every process."""
+"""Prompts of large sets, whose tokens stay on disk: tokenised once a host by ``datasets``, mapped by each process."""
 
 import json
 import os
@@ -45,7 +45,7 @@ _VERSION = 2  # of how rows become tokens, and of what is written; files of anot
 
 
 class MappedPrompts(LazySequence[Prompt]):
-    """Prompts whose tokens stay on disk, in the folder that :func:`map_prompts` has written."""
+    """Prompts whose tokens are in memory-mapped files, in a folder that :func:`map_prompts` has written."""
 
     def __init__(self, rows: Sequence[Row], folder: Path) -> None:
         import datasets
@@ -70,13 +70,13 @@ class MappedPrompts(LazySequence[Prompt]):
 
     @property
     def longest_limit(self) -> int:
-        """The largest limit of a prompt's own; 0 where none has one."""
+        """The largest token limit that a prompt of the set has for itself; 0 if none has one."""
         import pyarrow.compute
 
         return pyarrow.compute.max(self._encoded.data["max_new_tokens"]).as_py() or 0
 
     def digest_columns(self, columns: Collection[str]) -> dict[str, str]:
-        """Return a digest of each of these columns, unless a process of this host has written it down before."""
+        """Return a digest of each of these columns, from a cache if a process of this host has computed it."""
         if not columns:
             return {}
 
@@ -88,7 +88,7 @@ class MappedPrompts(LazySequence[Prompt]):
         return digests
 
     def _iterate_rows(self) -> Iterator[Row]:
-        """Yield the rows of the prompts, which are read some at a time."""
+        """Yield the rows of the prompts, which are read in batches."""
         for start in range(0, len(self._rows), _ROWS_A_BATCH):
             batch = self._rows[start : start + _ROWS_A_BATCH]
             if self._kept is None:
@@ -101,7 +101,7 @@ class MappedPrompts(LazySequence[Prompt]):
 def map_prompts(
     table: RowTable, encoder: "PromptEncoder", max_tokens: int, *, is_dropping: bool
 ) -> tuple[MappedPrompts, Summary]:
-    """Tokenise the rows of a large set, unless a process of this host has before.
+    """Tokenise the rows of a large set to a cached folder, unless that is there, and return the mapped prompts.
 
     Args:
         table: its rows are :class:`~rlightning.data.rows.StoredRows`.
@@ -168,7 +168,7 @@ def _encode(batch: dict[str, list[int]], table: RowTable, encoder: "PromptEncode
 
 @contextmanager
 def plain_forks() -> Iterator[None]:
-    """Have forked processes tokenise on one thread each, of which the library warns otherwise, and end on SIGTERM.
+    """While open, forked tokenising processes use one thread each, without a warning, and exit on SIGTERM.
 
     They inherit this process's handler. One that only takes a note would have the pool wait for ever for a process that
     it ends because another has found a mistake.
@@ -192,7 +192,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _read_batches(folder: Path) -> "Iterator[pyarrow.RecordBatch]":
-    """Read the columns of a folder once, without a mapping, whose pages would stay resident."""
+    """Read the columns of a folder sequentially, without a mapping, whose pages would stay resident."""
     import pyarrow
 
     for name in _files(folder):

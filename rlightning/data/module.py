@@ -122,7 +122,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         self._is_left_out: Callable[[Prompt], bool] | None = None
 
     def setup(self, stage: str) -> None:
-        """Read, check and tokenise the sets that ``stage`` needs."""
+        """Read, check and tokenise the prompt sets that ``stage`` needs."""
         self._settle_prompt_limit(stage)
         own = next(iter(self.format.own_sampling), None)
         if own is not None and not self._is_sampling(stage):
@@ -137,10 +137,12 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             _require(self.predict is not None, "predict", "predict from")
             self.predict = hold_rows(self.predict, self.predict_limit, "data.predict", "data.predict_limit")
             table = read_source(self.predict, self.predict_limit, "data.predict", self.environment)
-            self.predict_prompts = self._build(table, self.format.without_missing(table.columns), is_rewarded=False)
+            self.predict_prompts = self._build(
+                table, self.format.without_absent_columns(table.columns), is_rewarded=False
+            )
 
     def prepare_data(self) -> None:
-        """Fetch sets of the hub once a host, before the ranks of the host read them all at once."""
+        """Download sets from the hub once a host, before all ranks of the host read them."""
         for source in (self.train, self.predict, *(chosen.path for chosen in self.validation_sets)):
             for path in paths_of(source):
                 # An error must reach every rank, not this one alone: setup() meets it again.
@@ -149,28 +151,28 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
                         read_rows(path, limit=1)
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Further training prompts for this rank, beyond the loader's; every rank must take as many."""
+        """Return further training prompts for this rank, for a refill; all ranks must take equally many."""
         if self.stream is None:
             raise ConfigError("There are no training prompts to take: take() works in fit, with data.train set.")
         return self.stream.take(num_prompts)
 
     def train_dataloader(self) -> PromptLoader:
-        """Yields this rank's share of ``prompts_per_step`` training prompts, a list each."""
+        """Return a loader that yields, for each step, this rank's share of ``prompts_per_step``."""
         assert self.stream is not None
         return PromptLoader(
             self.stream, self._module.prompts_per_step // self.stream.num_ranks, num_steps=self._steps_per_epoch
         )
 
     def val_dataloader(self) -> list[PromptBatches]:
-        """One loader a validation set, in the order of ``validation_sets``."""
+        """Return one loader for each validation set, in the order of ``validation_sets``."""
         return [self._batches(prompts) for prompts in self.validation_prompts or []]
 
     def test_dataloader(self) -> list[PromptBatches]:
-        """The validation loaders: ``test`` runs on the same sets."""
+        """Return the validation loaders, because ``test`` runs on the same sets."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> PromptBatches:
-        """Yields the prompts of ``predict``."""
+        """Return a loader of the prompts of ``predict``."""
         prompts = self.predict_prompts or []
         if self._is_left_out is not None:
             places = [place for place, prompt in enumerate(prompts) if not self._is_left_out(prompt)]
@@ -178,27 +180,27 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return self._batches(prompts)
 
     def leave_out(self, is_left_out: Callable[[Prompt], bool] | None) -> None:
-        """Have the loader of ``predict`` leave out some prompts, whose completions are there already."""
+        """Exclude prompts that have completions already from the loader of ``predict``."""
         self._is_left_out = is_left_out
 
     def transfer_batch_to_device(self, batch: list[Prompt], device: object, dataloader_idx: int) -> list[Prompt]:
-        """Leave prompts as they are: Lightning would walk through every token id, and refuses frozen dataclasses."""
+        """Return the batch unchanged: Lightning would walk through every token id."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the training prompts; of a step that is not finished its start, as it will be repeated."""
+        """Return the position in the training prompts; during a step, the position at its start."""
         if self.stream is None:
             return {}
         assert self.trainer is not None
         return self.stream.state_dict(at_step_start=is_amid_step(self.trainer.fit_loop))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's position; nothing to do where no training follows."""
+        """Restore a checkpoint's position; does nothing if no training follows."""
         if self.stream is not None:
             self.stream.load_state_dict(state_dict)
 
     def without_rows(self) -> "PromptDataModule":
-        """Return a copy for a process that gets its prompts from another one: settled, and without rows or prompts."""
+        """Return a copy without rows and prompts, for a process that receives its prompts from another."""
         copied = copy.copy(self)
         copied.trainer = copied.train = copied.predict = copied.stream = None
         copied.validation_prompts = copied.predict_prompts = None
@@ -211,7 +213,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return self.trainer.lightning_module
 
     def _own(self, name: str, default: Any = None) -> Any:
-        """What the trainer's module has under a name; it need not."""
+        """Return an attribute of the trainer's module, or a default if the module has none of that name."""
         return getattr(self._module, name, default)
 
     @property
@@ -225,7 +227,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return {key: name for key, name in named.items() if name is not None}
 
     def _check_paths(self) -> None:
-        """Refuse an environment for a path of which no set is read."""
+        """Raise a ConfigError if an environment is set for a path from which no set is read."""
         sources = (self.train, self.predict, *(chosen.path for chosen in self.validation_sets))
         known = [path for source in sources for path in paths_of(source)]
         for path in self.environment if isinstance(self.environment, dict) else ():
@@ -238,12 +240,12 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
 
     @property
     def _rank_and_ranks(self) -> tuple[int, int]:
-        """This process's rank and their number: each samples for prompts of its own, whatever it trains on."""
+        """This process's rank and the number of ranks, between which prompts are split."""
         assert self.trainer is not None
         return self.trainer.global_rank, self.trainer.world_size
 
     def _settle_prompt_limit(self, stage: str) -> None:
-        """Choose the limit on prompts where none is set, and refuse one that leaves completions no room."""
+        """Choose the limit on prompt tokens if none is set; raise if it leaves completions no room."""
         before, trainer = self.max_prompt_tokens, self.trainer
         assert trainer is not None
         if self._is_limit_chosen:
@@ -303,7 +305,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         )
         environment = self.environment if chosen.environment is None else chosen.environment
         table = read_source(chosen.path, chosen.limit, chosen.key, environment)
-        return self._build(table, own.without_missing(table.columns))
+        return self._build(table, own.without_absent_columns(table.columns))
 
     def _build(self, table: RowTable, prompt_format: PromptFormat, *, is_rewarded: bool = True) -> Sequence[Prompt]:
         check_columns, check_answers = self._own("check_columns"), self._own("check_answers")
@@ -333,7 +335,7 @@ def _require(is_set: object, key: str, purpose: str) -> None:
 
 
 def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> None:
-    """Call the module's check; where a single row is to blame, name that row."""
+    """Call the module's check of columns; if only some rows lack a column, the error names such a row."""
     try:
         check(sorted(table.columns), table.path)
     except ConfigError:

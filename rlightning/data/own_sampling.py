@@ -1,4 +1,4 @@
-"""How a row's completions are sampled where the row says so: a temperature and a limit on tokens by column."""
+"""Sampling parameters of single rows, from columns of the prompt set: a temperature and a limit on tokens."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rlightning.types.trajectory import TEMPERATURES
 
 
 def read_temperature(row: Row, column: str | None, where: str) -> float | None:
-    """Return a row's own temperature; None where its cell is empty, or no column is named.
+    """Return a row's own temperature; None if its cell is empty, or no column is configured.
 
     Raises:
         ConfigError: for what is no temperature above 0. Greedy completions are all alike: a set that is to have them
@@ -30,7 +30,7 @@ def read_temperature(row: Row, column: str | None, where: str) -> float | None:
 
 
 def read_limit(row: Row, column: str | None, where: str) -> int | None:
-    """Return a row's own limit on completion tokens, a whole number, as :func:`read_temperature`."""
+    """Return a row's own limit on completion tokens; None if its cell is empty, or no column is configured."""
     value = _read_number(row, column)
     if value is not None and not (value >= 1 and value.is_integer()):
         raise ConfigError(
@@ -41,14 +41,14 @@ def read_limit(row: Row, column: str | None, where: str) -> int | None:
 
 
 def longest_limit(prompts: Sequence[Prompt]) -> int:
-    """Return the largest limit of a prompt's own; 0 where none has one."""
+    """Return the largest limit that any of the prompts has for itself; 0 if none has one."""
     if isinstance(prompts, MappedPrompts):
         return prompts.longest_limit
     return max((prompt.max_new_tokens or 0 for prompt in prompts), default=0)
 
 
 def _read_number(row: Row, column: str | None) -> float | None:
-    """A cell as a number, also where it is NumPy's or torch's, or a CSV file's text; NaN for what is none."""
+    """Convert a cell to a number, also one of NumPy's or torch's types, or a CSV file's text; NaN if it is none."""
     value = None if column is None else to_number(row[column])
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None

@@ -1,4 +1,4 @@
-"""The limit on a prompt's tokens."""
+"""The maximum number of tokens of a prompt."""
 
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -11,24 +11,24 @@ PROMPT_TOKENS = 1024
 
 @runtime_checkable
 class Limited(Protocol):
-    """How completions are sampled, as far as prompts are concerned."""
+    """Sampling parameters, as far as the limit on prompts depends on them."""
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens of the longest completion."""
+        """Maximum number of tokens of a completion."""
 
 
 @runtime_checkable
 class Sampling(Protocol):
-    """The callback that samples completions; its package imports this one."""
+    """The callback that samples completions; a protocol, because its package imports this one."""
 
     @property
     def sampling(self) -> object:
-        """How it does."""
+        """The callback's sampling parameters."""
 
 
 def check_prompt_limit(limit: int | None, max_model_length: int) -> None:
-    """Raise a ConfigError for a limit that leaves completions no room in the longest sequence that the model takes."""
+    """Raise a ConfigError for a limit that leaves no room for a completion in the model's longest sequence."""
     if limit is None or limit < 1:
         raise ConfigError(f"max_prompt_tokens={limit} must be at least 1.")
     if limit >= max_model_length:
@@ -39,7 +39,7 @@ def check_prompt_limit(limit: int | None, max_model_length: int) -> None:
 
 
 def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> tuple[int, str]:
-    """Return the limit on a run's prompts where none is set, and why it is that.
+    """Return the default limit on a run's prompts, and the reason for it.
 
     The callback that samples completions, if any are sampled, is among ``callbacks``. A ConfigError if they leave no
     room.

@@ -1,4 +1,4 @@
-"""Rows that are not one list in memory: each is made when it is asked for, and a digest stands for all of them.
+"""Rows that are not held as one list in memory: each is read on access, and a digest identifies them all.
 
 What is on disk is memory-mapped, so that all processes of a host share its pages.
 """
@@ -25,11 +25,11 @@ _VERSION = 2  # of what is written; files of another are not read
 
 
 class LazySequence(Sequence[T]):
-    """A sequence whose items are made when they are asked for."""
+    """A sequence whose items are created on access."""
 
     @abstractmethod
     def read(self, places: range) -> Sequence[T]:
-        """Return the items at these places, which are there."""
+        """Return the items at these places, which must exist."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -45,7 +45,7 @@ class LazySequence(Sequence[T]):
 
 
 class StoredRows(LazySequence[Row]):
-    """Rows that are known by a digest, so that their tokens can stay on disk.
+    """Rows with a digest, which is the cache key of their tokens on disk.
 
     Attributes:
         digest: of the content.
@@ -77,7 +77,7 @@ class ArrowRows(StoredRows):
 
 
 class HeldRows(StoredRows):
-    """A long list of rows in this process's memory, which is not copied."""
+    """A long list of rows in this process's memory, which is used without a copy."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -92,7 +92,7 @@ class HeldRows(StoredRows):
 
 
 class JoinedRows(StoredRows):
-    """The rows of several files, one after the other, each as it was read."""
+    """The rows of several files, one file after the other."""
 
     def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
         self._parts = parts
@@ -116,7 +116,7 @@ class JoinedRows(StoredRows):
 
 
 class FilledRows(StoredRows):
-    """Rows with a value for those that have none in a column."""
+    """Rows in which a column has a default value where a row lacks it."""
 
     def __init__(self, rows: Sequence[Row], column: str, value: str) -> None:
         self._rows, self._column, self._value = rows, column, value
@@ -140,7 +140,7 @@ def common_columns(rows: Sequence[Row]) -> set[str]:
 
 
 def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
-    """Return in which of several parts a row stands, and where in it.
+    """Return the part that contains a row, and the row's index in it.
 
     ``ends`` are the numbers of rows up to the end of each part; ``row`` is counted from 0 over all parts.
     """
@@ -149,7 +149,7 @@ def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
 
 
 def write_json_rows(numbered: Iterable[tuple[int, Row]], parts: dict[str, Any]) -> tuple[ArrowRows, Sequence[int]]:
-    """Write rows of any types into a file of the cache, unless it is there; return them and their places.
+    """Write rows of any types to a cached file, unless it exists; returns the rows of the file.
 
     Args:
         numbered: the rows, each after its place in its file.
@@ -178,7 +178,7 @@ def write_json_rows(numbered: Iterable[tuple[int, Row]], parts: dict[str, Any]) 
 def write_batches(
     batches: "Iterable[pyarrow.RecordBatch]", schema: "pyarrow.Schema", parts: dict[str, Any]
 ) -> ArrowRows:
-    """Write record batches of pyarrow into a file of the cache, unless it is there."""
+    """Write record batches of pyarrow to a cached file, unless it exists."""
     import datasets
     import pyarrow
 

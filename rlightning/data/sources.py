@@ -32,7 +32,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """The rows of one set and where each stands, so that an error can say it.
+    """The rows of one set and the place of each, for error messages.
 
     Attributes:
         path: the set as the user named it.
@@ -49,7 +49,7 @@ class RowTable:
     has_fixed_fields: bool = False
 
     def where(self, row: int) -> str:
-        """The place of a row, such as "train.jsonl, line 7"."""
+        """Return the place of a row, such as "train.jsonl, line 7"."""
         return f"{self.path}, {self.unit} {self.places[row]}"
 
     @property
@@ -141,7 +141,7 @@ def _parse(text: bytes, what: str, way_out: str, where: str) -> object:
 
 
 def _is_flat(content: object) -> bool:
-    """Whether lists and objects are nested no deeper than ``MAX_NESTING``."""
+    """Return whether lists and objects are nested no deeper than ``MAX_NESTING``."""
     level = [content]
     for _ in range(MAX_NESTING):
         level = [part for one in level if isinstance(one, dict) for part in one.values()] + [
@@ -157,7 +157,7 @@ def _require_object(row: object, where: str) -> Row:
 
 
 def refuse_duplicates(names: Sequence[str], where: str) -> None:
-    """Raise a ConfigError if a column is named twice."""
+    """Raise a ConfigError if two columns have the same name."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"{where} names '{twice}' twice. Rename or remove one of them.")
@@ -228,7 +228,7 @@ def _first_rows(batches: "Iterator[pyarrow.RecordBatch]", count: int) -> "Iterat
 
 
 def _can_map(schema: "pyarrow.Schema") -> bool:
-    """Whether ``datasets`` knows each type of a schema."""
+    """Return whether ``datasets`` supports each type in a schema."""
     import datasets
 
     try:
@@ -239,7 +239,7 @@ def _can_map(schema: "pyarrow.Schema") -> bool:
 
 
 def _read_named(path: str, limit: int | None) -> RowTable:
-    """Read what is neither a file nor a folder: ``folder:split``, or a set on the hub."""
+    """Read a set whose name is neither a file nor a folder: ``folder:split``, or a set on the hub."""
     name, *options = path.split(":")
     folder = Path(name).expanduser()
     if folder.is_dir() and len(options) == 1:
@@ -296,7 +296,7 @@ def from_dataset(path: str, loaded: "Dataset | DatasetDict", split: str | None, 
 
 
 def _nearest_file(missing: Path) -> str:
-    """A sentence about what is there instead of ``missing``: the nearest name in the nearest folder that exists."""
+    """Return a sentence that names the existing file or folder nearest to a missing path."""
     wanted, folder = missing.name, missing.parent
     while not folder.is_dir():
         wanted, folder = folder.name, folder.parent

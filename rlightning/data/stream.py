@@ -14,7 +14,7 @@ from rlightning.types import Prompt
 
 
 class PromptStream:
-    """A prompt set, over and over, each time in another order.
+    """Repeats a prompt set endlessly, each time in another order.
 
     The whole state is one number, ``position``: how many prompts all ranks together have taken since the start. The
     order of an epoch follows from (seed, epoch) alone: a resumed run goes on where it stopped, on any number of ranks.
@@ -54,11 +54,11 @@ class PromptStream:
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 
     def begin_step(self) -> None:
-        """Remember the position: an unfinished step is repeated from here."""
+        """Store the position, from which an unfinished step is repeated."""
         self.step_start = self.position
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """The next ``num_prompts`` for this rank; the other ranks get as many others."""
+        """Return the next ``num_prompts`` of this rank; each other rank gets as many other prompts."""
         start = self.position + self.rank * num_prompts
         self.position += num_prompts * self.num_ranks
         return [self._at(place) for place in range(start, start + num_prompts)]
@@ -73,7 +73,7 @@ class PromptStream:
         return self.prompts[int(self._order[offset])]
 
     def state_dict(self, *, at_step_start: bool = False) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on from here, or from the start of the present step."""
+        """Return the position now, or at the start of an unfinished step."""
         return {
             "position": self.step_start if at_step_start else self.position,
             "seed": self.seed,
@@ -84,7 +84,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where ``state`` was saved; other prompts or another order than there are a ConfigError."""
+        """Restore a position; raises a ConfigError if the prompts or their order have changed."""
         mine = self.state_dict()
         way_out = "Resume with the data and settings of the checkpoint, or start a new run from its weights."
         for name, noun in (("num_prompts", "prompts"), ("seed", "as seed"), ("shuffle", "as shuffle")):
@@ -108,7 +108,7 @@ class PromptStream:
 
 
 class PromptLoader:
-    """One epoch of steps from a stream that goes on from epoch to epoch.
+    """One epoch of steps; the stream of prompts continues from epoch to epoch.
 
     An epoch has as many steps of ``num_prompts`` a rank as fit into the set once, or ``num_steps`` where the stream
     repeats fewer prompts (``trainer.overfit_batches``). What is left over opens the next epoch, and so do the prompts
@@ -128,7 +128,7 @@ class PromptLoader:
             yield self.stream.take(self.num_prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing, the position is the data module's; without this method Lightning warns of an inexact resume."""
+        """Return nothing, as the data module saves the position; Lightning warns if the method is missing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class PromptLoader:
 
 
 class ChosenPrompts(LazySequence[Prompt]):
-    """The prompts of a set at some places; the set may stay on disk."""
+    """The prompts at some places of a set, which may stay on disk."""
 
     def __init__(self, prompts: Sequence[Prompt], places: Sequence[int]) -> None:
         self._prompts, self._places = prompts, places
@@ -150,7 +150,7 @@ class ChosenPrompts(LazySequence[Prompt]):
 
 
 class PromptBatches:
-    """A prompt set once, in its order, each batch split over the ranks.
+    """One pass over a prompt set in its order, with each batch split over the ranks.
 
     All ranks get equally many batches; in the last one a rank may get fewer prompts than others, or none.
     """

@@ -1,4 +1,4 @@
-"""What building a prompt set has found, said once for the whole set."""
+"""Statistics of a prompt set and its peculiarities, logged once for the whole set."""
 
 import logging
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Note(IntFlag):
-    """What is worth saying about a row's prompt."""
+    """Peculiarities of a prompt that are logged."""
 
     DROPPED_BOS = 1
     DROPPED_EOS = 2
@@ -39,7 +39,7 @@ _MESSAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Counts over the rows of a set.
+    """Counts of prompts, over the rows of a set.
 
     Attributes:
         num_rows: of the set.
@@ -56,7 +56,7 @@ class Summary:
     notes: dict[int, tuple[int, int]]
 
     def report(self, table: RowTable, limit: int, overlong: Literal["drop", "truncate"], positions: int | None) -> None:
-        """Log what was found; raise a ConfigError if nothing is left, or if rows do not fit into the model."""
+        """Log the counts; raise a ConfigError if no prompt is left, or if rows exceed the model's positions."""
         for note, message in _MESSAGES.items():
             if note in self.notes:
                 count, first = self.notes[note]
@@ -86,7 +86,7 @@ class Summary:
 
 
 def summarize(num_tokens: NDArray[np.integer[Any]], notes: NDArray[np.integer[Any]], limit: int) -> Summary:
-    """Count over a set: its prompts' tokens before they are cut [rows], and flags of :class:`Note` [rows]."""
+    """Compute the counts from the prompts' lengths before they are cut [rows] and their :class:`Note` flags [rows]."""
     found = {int(note): np.flatnonzero(notes & note) for note in Note}
     longest = int(num_tokens.argmax())
     return Summary(

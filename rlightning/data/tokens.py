@@ -1,4 +1,4 @@
-"""From texts to tokens: the borders between special tokens, prompt and completion."""
+"""Tokenises texts, with care at the boundaries of special tokens, prompt and completion."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,7 @@ def tokenize(
     *,
     has_special_tokens: bool,
 ) -> list[Tokens]:
-    """Tokenise prompts, each with its completion, if there are any, as one text that is split by offsets afterwards.
+    """Tokenise each prompt, together with its completion if there is one, and split the tokens by text offsets.
 
     Tokenised apart, a completion would begin as a text does: with ``▁T`` for ``T`` in SentencePiece's way. A token
     that begins in the prompt and ends in the completion belongs to the completion. A prompt may be left without a
@@ -47,7 +47,7 @@ def tokenize(
 
 
 def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
-    """Keep the end of a prompt, where the question's last words and the model's turn stand, and a first BOS token.
+    """Cut a prompt at its beginning, as the question's end and the model's turn are at its end; a BOS token is kept.
 
     Returns the tokens to keep, at most ``limit``, and those of them after the BOS token.
     """
@@ -57,7 +57,7 @@ def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tupl
 
 
 def check_characters(text: str, where: str, what: str) -> None:
-    """Refuse a lone surrogate, half of a character, which no tokenizer takes."""
+    """Raise an error for a lone surrogate, half of a character, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -71,7 +71,7 @@ def check_characters(text: str, where: str, what: str) -> None:
 def _encode(
     tokenizer: "Tokenizer", prompts: Sequence[str], completions: Sequence[str] | None, *, add_special_tokens: bool
 ) -> list[tuple[list[int], int]]:
-    """Token ids of each text, and how many of them are the prompt's."""
+    """Return the token ids of each text, and how many of them belong to the prompt."""
     options: dict[str, Any] = {
         "add_special_tokens": add_special_tokens,
         "return_attention_mask": False,
@@ -98,7 +98,7 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _trim(tokenizer: "Tokenizer", ids: list[int], border: int, *, keeps_eos: bool, has_completion: bool) -> Tokens:
-    """Leave out all but one BOS token in front, and EOS tokens after the prompt and the completion."""
+    """Remove all but one leading BOS token, and EOS tokens after the prompt and the completion."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     prompt, completion = ids[:border], ids[border:]
     while has_completion and completion and completion[-1] == eos:

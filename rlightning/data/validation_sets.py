@@ -1,4 +1,4 @@
-"""The prompt sets that validation runs on, in whatever form they are given."""
+"""The prompt sets of validation, in each form in which a configuration can give them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,7 +13,7 @@ from rlightning.errors import ConfigError, check_rules, did_you_mean
 @checked
 @dataclass(frozen=True)
 class ValidationSet:
-    """A prompt set that validation runs on.
+    """A prompt set for validation, with its settings.
 
     Attributes:
         path: as of ``PromptDataModule(train=...)``: files, or rows in memory.
@@ -37,11 +37,11 @@ class ValidationSet:
 
     @property
     def key(self) -> str:
-        """Where the set stands in the configuration."""
+        """The set's key in the configuration, for error messages."""
         return f"data.validation.{self.name}"
 
     def resolve(self, name: str) -> "ValidationSet":
-        """Return the same set with its name and its temperature filled in; a ConfigError if its settings cannot be."""
+        """Return the set with its default name and temperature filled in; a ConfigError if a setting is invalid."""
         check_source(self.path, f"data.validation.{name}")
         start, limit, samples = f"Validation set '{name}':", self.limit, self.samples_per_prompt
         default = 0.0 if samples == 1 else 1.0
@@ -67,7 +67,7 @@ _KEYS = [field.name for field in fields(ValidationSet) if field.name != "name"]
 
 
 def make_validation_sets(given: object) -> list[ValidationSet]:
-    """Return the sets that ``PromptDataModule(validation=...)`` was given.
+    """Convert the argument ``validation`` of ``PromptDataModule`` to a list of sets.
 
     That is None, one set, a list of paths, which are a set each, or sets by name. A set is a source of prompts, a
     :class:`ValidationSet`, or a mapping of its keys. A ConfigError if it is none of them.
@@ -107,5 +107,5 @@ def _to_set(chosen: Any, name: str) -> ValidationSet:
 
 
 def _name_of(source: object) -> str:
-    """The name of a set given alone: "test" of data/test.jsonl, "gsm8k" of openai/gsm8k:main:test."""
+    """Return the name of a set given by path alone: "test" for data/test.jsonl, "gsm8k" for openai/gsm8k:main:test."""
     return Path(str(source).split(":")[0]).stem if isinstance(source, str | Path) else "validation"

@@ -1,4 +1,4 @@
-"""From prompts to finished trajectories. Importing this needs the standard library alone."""
+"""Environments, which turn prompts into finished trajectories. Importing this needs the standard library alone."""
 
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import what the trainer's process alone uses when it is asked for."""
+    """Import a name of this package that only the trainer's process uses, when it is first accessed."""
     if name == "AgentProgram":
         from rlightning.environments.agent_program import AgentProgram
 

@@ -1,4 +1,4 @@
-"""A program that is an agent: started for a trajectory, in a folder of its own, and ended with all it started."""
+"""An agent that is a program: it is started once a trajectory, in its own folder, and killed with all its children."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ class AgentCommand:
             raise ConfigError(f"environment.folder={self.folder} is no folder. Name one whose files the program needs.")
 
     async def run(self, prompt: Prompt, messages: list[Message] | None, variables: Mapping[str, str]) -> Outcome:
-        """Run it once.
+        """Run the command once, for one trajectory.
 
         Args:
             prompt: that it gets on its standard input, as JSON: ``text``, ``index``, ``columns``, ``messages``.
@@ -124,7 +124,7 @@ class AgentCommand:
 async def run_process(
     command: Sequence[str], *, stdin: bytes, folder: str, environment: Mapping[str, str]
 ) -> tuple[int, str, str]:
-    """Run a command to its end, and end what it leaves behind; a cancellation ends all of it.
+    """Run a command to its end and kill the processes that it leaves behind; cancelling this kills all of them.
 
     Returns:
         Its exit code, minus the signal's number if one ended it, and the ends of its output and of its errors.
@@ -207,6 +207,6 @@ async def _write(pipe: Any, data: bytes) -> None:
 
 
 def _fill(part: str, columns: Mapping[str, Any]) -> str:
-    """Return an argument with the columns' values in place of their names in braces; names in values stay."""
+    """Replace the names of columns in braces in an argument by the columns' values; braces in a value are kept."""
     names = "|".join(map(re.escape, columns))
     return re.sub(f"{{({names})}}", lambda found: str(columns[found[1]]), part) if names else part

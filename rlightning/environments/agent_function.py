@@ -40,7 +40,7 @@ KEEP_ALIVE_SECONDS = 100.0
 
 
 class Access(NamedTuple):
-    """Where an agent reaches the policy of its trajectory.
+    """The URL and key by which an agent reaches the policy of its trajectory.
 
     Attributes:
         base_url: of OpenAI's API.
@@ -56,7 +56,7 @@ class Access(NamedTuple):
 
 
 class AgentFunction(Environment):
-    """Calls an agent's function; as an environment of a worker, for trajectories whose endpoint is the trainer's.
+    """Calls the user's agent function. In a worker process it is the environment; the trainer serves the endpoint.
 
     Args:
         agent: the function, or its dotted path.
@@ -69,12 +69,12 @@ class AgentFunction(Environment):
 
     @property
     def name(self) -> str:
-        """What it is called in errors."""
+        """The agent's name in error messages."""
         return f"AgentProgram: agent={name_object(self.agent)}"
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """The agent.
+        """The user's agent function.
 
         Raises:
             ConfigError: there is none of this dotted path.
@@ -86,7 +86,7 @@ class AgentFunction(Environment):
 
     @property
     def wants_messages(self) -> bool:
-        """Whether it has a parameter ``messages``."""
+        """Whether the agent's function has a parameter ``messages``."""
         return "messages" in self._parameters
 
     async def check(self) -> None:
@@ -123,7 +123,7 @@ class AgentFunction(Environment):
             raise
 
     async def call(self, prompt: Prompt, access: Access) -> Outcome:
-        """Call the agent for a trajectory, and return what it makes of it."""
+        """Call the agent's function for a trajectory, and return the outcome that follows from its result."""
         given = {**access._asdict(), "prompt": prompt}
         if not self.wants_messages:
             del given["messages"]
@@ -144,7 +144,7 @@ class AgentFunction(Environment):
 
 
 class _IdleClients:
-    """HTTP clients with the connections that they have open, each of one trajectory at a time.
+    """A pool of idle HTTP clients, which keep their connections open; each serves one trajectory at a time.
 
     One client for all trajectories would look through all connections at each request.
     """
@@ -155,7 +155,7 @@ class _IdleClients:
 
     @asynccontextmanager
     async def borrow(self, access: Access, *, is_async: bool) -> AsyncIterator[Any]:
-        """Yield OpenAI's client for a trajectory, which closes what an error has left."""
+        """Yield an OpenAI client for one trajectory; its connections are closed if the trajectory raised an error."""
         openai = _import_openai()
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
@@ -176,7 +176,7 @@ class _IdleClients:
             await _close_http(http)
 
     async def close(self) -> None:
-        """Close those of the running event loop."""
+        """Close the idle clients of the running event loop."""
         idle, self._idle = self._idle, {True: [], False: []}
         if self._loop is asyncio.get_running_loop():
             for http in [*idle[True], *idle[False]]:
@@ -200,7 +200,7 @@ async def _close_http(http: Any) -> None:
 
 
 def read_outcome(returned: object) -> Outcome:
-    """Return what an agent returned as an outcome.
+    """Convert what an agent's function returned to an outcome.
 
     Raises:
         TypeError: it is neither a number, None nor an outcome.

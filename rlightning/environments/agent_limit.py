@@ -1,4 +1,4 @@
-"""The error that agents get for a request whose sequence has no more room, as its clients raise it.
+"""Recognises the error that an agent's API client raises when a sequence has no room for another turn.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -17,7 +17,7 @@ OTHER_TRACEBACK = "During handling of the above exception, another exception occ
 
 
 def is_limit(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, is a client's of a request that had no more room."""
+    """Return whether an error, or one of its causes, says that the sequence of a request had no room for a turn."""
     for one in cause_chain(error):
         said = str(one).rpartition(OTHER_TRACEBACK)[2]
         with suppress(Exception):  # of clients whose errors do not quote the answer, such as httpx

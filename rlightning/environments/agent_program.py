@@ -1,4 +1,4 @@
-"""An environment from an agent that knows nothing of being trained: a function, or a program, with a client's API."""
+"""An environment made of an agent, a function or a program, that calls the policy through a client of an LLM API."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ MIN_CONNECTIONS = 4096
 
 
 class AgentProgram(Environment):
-    """Runs an agent for each trajectory, and records what it samples from the policy through an API.
+    """Runs an agent for each trajectory, and records what the agent samples from the policy through an API.
 
     The agent is a function, async or not, whose parameters say what it gets: ``client``, an ``openai.AsyncOpenAI`` (or
     ``openai.OpenAI``, if the function is not async), or ``base_url`` and ``api_key`` for any other client; ``model``,
@@ -105,7 +105,7 @@ class AgentProgram(Environment):
         self.places = Places(max_trajectories)
 
     async def check(self) -> None:
-        """Raise a ConfigError if the agent cannot be found or called; start to listen."""
+        """Raise a ConfigError if the agent cannot be found or called; else start the endpoint."""
         if self.command is not None:
             self.command.check()
         else:
@@ -113,7 +113,7 @@ class AgentProgram(Environment):
         await self.endpoint.start()
 
     async def close(self) -> None:
-        """End the workers and the endpoint."""
+        """End the agent's worker processes and the endpoint."""
         if self._workers is not None:
             await self._workers.close()
         await self._function.close()
@@ -141,7 +141,7 @@ class AgentProgram(Environment):
         return outcome
 
     async def _run_agent(self, prompt: Prompt, session: Session) -> Outcome:
-        """Return what the agent makes; a failure of the session ends the agent."""
+        """Run the agent and return its outcome; a failure of its session cancels the agent."""
         running = asyncio.ensure_future(self._call(prompt, session))
         try:
             waiting: list[asyncio.Future[Any]] = [running, session.failure]

@@ -1,4 +1,4 @@
-"""The worker processes of agents that are functions: their clients' time is not the trainer's."""
+"""Worker processes for agents that are functions, so that their clients take no CPU time of the trainer's process."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ MIN_CORES = 4
 
 
 class AgentWorkers(WorkerEnvironment):
-    """Calls an agent's function in worker processes; the endpoint is the trainer's."""
+    """Calls an agent's function in worker processes; the endpoint that it samples from is in the trainer's process."""
 
     prefix = "environment.workers"
 
@@ -33,10 +33,10 @@ class AgentWorkers(WorkerEnvironment):
         settings.setdefault("hang_timeout", HANG_TIMEOUT)
         super().__init__(FUNCTION, {"agent": function.agent, "arguments": function.arguments}, **settings)
         self.name, self.key = str(function.agent), function.name
-        self._is_required, self._says_unsendable = is_required, True
+        self._is_required, self._logs_unsendable = is_required, True
 
     def takes(self, prompt: Prompt) -> bool:
-        """Return whether the prompt would arrive as it is; the first that would not is told.
+        """Return whether a prompt can be sent to a worker unchanged; the first prompt that cannot be is logged.
 
         Raises:
             ConfigError: it would not, and it must run in a worker.
@@ -47,8 +47,8 @@ class AgentWorkers(WorkerEnvironment):
                 f"{self.key}: prompt {prompt.index} cannot be sent to workers: {reason} Make the column plain "
                 "data, such as a text, or leave out num_workers and workers: it runs in the trainer's process then."
             )
-        if reason and self._says_unsendable:
-            self._says_unsendable = False
+        if reason and self._logs_unsendable:
+            self._logs_unsendable = False
             log.info(
                 "%s runs in the trainer's process for prompts that cannot be sent to workers, such as %d: %s",
                 *(self.key, prompt.index, reason),
@@ -56,7 +56,7 @@ class AgentWorkers(WorkerEnvironment):
         return reason is None
 
     async def call(self, prompt: Prompt, session: Session, access: Callable[..., Access]) -> Outcome:
-        """Make one trajectory.
+        """Make one trajectory in a worker.
 
         Raises:
             LimitReachedError: the agent failed where a sequence had no more room.
@@ -81,7 +81,7 @@ class AgentWorkers(WorkerEnvironment):
 def start_workers(
     function: AgentFunction, num_workers: int | None, max_trajectories: int, settings: Mapping[str, Any]
 ) -> AgentWorkers | None:
-    """Return the workers of an agent, which start with its first trajectory; None if it runs in the trainer's process.
+    """Return an agent's worker pool, which starts with its first trajectory; None to run the agent in this process.
 
     Args:
         function: the agent.
@@ -129,7 +129,7 @@ def _why_not(function: AgentFunction) -> str | None:
 
 
 def _find_unsendable(columns: Mapping[str, Any]) -> str | None:
-    """Return which column would not arrive as it is, and why, as a sentence; None if all would."""
+    """Return a sentence that names a column which cannot be sent to a worker, and why; None if all can."""
     for name, value in columns.items():
         try:
             if encode(value)[1]:

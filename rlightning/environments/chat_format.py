@@ -1,4 +1,4 @@
-"""Chats as tokens: rendered by the tokenizer's chat template, and read back from what was sampled.
+"""Converts chats to tokens by the tokenizer's chat template, and sampled tokens back to messages.
 
 A conversation is rendered once, at its start. What the policy samples after that stays as it was sampled, and only the
 messages that follow it are rendered, in the form that the template gives them there.
@@ -58,7 +58,7 @@ _TOOL = {
 
 
 class ChatFormat:
-    """The form in which a policy reads and writes chats. Without a chat template, contents follow each other.
+    """The form in which a policy reads and writes chats. Without a chat template, message contents are concatenated.
 
     Args:
         template_arguments: of its chat template, such as ``{"enable_thinking": False}``; None: those of the prompts.
@@ -141,7 +141,7 @@ class ChatFormat:
         cleaned = self._clean(messages)
         if not self.has_template:
             return self._encode("".join(message["content"] for message in cleaned))
-        close, text = self._find_rest(cleaned)
+        close, text = self._find_turn_close(cleaned)
         if ended and sampled and sampled[-1] in self._hidden_ids and close is not None:
             last = self._name_token(sampled[-1])
             is_known = last in close and text.startswith(close)
@@ -159,7 +159,7 @@ class ChatFormat:
         prompt_ids: Sequence[int] | None = None,
         turn: int = 0,
     ) -> AssistantMessage:
-        """Return what the tokens of a turn of the policy's say.
+        """Parse the sampled tokens of one turn of the policy's to a message: content, reasoning and tool calls.
 
         Args:
             token_ids: as they were sampled.
@@ -180,7 +180,7 @@ class ChatFormat:
     def begin_message(
         self, tools: Sequence[Message] | None, *, prompt_ids: Sequence[int], stops: Sequence[str] = ()
     ) -> PartialMessage | None:
-        """Return a turn that is about to be sampled; None where its parts are known only when it is whole.
+        """Return the partial message of a turn to be sampled; None if it can be parsed only when it is whole.
 
         Args:
             stops: strings that end what the turn says.
@@ -198,7 +198,7 @@ class ChatFormat:
         )
 
     def check_tools(self) -> None:
-        """Raise a ConfigError if the policy cannot be given tools."""
+        """Raise a ConfigError if this policy's chat template cannot take tools, or their calls cannot be read."""
         if not self.has_template:
             raise ConfigError(
                 "Tools need a chat template, and the model's tokenizer has none. Use a model that was tuned for chats "
@@ -224,7 +224,7 @@ class ChatFormat:
 
     @cached_property
     def rewrites(self) -> str | None:
-        """What the template changes in earlier turns when others follow; None if it only appends, or there is none."""
+        """What the template changes in earlier turns when others follow; None if it only appends, or is missing."""
         return find_rewrites(self) if self.has_template else None
 
     def describe(self) -> str:
@@ -252,7 +252,7 @@ class ChatFormat:
 
     @cached_property
     def _template(self) -> str:
-        """Of several that a tokenizer may have, the one for tools."""
+        """The chat template; the one for tools where the tokenizer has several."""
         return str(self.tokenizer.get_chat_template(self._arguments.get("chat_template"), [_TOOL]))
 
     @cached_property
@@ -261,7 +261,7 @@ class ChatFormat:
 
     @cached_property
     def _parser(self) -> RenderersParser | str | None:
-        """That of a family which is not read here, or why there is none."""
+        """The parser of a family that the package renderers reads, or why it is missing; None for other families."""
         if self._family is None or not self._family.renderers:
             return None
         try:
@@ -278,13 +278,13 @@ class ChatFormat:
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
-        """Special tokens that are no part of what a turn says."""
+        """Ids of special tokens that are left out of the text of a turn."""
         marks = (OPEN_THOUGHT, CLOSE_THOUGHT, *_CALL_TOKENS)
         return self._special_ids - {self.tokenizer.convert_tokens_to_ids(mark) for mark in marks}
 
     @cached_property
     def _unread_ids(self) -> frozenset[int]:
-        """As :attr:`_hidden_ids`, but for those that calls begin with."""
+        """:attr:`_hidden_ids` without the tokens that tool calls begin with."""
         if self._family is None or self._family.call_start is None:
             return self._hidden_ids
         search = self._family.call_start.search
@@ -300,7 +300,7 @@ class ChatFormat:
 
     @cached_property
     def _call_style(self) -> tuple[str | None, bool] | None:
-        """How the template takes messages with calls: their content, and whether arguments are JSON text."""
+        """How the template takes tool calls: the content of such a message, and whether arguments are JSON text."""
         for content, is_text in product(("", None), (False, True)):
             call = _make_call("look_up", _MARK, is_text)
             message = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -316,12 +316,12 @@ class ChatFormat:
         return [self._set_calls(message) if message.get("tool_calls") else message for message in named]
 
     def _set_reasoning(self, message: Message) -> Message:
-        """Return a message whose reasoning has all names by which templates read it."""
+        """Return a message whose reasoning is stored under each field name that chat templates read."""
         reasoning = next((message[name] for name in _REASONING if name in message), None)
         return message if reasoning is None else {**message, **dict.fromkeys(_REASONING, reasoning)}
 
     def _set_calls(self, message: Message) -> Message:
-        """Return a message whose calls have the form that the template takes."""
+        """Convert the tool calls of a message to the form that the template takes."""
         content, is_text = self._call_style or ("", False)
         calls = []
         for call in message["tool_calls"]:
@@ -354,7 +354,7 @@ class ChatFormat:
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return token_ids
 
-    def _find_rest(self, messages: list[Message]) -> tuple[str | None, str]:
+    def _find_turn_close(self, messages: list[Message]) -> tuple[str | None, str]:
         """Return what closes the policy's turn if nothing follows, None if that has no special token, and the text from
         there to the beginning of its next turn, with what closes it where the messages follow.
         """
@@ -362,16 +362,16 @@ class ChatFormat:
         if answers and self._call_style is not None:
             for kept in (answers, answers[-1:]):  # some templates take one call a message, or write the first alone
                 with suppress(ConfigError):
-                    return self._find_rest_of_calls(kept, messages)
+                    return self._find_turn_close_of_calls(kept, messages)
         text = self._apply_after_mark([*_PLAIN, *messages], True)
         return self._plain_close if self._special_text.search(self._plain_close) else None, text
 
     @cached_property
     def _plain_close(self) -> str:
-        """The text after the words of a turn without calls, if nothing follows."""
+        """The text that the template puts after a final turn without tool calls."""
         return self._apply_after_mark(list(_PLAIN), False)
 
-    def _find_rest_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
+    def _find_turn_close_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
         assert self._call_style is not None
         content, is_text = self._call_style
         calls = []
@@ -387,7 +387,7 @@ class ChatFormat:
         return close[start:] if specials else None, text[start:]
 
     def _apply_after_mark(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        """Return the text that follows what stands for the policy's words."""
+        """Render messages, and return the text after the placeholder of the policy's turn."""
         _, mark, text = self._apply(messages, None, add_generation_prompt).partition(_MARK)
         if not mark:
             raise ConfigError("The model's chat template leaves out what the policy wrote.")

@@ -1,4 +1,4 @@
-"""The deadlines of a trajectory, which do not run while it waits for what is no part of it, such as a worker."""
+"""Deadlines of a trajectory, which are paused while the trajectory waits for something else, such as a free worker."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -8,14 +8,14 @@ from rlightning.types.trajectory import Outcome
 
 
 class Clock:
-    """Deadlines that stop together. Methods belong to one event loop."""
+    """Deadlines that are paused together. All methods belong to one event loop."""
 
     def __init__(self) -> None:
         self._deadlines: set[asyncio.Timeout] = set()
 
     @asynccontextmanager
     async def limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Raise a TimeoutError after so many seconds, as ``asyncio.timeout``; None: after none."""
+        """Raise a TimeoutError after so many seconds, as ``asyncio.timeout`` does; None sets no deadline."""
         async with asyncio.timeout(seconds) as deadline:
             self._deadlines.add(deadline)
             try:
@@ -24,7 +24,7 @@ class Clock:
                 self._deadlines.discard(deadline)
 
     async def run(self, work: Awaitable[Outcome], seconds: float | None, name: str) -> Outcome:
-        """Return what ``work`` makes, or that it, by that name, took more than so many seconds."""
+        """Await ``work`` and return its outcome; after ``seconds``, a timeout's, with ``name`` in its error."""
         try:
             async with self.limit(seconds) as deadline:
                 return await work
@@ -35,7 +35,7 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Within, no time counts."""
+        """Pause all deadlines while the context is open."""
         loop = asyncio.get_running_loop()
         stopped_at = loop.time()
         held = {one: when for one in self._deadlines if (when := one.when()) is not None and not one.expired()}

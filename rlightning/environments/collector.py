@@ -34,7 +34,7 @@ Instruction = Literal["done", "sync weights", "deliver", "wait"]
 
 
 class StepPlan(NamedTuple):
-    """What a step takes of what is in flight.
+    """How many groups a step takes of those in flight.
 
     Attributes:
         num_groups: that this rank wants, at most as many as it has handed in ever.
@@ -51,17 +51,17 @@ class StepPlan(NamedTuple):
 
 
 class Weights(Protocol):
-    """Brings the sampler's weights up to date."""
+    """Sends the actor's weights to the sampler."""
 
     def sync_weights(self) -> None:
         """Bring the actor's weights to all engines that need them; a collective."""
 
     def needs_sync(self) -> bool:
-        """Whether, on rank 0, requests wait for a sync; called while they are under way."""
+        """Return, on rank 0, whether requests wait for a weight sync; called while requests are under way."""
 
 
 class Collector:
-    """Completes the prompts of all ranks. All ranks make one, and call it alike.
+    """Keeps the prompts of all ranks in flight. All ranks construct one, and call its methods in the same order.
 
     Args:
         runner: of rank 0; None on the others.
@@ -97,7 +97,7 @@ class Collector:
         self._wait_seconds = 0.0
 
     def begin_step(self) -> StepTotals:
-        """Begin a step; returns the totals of the one before."""
+        """Begin a step; returns the totals of the step before."""
         totals, self.totals = self.totals, StepTotals()
         self.environments = EnvironmentTotals(self.environments.max_failed_share)
         if self._runner is not None:
@@ -107,7 +107,7 @@ class Collector:
     def generate(
         self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
-        """Attempt this rank's prompts, beside whatever is in flight; returns their trajectories, in their order.
+        """Complete this rank's prompts, beside what is in flight; returns their trajectories in the prompts' order.
 
         Args:
             requests: prompts, each with the number of its random stream.
@@ -169,7 +169,7 @@ class Collector:
         on_completed: OnCompleted | None,
         plan: StepPlan,
     ) -> list[list[Trajectory]]:
-        """Hand in prompts, and take finished groups, perhaps of earlier prompts (:meth:`InFlight.select_ready`).
+        """Add prompts, and return finished groups, perhaps of earlier prompts (:meth:`InFlight.select_ready`).
 
         Args:
             requests: of this rank.
@@ -217,7 +217,7 @@ class Collector:
     def _start_groups(
         self, added: Sequence[Request], room: int, version: int, num_samples: int, sampling: Sampling
     ) -> None:
-        """Put prompts in flight, and start those for which there is room, requeued and resumed ones among them."""
+        """Put prompts in flight, and start groups, requeued and resumed ones too, as far as there is room."""
         flight, settings = self.in_flight, sampling_settings(num_samples, sampling)
         self._finish_groups()
         for group in self._running.values():
@@ -232,7 +232,7 @@ class Collector:
             self._running[self._submit(group.prompt, group.stream, num_samples, sampling, group.saved)] = group
 
     def save_progress(self) -> None:
-        """Have a checkpoint keep how far the groups are that are under way."""
+        """Store in each running group the progress of its trajectories, for a checkpoint."""
         if self._runner is not None:
             for future, group in list(self._running.items()):
                 if future.done() and future.exception() is None:
@@ -242,7 +242,7 @@ class Collector:
                     group.saved = self._runner.save(future)
 
     def close(self) -> None:
-        """Cancel what is under way; what is in flight stays known. May be called twice."""
+        """Cancel all running groups; the prompts in flight stay recorded. May be called twice."""
         if self._runner is not None:
             try:
                 self.save_progress()
@@ -252,7 +252,7 @@ class Collector:
                 self._runner.close()
 
     def environment_metrics(self) -> dict[str, float]:
-        """Return what the step's environments have come to, on rank 0; {} on others."""
+        """Return the metrics of the step's environments on rank 0; {} on other ranks."""
         if self._runner is None:
             return {}
         return self.environments.metrics(self._runner.num_requeues)
@@ -267,7 +267,7 @@ class Collector:
             self.environments.count(trajectories, self._runner.first_failure)
 
     def _is_verified(self, trajectories: list[Trajectory], sampling: Sampling, version: int | None = None) -> bool:
-        """Whether the step's trajectories have been verified, if they are to be; the first call begins with it.
+        """Return whether the step's trajectories are verified, if they are to be; the first call starts that.
 
         Raises:
             VerificationError: they are not what was sampled.
@@ -302,7 +302,7 @@ class Collector:
         return future
 
     def _take(self, weight_version: int) -> list[Group]:
-        """Remove the selected groups, and add to the step's totals."""
+        """Remove the selected groups from flight and return them; adds them to the step's totals."""
         flight, totals = self.in_flight, self.totals
         totals.trainer_wait_seconds += self._wait_seconds
         totals.engine_idle_seconds += self._take_idle_seconds()
@@ -315,7 +315,7 @@ class Collector:
         return taken
 
     def _requeue_all(self) -> int:
-        """Requeue all groups that have been started; returns their number."""
+        """Requeue all groups that have been started; returns the number of groups."""
         if self._runner is None:
             return 0
         num_groups, _ = self.in_flight.requeue_all()
@@ -324,7 +324,7 @@ class Collector:
         return num_groups
 
     def _suspend(self) -> None:
-        """Cancel what is under way; a later call goes on with what can be gone on with."""
+        """Save and cancel the running groups; a later call resumes those whose environments support it."""
         if self._runner is not None:
             self.save_progress()
             self._runner.cancel(self._running)
@@ -346,7 +346,7 @@ class Collector:
         deliver: Callable[[], None] = lambda: None,
         has_deliveries: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait, on all ranks, until rank 0 has what is asked for, and follow its instructions meanwhile.
+        """Wait until ``is_done`` is true on rank 0; all ranks execute rank 0's instructions meanwhile.
 
         Args:
             is_done: whether rank 0 has it.
@@ -385,6 +385,6 @@ class Collector:
 
 
 def _pop_done(running: dict[Future[list[Trajectory]], T]) -> Iterator[tuple[T, list[Trajectory]]]:
-    """Remove what is done; yields its key and its trajectories."""
+    """Remove the futures that are done from a dictionary; yields the value and the trajectories of each."""
     for future in [future for future in running if future.done()]:
         yield running.pop(future), future.result()

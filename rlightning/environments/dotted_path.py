@@ -1,4 +1,4 @@
-"""Finds what a dotted path in a configuration names.
+"""Imports the object that a dotted path in a configuration names.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -13,7 +13,7 @@ from rlightning.foreign_text import describe_error
 
 
 def name_object(given: object) -> str:
-    """Return the dotted path, or the name of a class or function."""
+    """Return an object's name for messages: a dotted path as it is, and the name of a class or function."""
     return given if isinstance(given, str) else getattr(given, "__qualname__", str(given))
 
 

@@ -1,4 +1,4 @@
-"""What an environment is: code that turns a prompt into trajectories by calling the policy.
+"""The base class of environments: code that turns a prompt into trajectories by calling the policy.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -16,15 +16,15 @@ from rlightning.types.trajectory import Outcome, Prompt, Sample
 
 
 class LimitReachedError(Exception):
-    """The trajectory has no room for a further turn. One that ends with this error is truncated, and trained."""
+    """The sequence has no room for another turn. A trajectory that ends with this error is truncated, and trained."""
 
 
 class AskLimitError(Exception):
-    """A conversation that :meth:`Policy.ask` was given has no room for an answer; the trajectory may have."""
+    """The conversation given to :meth:`Policy.ask` leaves no room for an answer; the trajectory can go on."""
 
 
 class Reply(Sample):
-    """A turn of the policy's: what was sampled, and the message that it says."""
+    """A turn of the policy's: the sample, and the message that its tokens encode."""
 
     __slots__ = ("message",)
 
@@ -41,7 +41,7 @@ class Reply(Sample):
 
 
 class TrajectoryLostError(Exception):
-    """A trajectory was lost together with its worker process, and may be made again.
+    """A worker process died and its trajectory was lost; the trajectory may be requeued.
 
     Args:
         message: a line that says how.
@@ -55,7 +55,7 @@ class TrajectoryLostError(Exception):
 
 
 class Policy(Protocol):
-    """The policy, in one trajectory; every token that it samples is recorded as it was sampled."""
+    """The policy, as one trajectory uses it; every sampled token is recorded unchanged."""
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """Sample the policy's next turn.
@@ -71,7 +71,7 @@ class Policy(Protocol):
         """
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
-        """Have the policy's engine answer a conversation that is no part of the trajectory, such as a judge's.
+        """Sample an answer of the policy to a separate conversation, such as a judge's, outside of the trajectory.
 
         What it samples is not recorded, and not trained.
 
@@ -85,7 +85,7 @@ class Policy(Protocol):
         """
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
-        """Hand over what the trajectory has come to so far, which is kept if it runs out of time.
+        """Report a preliminary outcome, which is kept if the trajectory times out.
 
         Args:
             outcome: with the rewards and metrics so far.
@@ -97,13 +97,13 @@ class Policy(Protocol):
         """
 
     async def resume(self) -> Any:
-        """Return the state to go on from, with the turns that were sampled until it was handed over.
+        """Return the state that a checkpoint saved, with the turns that were sampled up to it; None for a new start.
 
         Called before the first turn, by an environment that hands over states; None: the trajectory begins.
         """
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
-        """Sample the policy's next turn after a token sequence; one that rewrites the history begins a new branch.
+        """Sample the policy's next turn from a token sequence; one that rewrites the history begins a new branch.
 
         Args:
             token_ids: all that the policy reads.
@@ -114,17 +114,17 @@ class Policy(Protocol):
 
 
 class PolicyGroup(Protocol):
-    """The policy, in the trajectories of one prompt."""
+    """The policy, as the trajectories of one prompt use it."""
 
     async def sample_all(self) -> list[Outcome]:
-        """Sample each trajectory's first turn, by one request; the outcome of each, which ends with it."""
+        """Sample one turn for each trajectory in a single request; returns the outcomes, as all have ended."""
 
     async def run_each(
         self,
         run: Callable[[Policy], Awaitable[Outcome]],
         places: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
-        """Call ``run`` for each trajectory, all at once; what fails or takes too long is that trajectory's alone.
+        """Call ``run`` for each trajectory concurrently; an error or a timeout affects its own trajectory alone.
 
         Args:
             run: makes the trajectory of a policy.
@@ -133,14 +133,14 @@ class PolicyGroup(Protocol):
 
 
 class Places:
-    """So many trajectories at once, on the event loop that makes them."""
+    """A limit on how many trajectories of an event loop run at once."""
 
     def __init__(self, number: int) -> None:
         self._number = number
         self._here: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def on_this_loop(self) -> asyncio.Semaphore:
-        """Return what each trajectory of the running event loop enters."""
+        """Return the running event loop's semaphore, which each trajectory enters."""
         loop = asyncio.get_running_loop()
         if self._here is None or self._here[0] is not loop:
             self._here = loop, asyncio.Semaphore(self._number)
@@ -164,17 +164,17 @@ class Environment:
     places: Places | None = None
 
     async def check(self) -> None:
-        """Raise a :class:`~rlightning.errors.ConfigError` if it cannot run here; called before a run starts."""
+        """Raise a :class:`~rlightning.errors.ConfigError` if this cannot run here; called before a run starts."""
 
     async def close(self) -> None:
-        """Free what it holds; called when no trajectory is left. It may be used again afterwards."""
+        """Free resources; called when no trajectory is running. The environment may be used again afterwards."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory."""
         raise NotImplementedError(f"{type(self).__name__} does not define run(prompt, policy).")
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Make the trajectories of one prompt; by default each by :meth:`run`.
+        """Make all trajectories of one prompt; by default, each with :meth:`run`.
 
         Returns:
             The outcome of each trajectory.

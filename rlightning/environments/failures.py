@@ -1,4 +1,4 @@
-"""What the environments of a step have come to, and how many of its trajectories may fail."""
+"""Counts the failed trajectories of a step, and raises an error if their share is too large."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from rlightning.types.trajectory import Trajectory
 
 @dataclass
 class EnvironmentTotals:
-    """Totals over all trajectories of a step, refills and all ranks included.
+    """Totals over all trajectories of a step, refills and those of all ranks included.
 
     Attributes:
         max_failed_share: of them, that may fail in infrastructure.
@@ -26,7 +26,7 @@ class EnvironmentTotals:
     gap: Gap = field(default_factory=Gap)
 
     def count(self, trajectories: Sequence[Trajectory], first_failure: tuple[str, str] | None) -> None:
-        """Count those that have failed.
+        """Count the failed trajectories.
 
         Args:
             trajectories: that have ended.
@@ -47,7 +47,7 @@ class EnvironmentTotals:
         )
 
     def metrics(self, num_requeues: int) -> dict[str, float]:
-        """Return them by the names of docs/metrics.md."""
+        """Return the totals as metrics, by the names of docs/metrics.md."""
         metrics = {"environment/requeues": float(num_requeues)}
         if self.gap.num_tokens:
             metrics["environment/verify_gap"] = self.gap.mean

@@ -1,4 +1,4 @@
-"""Messages of chats, as environments exchange them with the policy.
+"""Chat messages, as environments and the policy exchange them.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -12,7 +12,7 @@ Message = dict[str, Any]
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy wrote.
+    """A tool call that the policy wrote.
 
     Attributes:
         id: that the tool's answer refers to.
@@ -25,7 +25,7 @@ class ToolCall(NamedTuple):
 
 
 class AssistantMessage(NamedTuple):
-    """What the tokens of a turn of the policy's say.
+    """The message that the tokens of one turn of the policy's encode.
 
     Attributes:
         content: the text without reasoning and tool calls.
@@ -42,7 +42,7 @@ class AssistantMessage(NamedTuple):
     error_places: tuple[int, ...] = ()
 
     def to_message(self) -> Message:
-        """Return it as in chat APIs; ``reasoning_content`` and ``tool_calls`` only where it has them."""
+        """Return the message as a dictionary of chat APIs, without empty ``reasoning_content`` and ``tool_calls``."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

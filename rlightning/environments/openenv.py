@@ -1,4 +1,4 @@
-"""Environments that a server of OpenEnv (the package openenv-core) has, by its WebSocket protocol.
+"""Environments on a server of OpenEnv (package openenv-core), reached through its WebSocket protocol.
 
 Workers of environments import this file in other interpreters: Python 3.10, websockets, nothing else.
 """
@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 
 class OpenEnv(Environment):
-    """Plays the environment of an OpenEnv server; each trajectory is a session of its own there.
+    """Runs the environment of an OpenEnv server; each trajectory has its own session there.
 
     The server is reset with the prompt's index as ``seed``, and its first observation stands in place of the prompt.
     The text of each turn is an action's field, and the observation that it returns is what the policy reads next.
@@ -68,7 +68,7 @@ class OpenEnv(Environment):
         self.places = Places(max_sessions)
 
     async def check(self) -> None:
-        """Raise a ConfigError if there is no such server."""
+        """Raise a ConfigError if the server cannot be reached."""
         session = Session(self)
         try:
             await session.connect()
@@ -78,16 +78,16 @@ class OpenEnv(Environment):
             await session.close()
 
     async def close(self) -> None:
-        """Wait for sessions that are being closed."""
+        """Wait until sessions that are being closed have ended."""
         await self._steps.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory in a session of its own."""
+        """Make one trajectory in its own session."""
         return await self._steps.run(prompt, policy)
 
 
 class Session:
-    """A session at a server, as :class:`StepEnvironment` plays it."""
+    """A session at a server, with the methods that :class:`StepEnvironment` calls."""
 
     def __init__(self, settings: OpenEnv) -> None:
         self._settings = settings
@@ -112,14 +112,14 @@ class Session:
             raise ConnectionError(f"{url} cannot be reached: {cut_line(error) or type(error).__name__}") from error
 
     async def reset(self, prompt: Prompt) -> str:
-        """Begin, and return what the policy reads first."""
+        """Start an episode, and return its first observation."""
         await self.connect()
         columns = {name: prompt.columns[name] for name in self._settings.reset_columns}
         result = await self._request("reset", {"seed": prompt.index, **columns})
         return self._read_observation(result)
 
     async def step(self, message: Mapping[str, str]) -> tuple[str, float | None, bool, dict[str, float]]:
-        """Send the policy's turn as an action, and return what comes of it."""
+        """Send the policy's turn as an action, and return the server's response."""
         action = {**self._settings.action_fields, self._settings.action: message["content"]}
         result = await self._request("step", action)
         reward, is_done = result.get("reward"), bool(result.get("done"))
@@ -135,7 +135,7 @@ class Session:
             await socket.close()
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the server answers.
+        """Send a request, and return the server's response.
 
         Raises:
             RuntimeError: it refuses, or answers something else.
@@ -160,7 +160,7 @@ class Session:
         return result
 
     def _read_observation(self, result: Mapping[str, Any]) -> str:
-        """Return what the policy reads of an observation.
+        """Convert an observation to what the policy is shown.
 
         Raises:
             RuntimeError: it has no such field.

@@ -1,4 +1,4 @@
-"""What environments return, checked before anything is made of it.
+"""Validates outcomes that environments return, and converts them to and from plain types.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -15,7 +15,7 @@ from rlightning.types.trajectory import Outcome, Status, read_traces
 
 
 def check_outcome(outcome: object, place: str = "run()") -> Outcome:
-    """Return an outcome with floats for its numbers.
+    """Validate an outcome, and return it with its numbers as floats.
 
     Raises:
         TypeError: it is none, or a part of it has another type.
@@ -56,12 +56,12 @@ def _read_number(value: object, what: str, place: str) -> float:
 
 
 def outcome_to_plain(outcome: Outcome) -> list[Any]:
-    """Return an outcome in plain types, for a checkpoint or another process."""
+    """Convert an outcome to plain types, for a checkpoint or another process."""
     traces = None if outcome.traces is None else [list(trace) for trace in outcome.traces]
     return [outcome.reward, outcome.turn_rewards, outcome.status, outcome.metrics, outcome.error, traces]
 
 
 def outcome_from_plain(plain: Sequence[Any]) -> Outcome:
-    """Return the outcome that :func:`outcome_to_plain` was given."""
+    """Convert the result of :func:`outcome_to_plain` back to the outcome."""
     reward, turn_rewards, status, metrics, error, traces = plain
     return Outcome(reward, turn_rewards, status, metrics, error, read_traces(traces))

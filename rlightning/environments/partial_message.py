@@ -1,4 +1,4 @@
-"""What a turn of the policy's says while it is still being sampled: as much as later tokens cannot change."""
+"""The message of a turn that is still being sampled: only the part that later tokens cannot change."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ OPEN_MARK = re.compile(r"[<\[][^\s>\]]{0,40}\Z")
 
 
 class TokenText:
-    """The text of tokens that come one after the other, without halves of characters.
+    """Decodes tokens step by step, and never returns a part of a character.
 
     Args:
         context: tokens before them, which some tokenizers decode the first ones by.
@@ -24,7 +24,7 @@ class TokenText:
         self._start, self._end = 0, len(self._token_ids)
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return the text that tokens add; what ends within a character comes with the next ones."""
+        """Return the text that new tokens add; the bytes of an incomplete character are held back."""
         self._token_ids += token_ids
         before = self._decode(self._token_ids[self._start : self._end])
         text = self._decode(self._token_ids[self._start :])
@@ -35,7 +35,7 @@ class TokenText:
 
 
 class PartialMessage:
-    """A turn of the policy's of which the first tokens are there.
+    """The message of a turn of which only the first tokens have been sampled.
 
     Args:
         hidden_ids: tokens that are no part of the text.
@@ -68,7 +68,7 @@ class PartialMessage:
         self._text = ""
 
     def add(self, token_ids: Sequence[int]) -> bool:
-        """Take in the next tokens; return whether more is certain now."""
+        """Add the next tokens; returns whether the certain part has grown."""
         self._text += self._tokens.add([token for token in token_ids if token not in self._hidden_ids])
         before = self.reasoning, self.content
         if not self._reads_thought:
@@ -82,10 +82,10 @@ class PartialMessage:
         return before != (self.reasoning, self.content)
 
     def finish(self, message: AssistantMessage) -> AssistantMessage:
-        """Return the whole message, as a client gets it that has read what was certain."""
+        """Return the whole message, consistent with the part that the client has already received."""
         return message._replace(
-            content=_continue(self.content, message.content),
-            reasoning=_continue(self.reasoning, message.reasoning or "") or message.reasoning,
+            content=_keep_certain(self.content, message.content),
+            reasoning=_keep_certain(self.reasoning, message.reasoning or "") or message.reasoning,
         )
 
     def _certain_content(self, text: str) -> str:
@@ -103,10 +103,10 @@ class PartialMessage:
 
 
 def _without_open_end(text: str) -> str:
-    """Return a text without what may become a mark, and without the white space in front of it, which may go then."""
+    """Return a text without an incomplete mark at its end and the white space before that, which may be removed."""
     return OPEN_MARK.sub("", text).rstrip()
 
 
-def _continue(certain: str, whole: str) -> str:
-    """Return a whole text, but beginning with what was certain, should a parser read it otherwise."""
+def _keep_certain(certain: str, whole: str) -> str:
+    """Return the whole text, or the certain part alone if the parser's whole text does not begin with that."""
     return whole if whole.startswith(certain) else certain

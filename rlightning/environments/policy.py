@@ -1,4 +1,4 @@
-"""The policy over a sampler, in the trajectories of a prompt: it records exactly what was sampled.
+"""The policy of an environment, made of a sampler: it records exactly what was sampled.
 
 A trajectory's token sequence only grows: what the policy sampled stays as it was sampled, and observations are
 tokenized alone, in the form that the chat template gives them. A caller that rewrites the history begins a new branch,
@@ -44,7 +44,7 @@ PART_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """One prompt to attempt.
+    """The request to make a group: a prompt, how to sample, and the number of trajectories.
 
     Attributes:
         sampling: how; its seed is the group's own.
@@ -105,21 +105,21 @@ class RecordedPolicy:
 
     @property
     def sampling(self) -> Sampling:
-        """How its turns are sampled."""
+        """The sampling parameters of this trajectory's turns."""
         return self._request.sampling
 
     @property
     def stream(self) -> int:
-        """Number of the trajectory's random stream."""
+        """The number of this trajectory's random stream."""
         return mix_seed(self.sampling.seed or 0, self._request.prompt.index, self._number)
 
     @property
     def follows_schemas(self) -> bool:
-        """Whether turns may be sampled by a schema."""
+        """Whether the sampler can constrain a turn to a JSON schema."""
         return follows_schemas(self._sampler)
 
     def split(self) -> "RecordedPolicy":
-        """Return a policy for a part of the trajectory, such as one of several agents.
+        """Return a policy that records a part of the trajectory separately, such as one of several agents.
 
         It records on its own; ``recorder.extend`` makes that part of this trajectory.
         """
@@ -199,11 +199,11 @@ class RecordedPolicy:
     # Checkpoints
 
     def offer(self, saved: SavedTrajectory) -> None:
-        """Have :meth:`resume` go on from what :meth:`save` has returned; else the trajectory begins."""
+        """Store a saved trajectory, which :meth:`resume` continues; without that call the trajectory starts anew."""
         self._resumable = saved
 
     def load(self, saved: SavedTrajectory) -> None:
-        """Continue a trajectory after the turns that were saved."""
+        """Restore the turns and settings of a saved trajectory."""
         made = from_plain(saved["trajectory"], self._request.prompt)
         self.recorder.load(made.branches, made.turns)
         settings = saved["settings"]
@@ -213,7 +213,7 @@ class RecordedPolicy:
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
-        """Return the trajectory in plain types; None if no state was handed over. Another thread may call it.
+        """Return the trajectory in plain types; None if no state was reported. Another thread may call this.
 
         Args:
             outcome: of one that has ended; None: it is under way, and is returned as of its last state.
@@ -249,7 +249,7 @@ class RecordedPolicy:
         read: Callable[[Sample], AssistantMessage] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[RecordedTurn]:
-        """Sample turns that all follow one history, and record them. May be called while other calls are under way.
+        """Sample turns that all follow one history, and record them. Calls may run concurrently.
 
         Args:
             token_ids: [L], the history. What goes on from the end of a branch extends it.
@@ -304,11 +304,11 @@ class RecordedPolicy:
         return await stream_tokens(self._sampler, on_tokens, token_ids, sampling, **arguments)
 
     def record(self, token_ids: Sequence[int], sample: Sample) -> None:
-        """Add a turn that was sampled after ``token_ids``."""
+        """Record a turn that was sampled after ``token_ids``."""
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
-        """Return the trajectory, truncated if a limit on tokens has cut it; its reward may be of its parts."""
+        """Return the trajectory; its status is "truncated" if a limit on tokens cut it."""
         prompt, turns = self._request.prompt, self.recorder.turns
         samples = [turn.sample for turn in turns if turn.sample is not None]
         is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
@@ -328,7 +328,7 @@ class RecordedPolicy:
 
 
 def total_reward(outcome: Outcome) -> float | None:
-    """Return the reward of a trajectory, which may be of its parts; None if it has none."""
+    """Return the reward of an outcome, the mean of its traces' or the sum of its turns'; None without any."""
     traces = read_traces(outcome.traces)
     if outcome.reward is not None:
         return outcome.reward
@@ -338,7 +338,7 @@ def total_reward(outcome: Outcome) -> float | None:
 
 
 def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:
-    """Return the outcome of a trajectory whose environment has failed, which counts as not sampled; log the error.
+    """Log the error of an environment, and return the outcome of its failed trajectory, which counts as not sampled.
 
     Args:
         error: that its environment has raised, or a line that says what happened.

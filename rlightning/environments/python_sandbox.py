@@ -1,4 +1,4 @@
-"""Code execution as a tool: Python programs of the policy, each in a process of its own with limits.
+"""A tool that executes the policy's Python programs, each in its own process with limits.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -69,7 +69,7 @@ GUARANTEES = {
 
 
 class SandboxResult(NamedTuple):
-    """What a program did.
+    """The result of running a program.
 
     Attributes:
         stdout: its output; of one that is too long the first and last parts.
@@ -86,18 +86,18 @@ class SandboxResult(NamedTuple):
 
 
 class CodeRunner(Protocol):
-    """Runs programs: :class:`PythonSandbox`, or a service of the user's that isolates them better."""
+    """Runs programs: :class:`PythonSandbox`, or a service of the user's with stronger isolation."""
 
     async def run(self, code: str, stdin: str = "") -> SandboxResult:
-        """Run a program. An exception is a failure of the service, never of the program."""
+        """Run a program. Raises an exception if the service fails, never for an error of the program."""
 
 
 class SandboxError(RuntimeError):
-    """A program could not be run, through no fault of its own."""
+    """The sandbox failed to run a program; the program is not the cause."""
 
 
 class PythonSandbox:
-    """Runs Python programs, each in a process and a folder of its own, with limits and without the network.
+    """Runs Python programs, each in its own process and folder, with limits and without network access.
 
     A program's folder, and all processes that it started, are gone after its run, after a cancellation, and after the
     trainer was killed. What holds depends on the host (:meth:`describe`); what does not hold is logged at the start.
@@ -148,7 +148,7 @@ class PythonSandbox:
         }
 
     def describe(self) -> str:
-        """Return a line that says what holds on this host."""
+        """Return one line that says which isolation this host supports."""
         return self._isolation.describe()
 
     async def run(self, code: str, stdin: str = "") -> SandboxResult:
@@ -181,7 +181,7 @@ class PythonSandbox:
 
 
 class Isolation(NamedTuple):
-    """How programs of an interpreter are separated from the trainer on this host.
+    """The mechanisms that isolate programs from the trainer on this host.
 
     Attributes:
         names: some of "user", "namespaces", "mounts".
@@ -194,7 +194,7 @@ class Isolation(NamedTuple):
     holds: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return a line that says what holds."""
+        """Return one line that says which mechanisms are in use."""
         holding = [holds for name, (holds, _) in GUARANTEES.items() if name in self.holds]
         missing = [lacks for name, (_, lacks) in GUARANTEES.items() if name not in self.holds]
         line = "; ".join(["Python sandbox: limits on time, memory, output and file sizes", *holding])
@@ -203,7 +203,7 @@ class Isolation(NamedTuple):
 
 @lru_cache
 def probe(python: str) -> Isolation:
-    """Return the strongest isolation in which an interpreter runs a program, with what was found to hold in it.
+    """Return the strongest isolation in which an interpreter can run a program here, and what a probe found.
 
     Raises:
         ConfigError: it runs in none.
@@ -227,7 +227,7 @@ def probe(python: str) -> Isolation:
 
 
 def possible_isolations() -> Iterator[Isolation]:
-    """Yield what may work here, the strongest first."""
+    """Yield the isolations that may work on this host, the strongest first."""
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     counts_by_namespace = release is not None and tuple(map(int, release.groups())) >= (5, 14)
     is_root = os.geteuid() == 0
@@ -239,7 +239,7 @@ def possible_isolations() -> Iterator[Isolation]:
 
 
 def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tuple[str, str]:
-    """Run the probe in an isolation; returns what it printed, and else why it did not run."""
+    """Run the probe program in an isolation; returns its output, or why it could not run."""
     limits: dict[str, float] = {"cpu_seconds": 5, "memory_mb": 1024, "wall_seconds": GRACE, "max_output_bytes": 4096}
     limits |= {"max_file_mb": 1, "max_processes": PROBE_PROCESSES}
     stdin = json.dumps({**asked, "is_counted": isolation.is_counted})
@@ -262,13 +262,13 @@ def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tu
 def make_request(
     code: str, stdin: str, python: str, folder: str, isolation: Isolation, limits: dict[str, float]
 ) -> bytes:
-    """Return a request to the supervising process."""
+    """Build the request that is sent to the supervising process."""
     program = {"code": code, "stdin": stdin, "python": python, "folder": folder, "limits": limits}
     return json.dumps({**program, "isolation": isolation.names, "is_counted": isolation.is_counted}).encode() + b"\n"
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Wait for the end of a supervising process whose request was closed; kill it if it takes too long."""
+    """Wait for a supervising process to exit after its request was closed; kill it after a grace period."""
     try:
         await asyncio.wait_for(process.wait(), GRACE)
     except asyncio.TimeoutError:

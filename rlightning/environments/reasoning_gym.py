@@ -1,4 +1,4 @@
-"""The tasks of the package reasoning-gym: questions made by programs, and scored by them."""
+"""The tasks of the package reasoning-gym, which generates questions and scores answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSTRUCTIONS = "Write the final answer between <answer> and </answer>."
 
 
 class ReasoningGym(Environment):
-    """Asks a question in place of the prompt, whose index chooses it; the reward is the task's own score.
+    """Asks a generated question in place of the prompt, chosen by the prompt's index; the reward is the task's score.
 
     An answer is what stands between the last tags ``<answer>``, or all of the text.
 
@@ -65,7 +65,7 @@ class ReasoningGym(Environment):
         await asyncio.to_thread(lambda: self._questions)
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Ask, and score the answer."""
+        """Ask the question, and score the policy's answer."""
         questions = self._questions
         entry = await asyncio.to_thread(questions.__getitem__, prompt.index % len(questions))
         text = f"{entry['question']}\n{self.instructions}".strip()

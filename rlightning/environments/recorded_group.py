@@ -1,4 +1,4 @@
-"""The trajectories of one prompt: each with a policy that records it, its deadlines, and what its failures become."""
+"""The trajectories of one prompt: their recording policies, their deadlines, and the outcomes of their errors."""
 
 import asyncio
 import logging
@@ -95,7 +95,7 @@ class RecordedGroup:
 
     @property
     def loses_turns(self) -> bool:
-        """Whether a trajectory under way has turns that no checkpoint can keep, as its environment has no snapshots."""
+        """Whether a checkpoint would lose turns of a running trajectory, as its environment has no snapshots."""
         under_way = [self._policies[number] for number in list(self.started_at)]
         return any(policy.recorder.turns and not policy.has_snapshots for policy in under_way)
 
@@ -146,7 +146,7 @@ class RecordedGroup:
                 await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
 
     async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
-        """Make a trajectory, again if it was lost: within the budget, unless another one is known to be the cause."""
+        """Make a trajectory, and again if it was lost; losses that it may have caused count against a budget."""
         num_caused = 0
         while True:
             policy = self._policies[number]
@@ -163,8 +163,8 @@ class RecordedGroup:
 
     async def _run(self, run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
         try:
-            async with policy.clock.limit(self._timeout) as deadline, _turns_within(self._turn_timeout, policy) as turn:
-                return await _run_unless_failed(run, policy)
+            async with policy.clock.limit(self._timeout) as deadline, _limit_turns(self._turn_timeout, policy) as turn:
+                return await _run_and_check(run, policy)
         except LimitReachedError as error:
             return Outcome(status="truncated", error=cut(str(error)))
         except TrajectoryLostError:
@@ -185,13 +185,13 @@ class RecordedGroup:
             return self.fail(error)
 
     def fail(self, error: Exception | str, details: str = "") -> Outcome:
-        """Return the outcome of a trajectory that has failed, see :func:`failed_outcome`."""
+        """Return the outcome of a failed trajectory, see :func:`failed_outcome`, and keep the first error."""
         if self.first_failure is None and isinstance(error, Exception):
             self.first_failure = describe_error(error), "".join(traceback.format_exception(error))
         return failed_outcome(self._request.prompt, error, details)
 
     def finish(self, outcomes: Sequence[Outcome], seconds: float) -> list[Trajectory]:
-        """Return the trajectories."""
+        """Return the trajectories with their outcomes."""
         errors = (outcome.error or "" for outcome in outcomes if outcome.status == "failed")
         if self.first_failure is None and (error := next(errors, None)) is not None:
             self.first_failure = error.strip().rpartition("\n")[2], error
@@ -214,8 +214,8 @@ def _copy_outcome(outcome: Outcome) -> Outcome:
 
 
 @asynccontextmanager
-async def _turns_within(seconds: float | None, policy: RecordedPolicy) -> AsyncIterator[asyncio.Timeout]:
-    """Raise a TimeoutError if a turn of the policy's, or the time after the last one, takes longer."""
+async def _limit_turns(seconds: float | None, policy: RecordedPolicy) -> AsyncIterator[asyncio.Timeout]:
+    """Raise a TimeoutError if a turn of the policy's, or the time after the last turn, exceeds ``seconds``."""
     async with policy.clock.limit(seconds) as deadline:
 
         def begin_turn() -> None:
@@ -229,8 +229,8 @@ async def _turns_within(seconds: float | None, policy: RecordedPolicy) -> AsyncI
             policy.on_turn = lambda: None
 
 
-async def _run_unless_failed(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
-    """Make a trajectory; the first failure of its sampler's is raised, whatever the environment has made of it."""
+async def _run_and_check(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
+    """Make a trajectory; raise the first error of its sampler, even if the environment caught that error."""
     try:
         outcome = check_outcome(await run(policy))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Records a trajectory: its turns, and its branches, each token as it was sampled.
+"""Records the turns and branches of a trajectory, with each token exactly as it was sampled.
 
 A request that goes on from the end of a branch extends it; any other begins a new branch, whose history is not trained
 again. Requests of one trajectory may be under way at the same time: a branch belongs to one of them until it has ended.
@@ -19,7 +19,7 @@ SHARED_TOKENS = 1024
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """The end of a branch, or of a new one, for one request.
+    """A branch that is reserved for one request, which is going to extend it.
 
     Attributes:
         history: [L] token ids that the policy reads.
@@ -33,7 +33,7 @@ class Reservation:
 
 
 class RecordedTurn(NamedTuple):
-    """A turn of the policy's, where it has been recorded.
+    """A turn of the policy's, and where its tokens are recorded.
 
     Attributes:
         sample: of it.
@@ -49,12 +49,12 @@ class RecordedTurn(NamedTuple):
 
     @property
     def token_ids(self) -> "array[int]":
-        """[L], the branch up to its end, as sampled and rendered."""
+        """[L], the tokens of the branch up to the end of this turn."""
         return self.branch.token_ids[: self.end]
 
 
 class Mark(NamedTuple):
-    """How much a recorder had recorded at some time.
+    """The amount that a recorder had recorded at some time.
 
     Attributes:
         num_turns: of it.
@@ -82,25 +82,25 @@ class Recorder:
         """``id`` of branches that a request is about to extend."""
 
     def load(self, branches: Sequence[Branch], turns: Sequence[Turn]) -> None:
-        """Have these recorded, and nothing else."""
+        """Replace all that is recorded by these branches and turns."""
         self.branches, self.turns, self._is_started = list(branches), list(turns), bool(branches)
 
     def mark(self) -> "Mark":
-        """Return how much is recorded now."""
+        """Return the amount that is recorded now."""
         return Mark(len(self.turns), [len(branch.token_ids) for branch in self.branches])
 
     def until(self, mark: "Mark") -> tuple[list[Branch], list[Turn]]:
-        """Return the branches and turns that were recorded until a mark. Another thread may call it."""
+        """Return the branches and turns as they were at a mark. Another thread may call this."""
         branches = [branch.first(count) for branch, count in zip(self.branches, mark.num_tokens, strict=False)]
         return branches, self.turns[: mark.num_turns]
 
     @property
     def num_sampled(self) -> int:
-        """Turns of the policy's."""
+        """Number of turns that the policy sampled."""
         return sum(turn.sample is not None for turn in self.turns)
 
     def reserve(self, history: Sequence[int], reason: BranchReason | None = None) -> Reservation:
-        """Find the branch that a request goes on from, and keep it for the request: :meth:`record` or :meth:`release`.
+        """Find the branch that a request extends, and reserve it until :meth:`record` or :meth:`release`.
 
         Args:
             history: [L] token ids that the policy reads.
@@ -118,7 +118,7 @@ class Recorder:
         return Reservation(history, None, reason or self._find_reason(history))
 
     def release(self, reservation: Reservation) -> None:
-        """Let other requests extend the branch of a request that was not answered."""
+        """Cancel the reservation of a request that got no sample, so that others may extend its branch."""
         if reservation.branch is not None:
             self._reserved.discard(id(reservation.branch))
 
@@ -129,7 +129,7 @@ class Recorder:
         observations: Sequence[Mapping[str, Any]] = (),
         messages: Sequence[AssistantMessage] | None = None,
     ) -> list[RecordedTurn]:
-        """Add what was sampled: the first of the samples extends the branch, each other one begins a branch.
+        """Record samples of a request: the first one extends the reserved branch, each other one begins a branch.
 
         Args:
             samples: all after its history.
@@ -155,7 +155,7 @@ class Recorder:
         return recorded
 
     def extend(self, other: "Recorder", turns: Sequence[Turn] | None = None) -> None:
-        """Add what another one has recorded, which it must not go on to record.
+        """Append the branches and turns of another recorder, which must not record afterwards.
 
         Args:
             turns: its turns as they are to be, in any order, with others between them; None: as recorded.
@@ -172,7 +172,7 @@ class Recorder:
         self._is_started = self._is_started or other._is_started
 
     def _find_reason(self, history: list[int]) -> BranchReason:
-        """Return why a history begins a new branch, as far as its tokens tell."""
+        """Return why a history begins a new branch, as far as its tokens show."""
         known = [list(branch.token_ids) for branch in self.branches]
         if any(tokens[: len(history)] == history[: len(tokens)] for tokens in known):
             return "sampled_again"
@@ -183,7 +183,7 @@ class Recorder:
         return "history_edited" if edited else "started_over"
 
     def _is_retokenized(self, history: list[int], tokens: list[int], start: int) -> bool:
-        """Whether a history goes on with the text of a branch from where its tokens differ, at ``start`` or later."""
+        """Return whether a history has a branch's text in other tokens, which differ at ``start`` or later."""
         while history[start : start + SHARED_TOKENS] == tokens[start : start + SHARED_TOKENS]:
             start += SHARED_TOKENS
         start = next(place for place in count(start) if history[place] != tokens[place])

@@ -1,4 +1,4 @@
-"""Runs environments: prompts in, groups of trajectories out, on an event loop in a thread of its own."""
+"""Runs environments on an event loop in its own thread: it takes prompts, and returns groups of trajectories."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ class HasEnvironmentNames(Protocol):
 
 
 class EnvironmentRunner:
-    """Attempts prompts in their environments. Any thread may use it; only plain data goes to its own and back.
+    """Runs environments for prompts in its own thread. Any thread may call it, with plain data only.
 
     Args:
         sampler: samples the policy's turns.
@@ -89,7 +89,7 @@ class EnvironmentRunner:
         self._is_closed = False
 
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
-        """Start to attempt a prompt, and return at once; cancelling the future cancels what is under way.
+        """Start the trajectories of a prompt, and return at once; cancelling the future cancels them.
 
         Returns:
             The trajectories, once all of them have ended; a RunError if no trajectory can go on.
@@ -112,7 +112,7 @@ class EnvironmentRunner:
         return future
 
     def save(self, future: "Future[list[Trajectory]]") -> list[SavedTrajectory | None] | None:
-        """Return the trajectories of a prompt as far as a resumed run can go on with them, for a checkpoint.
+        """Return the trajectories of a prompt for a checkpoint, up to the point from which they can be resumed.
 
         Returns:
             As :meth:`RecordedGroup.save`; None if it can with none.
@@ -128,7 +128,7 @@ class EnvironmentRunner:
         return saved if any(saved) else None
 
     def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
-        """Cancel prompts, and return when nothing of them is requested of the sampler any more."""
+        """Cancel prompts, and return when they have no more requests at the sampler."""
         if self._is_closed or not futures:
             return
         for future in futures:
@@ -137,7 +137,7 @@ class EnvironmentRunner:
             self.loop.run(self._wait_for_cancelled(), timeout=2 * intervals.CANCEL_GRACE)
 
     def report_oldest(self) -> None:
-        """Log which trajectory has run for longest, if that is long; at most one line in :data:`REPORT_INTERVAL`."""
+        """Log the longest-running trajectory if it is slow; at most one line in :data:`REPORT_INTERVAL`."""
         now = monotonic()
         if now - self._last_report < REPORT_INTERVAL:
             return
@@ -165,7 +165,7 @@ class EnvironmentRunner:
             log.info(self._chat_format.describe())
 
     def close(self) -> None:
-        """Cancel what is under way, close the environments, and end the thread. May be called twice."""
+        """Cancel all trajectories, close the environments, and end the thread. May be called twice."""
         if not self._is_closed:
             self._is_closed = True
             for environment in self._all_environments():
@@ -207,7 +207,7 @@ class EnvironmentRunner:
 
 
 def read_outcomes(returned: object, num_trajectories: int) -> list[Outcome]:
-    """Return what ``run_group`` returned, an outcome for each trajectory.
+    """Validate what ``run_group`` returned: a list with one outcome for each trajectory.
 
     Raises:
         TypeError: it is something else, or they are of another number.
@@ -236,7 +236,7 @@ def check_environment_names(
 
 
 def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:
-    """Return a prompt's environment.
+    """Return the environment that a prompt names, or the run's only one.
 
     Raises:
         ConfigError: its row names none of several.

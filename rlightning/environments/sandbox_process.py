@@ -1,4 +1,4 @@
-"""Runs one program of :mod:`~rlightning.environments.python_sandbox`, in a process between it and the trainer.
+"""Supervises one program of :mod:`~rlightning.environments.python_sandbox`; a process between it and the trainer.
 
 It reads a request, a line of JSON, from its standard input, and writes the result to its standard output. The end of
 its input, as when the trainer was killed, ends the program. It is run by its path, in Python 3.10 or later without
@@ -53,7 +53,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Run the program of the request."""
+    """Run the program that the request on standard input contains."""
     line = sys.stdin.buffer.readline()
     if line.endswith(b"\n") and (result := run(**json.loads(line))) is not None:
         json.dump(result, sys.stdout)
@@ -119,7 +119,7 @@ def start_program(
 def watch_program(
     process: subprocess.Popen[bytes], init: Init | None, limits: dict[str, float], count_interval: float
 ) -> dict[str, str | int] | None:
-    """Collect the program's output until it has to end, and end all that it started; see :func:`run`."""
+    """Collect the program's output until its exit or a limit, then kill all that it started; see :func:`run`."""
     assert process.stdout is not None and process.stderr is not None
     outputs = {pipe.fileno(): Output(int(limits["max_output_bytes"])) for pipe in (process.stdout, process.stderr)}
     woken, wake = os.pipe2(os.O_NONBLOCK)
@@ -159,7 +159,7 @@ def watch_program(
 
 
 class Output:
-    """The first and last bytes of an output.
+    """The first and the last bytes of an output stream.
 
     Args:
         limit: how many are kept, half of them of its end, where errors are.
@@ -171,21 +171,21 @@ class Output:
         self.head = self.tail = b""
 
     def add(self, data: bytes) -> None:
-        """Append to it."""
+        """Append bytes."""
         room = self.half - len(self.head)
         self.size += len(data)
         self.head += data[:room]
         self.tail = (self.tail + data[room:])[-self.half :]
 
     def text(self) -> str:
-        """Return it, with a line in place of what was left out."""
+        """Return the output as text, with a line in place of the omitted middle."""
         missing = self.size - len(self.head) - len(self.tail)
         cut = f"\n... {missing} bytes left out ...\n".encode() if missing else b""
         return (self.head + cut + self.tail).decode(errors="replace")
 
 
 class Init:
-    """The first process of the program's namespace: it reaps, and ends, with the namespace, as this process does."""
+    """Process 1 of the program's namespace: it reaps orphans, and exits together with the namespace or this process."""
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
@@ -201,13 +201,13 @@ class Init:
         os.close(reader)
 
     def end(self) -> None:
-        """Kill every process of the namespace; returns when they are gone."""
+        """Kill every process of the namespace; returns when all have exited."""
         os.close(self._writer)
         os.waitpid(self._pid, 0)
 
 
 def become_own_user(folder: str | None) -> None:
-    """Change from root to a user that no other process has, and who owns the folder."""
+    """Change from root to a user id that no other process has, and make that the owner of the folder."""
     user = FIRST_USER + os.getpid()
     if folder is not None:
         os.chown(folder, user, user)
@@ -218,7 +218,7 @@ def become_own_user(folder: str | None) -> None:
 
 
 def enter_namespaces(has_mounts: bool) -> Init:
-    """Let children of this process be in namespaces of their own: no network, and no processes but theirs."""
+    """Put this process's children into new namespaces: no network, and no other processes visible."""
     user, group = os.getuid(), os.getgid()
     flags = NEW_USER | NEW_NETWORK | NEW_PROCESSES | NEW_IPC | (NEW_MOUNTS if has_mounts else 0)
     check(libc.unshare(flags), "unshare")
@@ -229,7 +229,7 @@ def enter_namespaces(has_mounts: bool) -> Init:
 
 
 def mount_folder(size_mb: int) -> None:
-    """Make all files read-only but those in a new folder in memory, which is gone with the namespace."""
+    """Mount a new folder in memory, writable, and make all other files read-only; it vanishes with the namespace."""
     read_only = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, MS_PRIVATE, 0)
     check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, read_only, len(read_only)), "mount_setattr")
     options = f"size={size_mb}m,mode=700".encode()
@@ -237,7 +237,7 @@ def mount_folder(size_mb: int) -> None:
 
 
 def limit_program(limits: dict[str, float], is_counted: bool) -> None:
-    """Limit this process, before it becomes the program."""
+    """Set resource limits on this process, before it executes the program."""
     mb = 1 << 20
     for kind, value in (
         (resource.RLIMIT_AS, limits["memory_mb"] * mb),
@@ -254,14 +254,14 @@ def limit_program(limits: dict[str, float], is_counted: bool) -> None:
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
-    """Set a limit, unless this host's is lower."""
+    """Set one resource limit, unless this host's is lower already."""
     _, most = resource.getrlimit(kind)
     is_lower = most != resource.RLIM_INFINITY
     resource.setrlimit(kind, (min(soft, most), min(hard, most)) if is_lower else (soft, hard))
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child has ended; its process group's number stays its own."""
+    """Return whether a child has exited, without reaping it, so that its process group's id is not reused."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -277,7 +277,7 @@ def count_tasks(pid: int) -> int:
 
 
 def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
-    """Kill the program and all that it started; return when they are gone."""
+    """Kill the program and all that it started; returns when all have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -293,7 +293,7 @@ def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
 
 
 def find_status(exit_code: int, stderr: str, cpu_seconds: float) -> str:
-    """Return why a program ended that was not ended here."""
+    """Return why a program exited that this process did not kill."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     is_over = exit_code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= cpu_seconds
     if exit_code == -signal.SIGXCPU or is_over:
@@ -305,7 +305,7 @@ def find_status(exit_code: int, stderr: str, cpu_seconds: float) -> str:
 
 
 def check(result: int, call: str) -> None:
-    """Raise an OSError if a call into the C library failed."""
+    """Raise an OSError if a function of the C library failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")

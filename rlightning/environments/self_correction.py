@@ -1,4 +1,4 @@
-"""Two turns: an answer, a verdict, and another answer if the first was wrong."""
+"""An environment of two turns: the policy answers, is told if the answer is wrong, and then answers again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 
 class SelfCorrection(Environment):
-    """Tells the policy that its answer is wrong, and lets it answer once more; a right one ends the trajectory.
+    """Tells the policy when its answer is wrong and has it answer again; a correct answer ends the trajectory.
 
     The environment gives no reward: reward functions see the last answer.
 

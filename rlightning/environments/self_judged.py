@@ -1,4 +1,4 @@
-"""An environment whose trajectories the policy judges itself, by a rubric, with the engine that samples it."""
+"""An environment in which the policy itself, through the same engine, scores each trajectory by a rubric."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -17,7 +17,7 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 
 class SelfJudged(Environment):
-    """Runs another environment, and has the policy score each trajectory by a rubric; that is no part of it.
+    """Runs another environment and has the policy score each trajectory by a rubric, outside of the trajectory.
 
     The reward is the environment's, if it gives one, and the weighted score. A trajectory that could not be judged
     counts as not sampled: a conversation without room, an answer that was cut or that has no score.
@@ -70,7 +70,7 @@ class SelfJudged(Environment):
         return await self.environment.run_group(prompt, _JudgedGroup(group, partial(self._score, prompt)))
 
     async def _score(self, prompt: Prompt, policy: Policy, outcome: Outcome) -> Outcome:
-        """Return the outcome with the score.
+        """Have the policy judge an outcome, and return the outcome with the weighted score added to its reward.
 
         Raises:
             ConfigError: the prompt has no column that the rubric names.
@@ -99,13 +99,13 @@ class SelfJudged(Environment):
 
 
 class _JudgedGroup:
-    """A :class:`~rlightning.environments.environment.PolicyGroup` whose trajectories are judged in the end."""
+    """A :class:`~rlightning.environments.environment.PolicyGroup` that judges each trajectory when it has ended."""
 
     def __init__(self, group: PolicyGroup, judge: Callable[[Policy, Outcome], Awaitable[Outcome]]) -> None:
         self._group, self._judge = group, judge
 
     async def sample_all(self) -> list[Outcome]:
-        """See :meth:`PolicyGroup.sample_all`; each trajectory by a request of its own, after which it is judged."""
+        """See :meth:`PolicyGroup.sample_all`; each trajectory has its own request, and is then judged."""
 
         async def complete(policy: Policy) -> Outcome:
             await policy.chat()

@@ -1,4 +1,4 @@
-"""The usual environment: the policy answers the prompt, and that is all."""
+"""The default environment: the policy answers the prompt in one turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 
 class SingleTurn(Environment):
-    """One turn; the completions of a prompt are sampled by one request, which computes the prompt once."""
+    """One turn; a single request samples all completions of a prompt, so that the prompt is computed once."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Sample one completion."""

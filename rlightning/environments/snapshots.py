@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of trajectories that are under way: plain types alone, which every way of saving takes."""
+"""Trajectories under way as a checkpoint stores them: in plain types, which every checkpoint format supports."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict

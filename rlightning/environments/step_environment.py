@@ -1,4 +1,4 @@
-"""An environment from a class with ``reset`` and ``step``, as gymnasium has them.
+"""An environment made of a class with gymnasium's methods ``reset`` and ``step``.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -28,7 +28,7 @@ RULE = "Define reset(prompt) and step(message), or gymnasium's."
 
 
 class StepEnvironment(Environment):
-    """Runs an object with ``reset`` and ``step``, which may be async. Each trajectory makes its own, and closes it.
+    """Runs an object with ``reset`` and ``step``, which may be async. Each trajectory makes and closes its own.
 
     - ``reset(prompt)`` returns None, and the policy's first turn answers the prompt; or messages (a text is one of the
       user's) that it answers in place of the prompt; or a tuple of either with gymnasium's ``info``.
@@ -80,11 +80,11 @@ class StepEnvironment(Environment):
             raise ConfigError(f"{self._name}: {cut_line(error)}. Change its arguments.") from error
 
     async def close(self) -> None:
-        """Wait for objects that are being closed."""
+        """Wait until objects that are being closed have been closed."""
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory with an object of its own, which is closed however it ends."""
+        """Make one trajectory with its own object, which is closed however the trajectory ends."""
         game = StepObject()
         try:
             await game.make(self._make, self.arguments)
@@ -129,12 +129,12 @@ class StepEnvironment(Environment):
 
 
 async def save(game: StepObject, *parts: object) -> dict[str, Any] | None:
-    """Return the state of a trajectory; None if the object cannot go on from it."""
+    """Return the state of a trajectory for a checkpoint; None if the object has no snapshots."""
     return dict(zip(STATE, [await game.call("snapshot"), *parts], strict=True)) if game.has_snapshots else None
 
 
 class Step(NamedTuple):
-    """What ``step`` returned.
+    """The result of ``step``.
 
     Attributes:
         observation: as it was returned.
@@ -150,7 +150,7 @@ class Step(NamedTuple):
 
 
 def make_outcome(rewards: Sequence[float | None], status: Status, metrics: Mapping[str, float]) -> Outcome:
-    """Return the outcome of a trajectory with these rewards of its turns; its own is their sum."""
+    """Return the outcome of a trajectory with these rewards of its turns; its own reward is their sum."""
     has_rewards = any(reward is not None for reward in rewards)
     turn_rewards = [reward or 0.0 for reward in rewards] if has_rewards else None
     reward = math.fsum(turn_rewards) if turn_rewards else None
@@ -166,7 +166,7 @@ def check_methods(found: object, name: str) -> None:
 
 
 def read_step(returned: object) -> Step:
-    """Return what ``step`` returned, of four parts or of gymnasium's five.
+    """Parse the result of ``step``: a tuple of four parts, or gymnasium's of five.
 
     Raises:
         TypeError: it is neither.
@@ -187,7 +187,7 @@ def read_step(returned: object) -> Step:
 
 
 def read_messages(observation: object, method: str) -> list[Message]:
-    """Return an observation (a text, a message, a list of messages) as messages.
+    """Convert an observation (a text, a message, a list of messages) to messages.
 
     Raises:
         TypeError: it is none of these.
@@ -215,7 +215,7 @@ def _is_message(message: object) -> bool:
 
 
 def read_metrics(info: object, method: str) -> dict[str, float]:
-    """Return the numbers in an ``info``.
+    """Return the numeric entries of an ``info``.
 
     Raises:
         TypeError: it is neither.

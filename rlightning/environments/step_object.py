@@ -1,4 +1,4 @@
-"""An object of the user's, whose methods may block: they run in a thread, so that many trajectories run at once.
+"""An object of the user's. Its sync methods may block and run in a thread, so that many trajectories run at once.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -28,7 +28,7 @@ SNAPSHOT_METHODS = ("snapshot", "restore")
 
 
 async def await_user_code(work: Awaitable[T]) -> T:
-    """Await user code, and return its result; SystemExit and KeyboardInterrupt, which end event loops, are wrapped.
+    """Await user code; a SystemExit or KeyboardInterrupt, which would end the event loop, is wrapped in an error.
 
     Raises:
         RuntimeError: it raised one of these two.
@@ -40,14 +40,14 @@ async def await_user_code(work: Awaitable[T]) -> T:
 
 
 class SerialThread:
-    """A daemon thread that makes calls one after another; one that hangs does not keep the process from exiting."""
+    """A daemon thread that executes calls one after another; a hanging call does not keep the process from exiting."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """Call a function in the thread. Cancelling this leaves the call under way."""
+        """Call a function in the thread, and await its result. Cancelling this does not stop the call."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         context = copy_context()
@@ -68,7 +68,7 @@ class SerialThread:
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def end(self) -> None:
-        """End the thread after the last call."""
+        """End the thread after its last call."""
         self._calls.put(None)
 
     def _serve(self) -> None:
@@ -77,7 +77,7 @@ class SerialThread:
 
 
 class StepObject:
-    """The object of one trajectory. What is async runs on the event loop, all else in one thread.
+    """The user's object of one trajectory. Async methods run on the event loop, all others in one thread.
 
     Attributes:
         made: the object; None before there is one.
@@ -88,7 +88,7 @@ class StepObject:
         self._thread = SerialThread()
 
     async def make(self, make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        """Make the object; one that has an async method is made on the event loop, whose resources it may open."""
+        """Construct the object; on the event loop if it has an async method, as it may open resources there."""
 
         def make_here() -> None:
             self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
@@ -103,7 +103,7 @@ class StepObject:
             self.made = await await_user_code(awaited)
 
     async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
-        """Call a method, and return what it returns."""
+        """Call a method, and return its result."""
         method = getattr(self.made, name)
         if inspect.iscoroutinefunction(method):
             return await await_user_code(method(*arguments, **named))
@@ -112,11 +112,11 @@ class StepObject:
 
     @property
     def has_snapshots(self) -> bool:
-        """Whether the object can go on from a snapshot of another one."""
+        """Whether the object has ``snapshot`` and ``restore``."""
         return all(callable(getattr(self.made, name, None)) for name in SNAPSHOT_METHODS)
 
     async def restore(self, state: object) -> None:
-        """Have the object go on from what another one's ``snapshot`` has returned.
+        """Restore the object from the result of another object's ``snapshot``.
 
         Raises:
             TrajectoryLostError: it does not.
@@ -129,7 +129,7 @@ class StepObject:
             ) from error
 
     async def close(self) -> None:
-        """Call the object's ``close``, if it has one, after the call that the thread is in; an error is logged."""
+        """Call the object's ``close``, if it has one, after the running call; an error is logged."""
 
         def close_here() -> object:
             close = getattr(self.made, "close", None)
@@ -147,13 +147,13 @@ class StepObject:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, or an object that can be called, is async."""
+    """Return whether a function or callable object is async."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 async def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return what a function returns; one that is not async runs in a thread of its own, as it may block."""
+    """Call a function and return its result; one that is not async runs in its own thread, as it may block."""
     if is_async(function):
         return await await_user_code(function(**arguments))
     thread = SerialThread()
@@ -165,7 +165,7 @@ async def call_function(function: Callable[..., Any], arguments: Mapping[str, An
 
 
 def read_state(state: object, *names: str) -> list[Any]:
-    """Return the parts of a state that an environment has handed over.
+    """Validate and unpack a state that an environment reported.
 
     Raises:
         TrajectoryLostError: it is another environment's.
@@ -180,7 +180,7 @@ async def _call_here(function: Callable[[], T]) -> T:
 
 
 class Closing:
-    """Closes objects after their trajectories, and waits for each a moment only, as its methods may hang."""
+    """Closes objects after their trajectories; waits for each only briefly, as its methods may hang."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -195,6 +195,6 @@ class Closing:
             await asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE)
 
     async def wait(self) -> None:
-        """Wait for objects that are being closed."""
+        """Wait until objects that are being closed have been closed."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=intervals.CANCEL_GRACE)

@@ -1,4 +1,4 @@
-"""How long trajectories wait for the engine, and for their environment."""
+"""Measures how long trajectories wait for the engine and for their environment."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from rlightning.types.trajectory import Sample
 
 
 class TimedSampler(TokenSampler):
-    """The sampler of one trajectory, which counts the seconds in which a request is under way.
+    """The sampler of one trajectory, which measures the seconds in which at least one request is under way.
 
     Args:
         before: timings of the part of the trajectory that an earlier run has made.
@@ -31,7 +31,7 @@ class TimedSampler(TokenSampler):
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds of the trajectory, of the engine, and of the environment; nothing of one that was not timed."""
+        """Seconds of the trajectory, of the engine and of the environment; empty if it was not timed."""
         if self._seconds is None and self._began_at is None:
             return {}
         seconds = self._count_seconds()
@@ -44,7 +44,7 @@ class TimedSampler(TokenSampler):
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Within, the trajectory is made."""
+        """Measure the seconds of the trajectory while the context is open."""
         self._began_at = monotonic()
         try:
             yield
@@ -75,7 +75,7 @@ class TimedSampler(TokenSampler):
 
     @contextmanager
     def _requesting(self) -> Iterator[None]:
-        """Within, a request is under way."""
+        """Count the seconds in which the context is open as those of a request."""
         if not self._num_requests:
             self._requested_at = monotonic()
         self._num_requests += 1

@@ -1,4 +1,4 @@
-"""How families of models write tool calls and reasoning, and how to read them from sampled tokens.
+"""The formats in which model families write tool calls and reasoning, and their parsers.
 
 Forms in which the arguments of calls are JSON are read here: Hermes's (Qwen2.5, Qwen3 and others), Llama 3's,
 Mistral's, DeepSeek's and gpt-oss's. The package ``renderers`` reads those with a grammar of their own. vLLM's parsers
@@ -28,7 +28,7 @@ MAX_QUOTED = 200
 
 @dataclass(frozen=True)
 class Family:
-    """Models that write tool calls in one form.
+    """A group of models that write tool calls in the same format.
 
     Attributes:
         markers: texts that its chat templates have, all of them.
@@ -50,7 +50,7 @@ class Family:
 
 @dataclass(frozen=True)
 class FoundCall:
-    """A place in a text where a call begins.
+    """The place of a tool call in a text.
 
     Attributes:
         text: JSON, as the policy wrote it.
@@ -65,7 +65,7 @@ class FoundCall:
 
 
 class ToolCallError(ValueError):
-    """A call that cannot be read; the message is for the policy."""
+    """A tool call cannot be parsed; the message is shown to the policy."""
 
 
 def find_hermes_calls(text: str) -> Iterator[FoundCall]:
@@ -132,7 +132,7 @@ CHANNEL = re.compile(
 
 
 def split_channels(text: str) -> tuple[str | None, str, str, list[FoundCall]]:
-    """Return the reasoning of a turn of messages with headers, what else it says, that with its calls, and the calls.
+    """Split a turn of messages with headers into reasoning, content, content with the calls, and the calls.
 
     The header of a call names its tool (``to=functions.add``), any other its channel. A text without headers is one.
     """
@@ -204,14 +204,14 @@ FAMILIES = (
 
 
 def find_family(chat_template: str) -> Family | None:
-    """Return the family whose form a chat template writes; None where it writes none that is known."""
+    """Return the family whose tool format a chat template uses; None for an unknown format."""
     return next((f for f in FAMILIES if all(marker in chat_template for marker in f.markers)), None)
 
 
 def read_message(
     text: str, family: Family | None, call_ids: Iterator[str], *, in_thought: bool, has_tools: bool
 ) -> AssistantMessage:
-    """Return what a text of the policy's says.
+    """Parse the text of a turn to a message.
 
     Args:
         text: of a turn, without the token that ends it, but for one in channels.
@@ -240,7 +240,7 @@ def read_message(
 
 
 class CallReader:
-    """The calls of a turn, and what is wrong with those that cannot be read.
+    """Collects the tool calls of a turn, and the errors of those that cannot be parsed.
 
     Attributes:
         calls: so far.
@@ -251,11 +251,11 @@ class CallReader:
         self._errors: list[tuple[int, str]] = []
 
     def refuse(self, error: str) -> None:
-        """Add what is wrong with the next call."""
+        """Record the error of the next call."""
         self._errors.append((len(self.calls), error))
 
     def finish(self, content: str, reasoning: str | None, num_written: int) -> AssistantMessage:
-        """Return the turn, of which the policy wrote so many calls."""
+        """Return the turn's message; ``num_written`` calls stood in its text, of which some may be too many."""
         if num_written > MAX_CALLS:
             self.refuse(f"A turn has at most {MAX_CALLS} tool calls: {num_written - MAX_CALLS} more were not made.")
         places, errors = zip(*self._errors, strict=True) if self._errors else ((), ())
@@ -263,7 +263,7 @@ class CallReader:
 
 
 def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | None]:
-    """Return the reasoning, None without any, and what follows it, None before it has ended.
+    """Split a text into reasoning (None if there is none) and what follows (None if the reasoning has no end).
 
     Args:
         in_thought: whether the text begins inside of a thought.
@@ -276,7 +276,7 @@ def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | Non
 
 
 def read_call(found: FoundCall) -> tuple[str, str]:
-    """Return the name and the arguments, as JSON, of a call.
+    """Parse a tool call; returns its name, and its arguments as JSON.
 
     Raises:
         ToolCallError: it has none.
@@ -300,7 +300,7 @@ def read_call(found: FoundCall) -> tuple[str, str]:
 
 
 def load_json(text: str) -> Any:
-    """Return what JSON of the policy's says; a ToolCallError where it is none."""
+    """Parse JSON that the policy wrote; raises a ToolCallError if it is malformed."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
         json.dumps(value, ensure_ascii=False).encode()
@@ -321,7 +321,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class RenderersParser:
-    """Reads the tokens of a family's by the package ``renderers``.
+    """Parses sampled tokens with a parser of the package ``renderers``.
 
     Args:
         arguments: of the chat template; the package is told those that it knows.
@@ -353,7 +353,7 @@ class RenderersParser:
         prompt_ids: Sequence[int] | None,
         call_ids: Iterator[str],
     ) -> AssistantMessage:
-        """Return what the tokens of a turn say."""
+        """Parse the sampled tokens of a turn to a message."""
         parsed = self._renderer.parse_response(
             list(token_ids),
             tools=[tool.get("function", tool) for tool in tools] if tools else None,
@@ -371,7 +371,7 @@ class RenderersParser:
         return read.finish(parsed.content, parsed.reasoning_content or None, len(parsed.tool_calls))
 
     def _with_calls(self, parsed: "ParsedResponse", token_ids: Sequence[int]) -> str:
-        """Return what a turn says with its calls as text: there are no tools, or they cannot be read."""
+        """Return the message with its tool calls as text, as there are no tools or the calls are malformed."""
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
         text = text.removesuffix(self._tokenizer.eos_token or "")
         calls = None if self._call_start is None else self._call_start.search(text)

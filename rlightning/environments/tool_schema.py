@@ -1,4 +1,4 @@
-"""Schemas of tools, from the type hints and docstrings of Python functions, and arguments checked against them.
+"""JSON schemas of tools, from type hints and docstrings of Python functions, and the validation of arguments.
 
 The schemas are those of ``transformers.utils.get_json_schema``, which workers of environments may not have: they import
 this file in other interpreters, with Python 3.10 and the standard library, nothing else.
@@ -36,7 +36,7 @@ ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def describe_tool(function: Callable[..., Any], what: str) -> Message:
-    """Return the schema of a function, as chat APIs and chat templates take it.
+    """Return the JSON schema of a function in the form that chat APIs and chat templates take.
 
     Raises:
         ConfigError: it has no docstring, or a parameter without a type hint, or of a type that JSON has not.
@@ -72,14 +72,14 @@ def describe_tool(function: Callable[..., Any], what: str) -> Message:
 
 
 def own_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function; of a method without the object."""
+    """Return the parameters of a function, without the ``self`` of a method."""
     parameters = list(inspect.signature(function).parameters.values())
     is_method = parameters and parameters[0].name in ("self", "cls") and parameters[0].annotation is inspect._empty
     return parameters[1:] if is_method else parameters
 
 
 def describe_type(hint: object, what: str) -> Schema:
-    """Return the schema of a type hint.
+    """Return the JSON schema of a type hint.
 
     Raises:
         ConfigError: JSON has no such type.
@@ -116,7 +116,7 @@ def describe_type(hint: object, what: str) -> Schema:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the description in a docstring of Google's style, and its words about each argument."""
+    """Parse a docstring of Google's style: its description, and those of its arguments."""
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if SECTION.match(line)] + [len(lines)]
     description = "\n".join(lines[: starts[0]]).strip()
@@ -136,7 +136,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def find_mistake(schema: Schema, value: object, name: str) -> str | None:
-    """Return what is wrong with a value of an argument, in words for the policy; None if nothing."""
+    """Return an error message for the policy if an argument's value does not fit its schema; None if it does."""
     if value is None and schema.get("nullable"):
         return None
     if "anyOf" in schema:
@@ -160,7 +160,7 @@ def find_mistake(schema: Schema, value: object, name: str) -> str | None:
 
 
 def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the arguments of a call; None if nothing."""
+    """Return an error message for the policy if the arguments of a call do not fit the schema; None if they do."""
     properties = schema["properties"]
     missing = [name for name in schema.get("required", []) if name not in arguments]
     unknown = [name for name in arguments if name not in properties]
@@ -173,7 +173,7 @@ def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
 
 
 def convert_numbers(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call with whole numbers such as 3.0 as the int that the tool's parameter is."""
+    """Return a call's arguments with floats such as 3.0 converted to int where the tool's parameter is one."""
     return {name: _convert(schema["properties"][name], value) for name, value in arguments.items()}
 
 

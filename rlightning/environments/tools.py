@@ -51,7 +51,7 @@ class Tool:
 
 @dataclass
 class Counts:
-    """Of a trajectory.
+    """Counts of one trajectory.
 
     Attributes:
         turns: of the policy.
@@ -64,13 +64,13 @@ class Counts:
     tool_failures: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return them as a trajectory's metrics."""
+        """Return the counts as metrics of the trajectory."""
         return {name: float(value) for name, value in vars(self).items()}
 
 
 @dataclass
 class _Attempt:
-    """What the calls of one trajectory need.
+    """The state of one trajectory that its tool calls use.
 
     Attributes:
         objects: by their class.
@@ -145,7 +145,7 @@ class Tools(Environment):
         return all(is_restorable(owner) for owner in owners)
 
     def _is_broken(self, error: Exception) -> bool:
-        """Whether an error of a tool's, or one that it comes from, is no fault of the policy's."""
+        """Return whether an error of a tool, or one of its causes, is a failure of infrastructure."""
         for one in cause_chain(error, with_context=True):
             names = [kind.__name__ for kind in type(one).__mro__]
             if isinstance(one, self._broken):
@@ -169,15 +169,15 @@ class Tools(Environment):
         return found
 
     async def check(self) -> None:
-        """Raise a ConfigError if a tool cannot be found, or its signature says too little."""
+        """Raise a ConfigError if a tool cannot be found, or its signature does not give a schema."""
         _ = self._tools, self._broken
 
     async def close(self) -> None:
-        """Wait for objects that are being closed."""
+        """Wait until objects that are being closed have been closed."""
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory, with objects of its own of the tools that are classes."""
+        """Make one trajectory, with its own objects of those tools that are classes."""
         attempt, saved = _Attempt(), await policy.resume() if self._has_snapshots else None
         owners = dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None)
         try:
@@ -231,7 +231,7 @@ class Tools(Environment):
         await policy.report(Outcome(status="timeout", metrics=attempt.counts.metrics()), state)
 
     async def _answer(self, message: AssistantMessage, attempt: _Attempt) -> list[Message]:
-        """Make the calls of a turn, and return what answers them."""
+        """Execute the calls of a turn, and return the tool messages with their results."""
         answers = await gather([self._call(call, attempt) for call in message.tool_calls])
         observations = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
@@ -248,7 +248,7 @@ class Tools(Environment):
         return observations
 
     async def _call(self, call: ToolCall, attempt: _Attempt) -> str:
-        """Return the answer to a call, or what is wrong with it."""
+        """Execute one call; returns its result, or an error message for the policy."""
         tool = self._tools.get(call.name)
         if tool is None:
             return self._fail(attempt, f"There is no tool {call.name}. {did_you_mean(call.name, self._tools)}")
@@ -285,7 +285,7 @@ class Tools(Environment):
 
 
 def find_tools(given: object, what: str) -> Iterator[Tool]:
-    """Yield the tool that a function is, or those that the methods of a class are.
+    """Yield the tool of a function, or the tools of a class's methods.
 
     Raises:
         ConfigError: it is neither, or a signature says too little.
@@ -311,7 +311,7 @@ def find_tools(given: object, what: str) -> Iterator[Tool]:
 
 
 def is_restorable(kind: type) -> bool:
-    """Whether objects of a class go on from snapshots, and its methods ``snapshot`` and ``restore`` are no tools."""
+    """Return whether a class has ``snapshot`` and ``restore`` for checkpoints, which are no tools then."""
     methods = [getattr(kind, name, None) for name in SNAPSHOT_METHODS]
     if not all(map(inspect.isroutine, methods)):
         return False
@@ -320,7 +320,7 @@ def is_restorable(kind: type) -> bool:
 
 
 def write_result(result: object) -> str:
-    """Return what a tool has returned as a text: JSON, unless it is one."""
+    """Convert the result of a tool to the text that the policy is shown: JSON, unless the result is a text."""
     if isinstance(result, str):
         return result
     try:
@@ -330,7 +330,7 @@ def write_result(result: object) -> str:
 
 
 async def gather(calls: Sequence[Awaitable[str]]) -> list[str]:
-    """Return the results of calls that run at once; if one raises an exception, the others are cancelled."""
+    """Await calls concurrently, and return their results; if one raises an exception, the others are cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""What environments made of a step: turns, tokens, what was waited for. docs/metrics.md says what each name means."""
+"""Metrics of a step's environments: turns, tokens, waiting times. docs/metrics.md explains each name."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -9,7 +9,7 @@ from rlightning.types import Trajectory
 
 @dataclass(slots=True)
 class TurnTotals:
-    """Sums over trajectories, but for those that one request has made without an environment.
+    """Sums over trajectories, without those that one request sampled without an environment.
 
     Attributes:
         num_trajectories: that were made, whether or not they are trained on.
@@ -34,7 +34,7 @@ class TurnTotals:
     prefix_cache: PrefixCacheUse = field(default_factory=PrefixCacheUse)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
-        """Count these too."""
+        """Add these trajectories to the sums."""
         for one in trajectories:
             if "engine" in one.timings:
                 self.num_trajectories += 1
@@ -49,7 +49,7 @@ class TurnTotals:
 
 
 def turn_metrics(totals: Sequence[TurnTotals]) -> dict[str, float]:
-    """Return the metrics of a step.
+    """Return the metrics of a step by name.
 
     Args:
         totals: of each rank.

@@ -1,4 +1,4 @@
-"""Verifies that trajectories train on what was sampled: the sampler scores their branches again, each by one prefill.
+"""Verifies that trajectories hold what was sampled: the sampler scores each branch again, in one prefill.
 
 A token's log-probability, as it was recorded, is that of the context in which it was sampled. If the branch that it is
 trained in holds another one (a history that was tokenized anew, a turn that is missing, tokens that moved), the score
@@ -41,7 +41,7 @@ MAX_CONCURRENT = 32
 
 
 class Gap(NamedTuple):
-    """Distances of log-probabilities of the same tokens.
+    """Differences between two log-probabilities of the same tokens.
 
     Attributes:
         total: absolute, in nats, summed over tokens.
@@ -53,20 +53,20 @@ class Gap(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Of a token; NaN without any."""
+        """Mean difference of a token; NaN without any tokens."""
         return self.total / self.num_tokens if self.num_tokens else math.nan
 
     def add(self, distances: NDArray[np.float64]) -> "Gap":
-        """Return the gap with some more tokens."""
+        """Return the gap with further tokens included."""
         return self.merge(Gap(float(distances.sum()), len(distances)))
 
     def merge(self, other: "Gap") -> "Gap":
-        """Return the gap of the tokens of both."""
+        """Return the gap over the tokens of both."""
         return Gap(self.total + other.total, self.num_tokens + other.num_tokens)
 
 
 class TrajectoryVerifier:
-    """Compares what trajectories have recorded with what the sampler says of it.
+    """Compares the recorded log-probabilities of trajectories with those that the sampler computes again.
 
     Args:
         max_length: tokens of the longest sequence.
@@ -83,7 +83,7 @@ class TrajectoryVerifier:
         self.single_turns = Gap()
 
     async def verify(self, trajectories: Sequence[Trajectory], sampling: Sampling, version: int | None = None) -> Gap:
-        """Score trajectories again; those that other weights than the sampler's have a part in are left out.
+        """Score trajectories again; those that other weights than the sampler's sampled in part are left out.
 
         Args:
             version: of the sampler's weights; None: of the newest tokens.
@@ -124,7 +124,7 @@ class TrajectoryVerifier:
         return begun.merge(later)
 
     def _check(self, gap: Gap, what: str, worst: tuple[float, str]) -> None:
-        """Raise a VerificationError that names the worst token if a gap is not that of single-turn rollouts."""
+        """Raise a VerificationError that names the worst token if the gap exceeds that of single-turn rollouts."""
         limit = self._limit(gap)
         if gap.num_tokens and not gap.mean <= limit:
             raise VerificationError(
@@ -136,13 +136,13 @@ class TrajectoryVerifier:
             )
 
     def _limit(self, gap: Gap) -> float:
-        """Return how large the mean gap of so many tokens may be."""
+        """Return the largest mean gap that is allowed for this number of tokens."""
         single = self.single_turns
         chance = CHANCE * math.sqrt(1 / max(gap.num_tokens, 1) + 1 / max(single.num_tokens, 1))
         return max(self._least_gap, MAX_RATIO * (1 + chance) * single.mean)
 
     async def _roll_out_single_turns(self, trajectories: Sequence[Trajectory], sampling: Sampling) -> None:
-        """Sample completions of some prompts, as the policy read them, and score them."""
+        """Sample completions of some prompts in one turn, and score them, to get a baseline of the gap."""
         beginnings = {one.prompt.index: (one.prompt, _beginning(one)) for one in reversed(trajectories)}
         chosen = list(reversed(beginnings.values()))[:NUM_SINGLE_TURNS]
         num_samples = -(-NUM_SINGLE_TURNS // len(chosen))
@@ -166,7 +166,7 @@ class TrajectoryVerifier:
             return await self._sampler.sample(token_ids, own, num_samples=num_samples)
 
     async def _compare(self, branch: Branch) -> NDArray[np.float64]:
-        """Return the distance of each sampled token of a branch, as far as the sampler has room for it."""
+        """Return the gap of each sampled token of a branch, up to the longest sequence of the sampler."""
         room = self._max_length - 1  # an engine samples a token after what it scores
         async with self._places:
             scores = await self._sampler.score(list(branch.token_ids[:room]))
@@ -177,7 +177,7 @@ class TrajectoryVerifier:
 
 
 def check_verifiable(sampling: Sampling) -> None:
-    """Refuse to verify what is sampled from another distribution than the one that a sampler scores by.
+    """Raise a ConfigError if sampling uses another distribution than the one by which the sampler scores.
 
     Raises:
         ConfigError: names what changes it.
@@ -195,13 +195,13 @@ def _changed_settings(sampling: Sampling) -> dict[str, object]:
 
 
 def _is_comparable(trajectory: Trajectory, sampling: Sampling, version: int) -> bool:
-    """Whether the sampler would give the same log-probabilities now."""
+    """Return whether the sampler has the same weights and distribution as when the trajectory was sampled."""
     versions = {one for sample in trajectory.samples for one in sample.weight_versions}
     is_usual = not _changed_settings(sampling.of(trajectory.prompt)) and CONSTRAINED not in trajectory.metrics
     return versions == {version} and is_usual
 
 
 def _beginning(trajectory: Trajectory) -> list[int]:
-    """Return what the policy read before its first turn."""
+    """Return the tokens that the policy was shown before its first turn."""
     branch = trajectory.branches[0]
     return list(branch.token_ids[: branch.is_sampled.index(1)])

@@ -1,4 +1,4 @@
-"""The process that makes trajectories of another environment, many at once on one event loop.
+"""A worker process that makes the trajectories of another environment, many concurrently on one event loop.
 
 It may run in another interpreter than the trainer: Python 3.10, the standard library and msgpack, nothing else.
 """
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def raise_limits(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
-    """Raise an error of that class in the other process as one of this process's own."""
+def reraise_remote(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
+    """Convert a RemoteError that stands for an exception of class ``kind`` to that exception."""
     try:
         yield
     except RemoteError as error:
@@ -47,12 +47,12 @@ class RemotePolicy:
         self._trainer, self._key = trainer, key
 
     async def open_session(self, *, wants_messages: bool) -> list[Any]:
-        """Return where agents reach the policy, by an API; only of agents' workers."""
+        """Return the URL and key by which an agent reaches the policy; for agents' workers alone."""
         access: list[Any] = await self._request("open_session", wants_messages)
         return access
 
     async def has_reached_limit(self) -> bool:
-        """Return whether the last request by that API had no more room."""
+        """Return whether the last request to the endpoint had no room for another turn."""
         return bool(await self._request("has_reached_limit"))
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
@@ -61,7 +61,7 @@ class RemotePolicy:
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
         """See :meth:`Policy.ask`."""
-        with raise_limits(AskLimitError):
+        with reraise_remote(AskLimitError):
             return _read_reply(await self._request("ask", temperature, max_new_tokens, *messages))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
@@ -77,7 +77,7 @@ class RemotePolicy:
         return await self._request("resume")
 
     async def _request(self, method: str, *arguments: Any) -> Any:
-        with raise_limits():
+        with reraise_remote():
             return await self._trainer.call("request", self._key, method, *arguments)
 
 
@@ -94,7 +94,7 @@ def _read_sample(sent: list[Any]) -> Sample:
 
 
 class EnvironmentWorker:
-    """Makes the trajectories that the pool's process calls for."""
+    """Makes the trajectories that the trainer's process requests."""
 
     def __init__(self) -> None:
         self._worker = Worker()
@@ -103,7 +103,7 @@ class EnvironmentWorker:
         self._trajectories: set[asyncio.Task[Outcome]] = set()
 
     async def serve(self) -> None:
-        """Make trajectories until the connection ends."""
+        """Make trajectories until the connection is closed."""
         track_tasks(asyncio.get_running_loop(), self._worker.progress.show)
         self._beat()
         self._trainer = await self._worker.connect({"setup": self._set_up, "call": self._call, "finish": self._finish})
@@ -114,7 +114,7 @@ class EnvironmentWorker:
         asyncio.get_running_loop().call_later(intervals.WORKER_POLL_INTERVAL, self._beat)
 
     async def _set_up(self, path: str, arguments: dict[str, Any], search_path: list[str]) -> None:
-        """Make the environment.
+        """Construct the environment.
 
         Raises:
             ConfigError: it cannot be found, is none, or cannot be made.
@@ -155,7 +155,7 @@ class EnvironmentWorker:
         return check_outcome(outcome, f"{type(self._environment).__name__}.run()")
 
     async def _finish(self) -> None:
-        """Wait for trajectories that have been cancelled to clean up, and close the environment."""
+        """Wait for cancelled trajectories to clean up, and close the environment."""
         if self._trajectories:
             await asyncio.wait(self._trajectories, timeout=intervals.CANCEL_GRACE)
         try:
@@ -180,5 +180,5 @@ def find_class(path: str) -> type[Environment]:
 
 
 def main() -> None:
-    """Make trajectories until the pool ends this process."""
+    """Make trajectories until the trainer's process ends this one."""
     asyncio.run(EnvironmentWorker().serve())

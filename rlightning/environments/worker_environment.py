@@ -1,4 +1,4 @@
-"""An environment that runs in worker processes, perhaps of another interpreter; the policy stays in the trainer's."""
+"""An environment that runs in worker processes, perhaps of another interpreter, while the policy does not."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from rlightning.environments.environment import Environment, Places, Policy, Tra
 from rlightning.environments.messages import Message
 from rlightning.environments.outcomes import outcome_from_plain
 from rlightning.environments.policy import RecordedPolicy, failed_outcome
-from rlightning.environments.worker import raise_limits
+from rlightning.environments.worker import reraise_remote
 from rlightning.errors import ConfigError, EnvironmentFailedError, RunError, check_rules
 from rlightning.foreign_text import cut, cut_line
 from rlightning.processes.managed_process import python_command
@@ -43,7 +43,7 @@ START_TIMEOUT = 300.0
 
 
 class WorkerEnvironment(Environment):
-    """Runs another environment in worker processes, which may crash, hang, and have other packages than the trainer.
+    """Runs another environment in worker processes, which may crash, hang, and have other packages installed.
 
     Each process has one event loop, and many trajectories on it. If it ends or hangs, another one takes its place, and
     its trajectories are made again within a budget (``rollout.max_requeues``), or else count as not sampled. Processes
@@ -104,7 +104,7 @@ class WorkerEnvironment(Environment):
         self._pool: tuple[asyncio.AbstractEventLoop, WorkerPool] | None = None
 
     async def check(self) -> None:
-        """Start the workers, and wait for one.
+        """Start the workers, and wait until one of them is ready.
 
         Raises:
             ConfigError: the interpreter or the environment cannot be used.
@@ -115,13 +115,13 @@ class WorkerEnvironment(Environment):
             raise self._describe_start(error) from error
 
     async def close(self) -> None:
-        """Let the workers' environments close, and end the processes; later trajectories start others."""
+        """Have the workers close their environments, and end the processes; later trajectories start new ones."""
         found, self._pool = self._pool, None
         if found is not None:
             await found[1].close()
 
     async def run(self, prompt: Prompt, policy: Policy, methods: Mapping[str, Method] | None = None) -> Outcome:
-        """Make one trajectory in the worker that has the fewest; its time begins when that has a place for it.
+        """Make one trajectory in the least busy worker; its deadlines begin when that worker has a free place.
 
         Raises:
             LimitReachedError: the trajectory has no room for a further turn.
@@ -133,7 +133,7 @@ class WorkerEnvironment(Environment):
         served = {**serve_policy(policy, errors), **(methods or {})}
         clock = policy.clock if isinstance(policy, RecordedPolicy) else Clock()
         try:
-            with raise_limits(), ExitStack() as waiting:
+            with reraise_remote(), ExitStack() as waiting:
                 waiting.enter_context(clock.stopped())
                 call = pool.call([*prompt], hang_timeout=self.hang_timeout, methods=served, on_start=waiting.close)
                 outcome = outcome_from_plain(await call)
@@ -182,7 +182,7 @@ class WorkerEnvironment(Environment):
         return self._pool[1]
 
     def _describe_end(self, pool: WorkerPool, error: WorkerError) -> tuple[str, str]:
-        """Return how a trajectory's worker ended, in a line and with the stacks of the worker's threads.
+        """Return how a trajectory's worker exited, as one line and with the stacks of its threads.
 
         Raises:
             EnvironmentFailedError: too many have ended in a row.
@@ -200,7 +200,7 @@ class WorkerEnvironment(Environment):
         return line, details
 
     def _describe_start(self, error: ProcessStartError | OSError) -> ConfigError:
-        """Return why a worker did not start; its environment's own reason is a line already."""
+        """Return why a worker did not start: its environment's own error where there is one."""
         cause = error.__cause__
         if isinstance(cause, RemoteError):
             return ConfigError(cause.message, cut(cause.traceback))
@@ -209,7 +209,7 @@ class WorkerEnvironment(Environment):
 
 
 def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
-    """Return the methods by which a worker samples.
+    """Return the RPC methods by which a worker samples from the policy.
 
     Args:
         policy: of the worker's trajectory.
@@ -276,7 +276,7 @@ def check_interpreter(
 
 
 def own_search_path() -> list[str]:
-    """Return where this process finds modules that are not installed: the user's own, which workers find there too."""
+    """Return the folders on this process's import path that hold the user's own modules, for the workers to use."""
     installed = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     paths = [Path(entry).absolute() for entry in sys.path]
     own = (path for path in paths if path.is_dir() and not INSTALLED.intersection(path.parts))

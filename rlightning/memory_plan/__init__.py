@@ -1,1 +1,1 @@
-"""The memory of a run, planned from configurations alone."""
+"""Plans the device memory of a run from its configuration and the model's."""

@@ -1,4 +1,4 @@
-"""Bytes of activations: the model's own code run on tensors without memory, and what it would hold counted.
+"""Measures the bytes of activations by running the model's code on fake tensors, which have no memory.
 
 A formula would have to follow what each architecture keeps. Here two and three layers of the model run forward and
 backward on fake tensors of a micro-batch's size, and every storage is counted from its making to its end. What the
@@ -49,7 +49,7 @@ CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
 
 class ActivationBytes(NamedTuple):
-    """What forward and backward of the decoder hold beside weights and gradients; numbers may be fractions.
+    """Bytes that the decoder's forward and backward take beside weights and gradients; may be fractions.
 
     Attributes:
         kept: between forward and backward, the last hidden states included.
@@ -72,7 +72,7 @@ KEPT, UPDATE, BACKWARD = (np.array(row, float) for row in ([1, 0, 0, 0], [1, 1, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """How the decoder computes: in which dtype it sees weights, and whether linear layers cast to bfloat16.
+    """How the decoder computes: its dtype, autocast, checkpointing, compilation and adapter.
 
     With an adapter of a rank above 0 on the layers whose names end as its targets do, the weights are frozen.
     """
@@ -86,13 +86,13 @@ class Decoder:
     adapter_targets: tuple[str, ...] = ()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """What forward passes run in."""
+        """Return the context in which forward passes run."""
         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if self.is_autocast else nullcontext()
 
 
 @cache_by_config
 def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) -> tuple[Bytes, Bytes]:
-    """Return activations as a function of a micro-batch's tokens: [4] bytes for none, and [4] bytes more for each.
+    """Return activations as a linear function of a micro-batch's tokens: [4] bytes at zero tokens, [4] a token.
 
     The micro-batch has sequences of ``longest`` tokens; errors are those of :func:`measure_activations`.
     """
@@ -102,7 +102,7 @@ def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) ->
 
 
 def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
-    """Return the bytes that activations of a micro-batch of sequences of ``longest`` tokens take in the whole decoder.
+    """Return the bytes of activations of the whole decoder, for sequences of ``longest`` tokens.
 
     Those are the bytes of two layers of each kind, and what a third one adds to them as often as there are further
     layers. Of compiled layers only what they keep is told apart; what is on top of that for a moment is taken for
@@ -113,7 +113,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     """
 
     def trace_layer(kind: int, decoder: Decoder) -> tuple[Bytes, Bytes]:
-        """What a layer of a kind adds, and what there is beside the layers."""
+        """Return the bytes that one more layer of a kind adds, and the bytes outside of layers."""
         two, three = (
             _trace(reduce([kind] * number), replace(decoder, is_compiled=False), tokens, longest) for number in (2, 3)
         )
@@ -141,7 +141,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
 
 @cache_by_config
 def _trace(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> Bytes:
-    """What all layers of a :func:`shrink`-ed configuration take, eager; models that differ in their number share it."""
+    """Return the bytes of all layers of a :func:`shrink`-ed configuration, run eagerly; cached."""
     with _fake_model(config, decoder, tokens, longest) as (model, inputs, live):
         if decoder.gradient_checkpointing:
             checkpoint_layers(model, config.get_text_config().num_hidden_layers)
@@ -166,7 +166,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 @cache_by_config
 def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> int:
-    """Return the bytes that the one layer of a :func:`shrink`-ed configuration keeps for its backward, compiled."""
+    """Return the bytes that the only layer of a :func:`shrink`-ed configuration keeps for backward when compiled."""
     given: dict[str, Any] = {}
     num_bytes = 0
 
@@ -198,7 +198,7 @@ def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, long
 
 
 def _storages(nodes: Iterable[object]) -> dict[int, int]:
-    """The memory that nodes of a graph stand for, those that are tensors: an identity and bytes."""
+    """Return the bytes of the tensors that nodes of a graph stand for, by the storage's identity."""
     values = (node.meta.get("val") for node in nodes if isinstance(node, torch.fx.Node))
     storages = (value.untyped_storage() for value in values if isinstance(value, Tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
@@ -208,7 +208,7 @@ def _storages(nodes: Iterable[object]) -> dict[int, int]:
 def _fake_model(
     config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int
 ) -> Iterator[tuple[PreTrainedModel, dict[str, Any], "LiveBytes"]]:
-    """The model and its inputs; inside, tensors have no memory, and their bytes are counted."""
+    """Yield the model, its inputs and a byte counter, in a mode in which tensors have no memory."""
     length = min(longest, tokens)
     try:
         # While a strategy has a model made, tensors are by default on its device, which autocast here does not know.
@@ -238,7 +238,7 @@ def _fake_model(
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with an adapter, which computes what PEFT's does; that one cannot be made without memory.
+    """A linear layer with a LoRA adapter that computes as PEFT's does, but can be built on fake tensors.
 
     Args:
         base: the layer, which is frozen.
@@ -252,7 +252,7 @@ class AdaptedLinear(nn.Module):
         self.b = nn.Parameter(torch.empty(base.out_features, rank, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The base's result, and the adapter's in the same dtype."""
+        """Return the sum of the base layer's output and the adapter's, in the base's dtype."""
         result: Tensor = self.base(x)
         is_cast = torch.is_autocast_enabled(x.device.type)
         a, b = (self.a, self.b) if is_cast else (self.a.to(x.dtype), self.b.to(x.dtype))
@@ -260,7 +260,7 @@ class AdaptedLinear(nn.Module):
 
 
 def adapt(model: PreTrainedModel, rank: int, targets: Sequence[str]) -> None:
-    """Freeze a model, and put adapters around the linear layers whose names end as the targets say."""
+    """Freeze a model, and add adapters to the linear layers that match the targets."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         parent, _, end = name.rpartition(".")
@@ -271,7 +271,7 @@ def adapt(model: PreTrainedModel, rank: int, targets: Sequence[str]) -> None:
 def attention_as_on_cuda(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """:func:`~rlightning.models.attention.packed_attention` as a GPU would run it, on tensors that are on none."""
+    """Compute attention on fake tensors by the variant of ``packed_attention`` that a GPU would use."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -287,7 +287,7 @@ AttentionInterface.register(CUDA_ATTENTION, attention_as_on_cuda)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, from their making until nothing refers to them.
+    """Counts the bytes of storages that operations allocate, until each storage is freed.
 
     The storages of ``ignored`` tensors are not counted. ``now`` are the bytes alive, ``peak`` the most that
     were since :meth:`restart`.
@@ -299,7 +299,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def restart(self) -> None:
-        """Begin to look for a new peak, among what is made from now on and what is alive."""
+        """Reset the peak to the bytes that are alive now."""
         self.peak = self.now
 
     # Typed as torch types it.
@@ -325,14 +325,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: object) -> Tensor:
-    """Experts' products without values in any dtype, as autocast leaves them; torch's own are in bfloat16 alone."""
+    """Replaces torch's grouped matrix product of experts on fake tensors, where the dtype is not bfloat16."""
     if right.ndim == 3:  # tokens times each expert's weights
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])  # the gradient of the weights
 
 
 def group_layers(config: PreTrainedConfig) -> Counter[int]:
-    """Return the number of layers of each kind, by the first layer of that kind."""
+    """Return the number of layers of each kind, by the index of the kind's first layer."""
     text_config = config.get_text_config()
     lists = list(layer_lists(text_config).values())
     firsts: dict[tuple[object, ...], int] = {}
@@ -343,7 +343,7 @@ def group_layers(config: PreTrainedConfig) -> Counter[int]:
 
 
 def layer_lists(text_config: PreTrainedConfig) -> dict[str, list[object]]:
-    """Return what a configuration lists layer by layer, such as ``layer_types``, ``mlp_layer_types``."""
+    """Return the settings of a configuration that have one value for each layer, such as ``layer_types``."""
     return {
         name: value
         for name, value in vars(text_config).items()
@@ -352,7 +352,7 @@ def layer_lists(text_config: PreTrainedConfig) -> dict[str, list[object]]:
 
 
 def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: int) -> PreTrainedConfig:
-    """Return the same architecture with the given layers only, a rank's part of each, and next to no vocabulary."""
+    """Return a configuration with only the given layers, a rank's share of each, and a tiny vocabulary."""
     small = copy.deepcopy(config)
     text_config: Any = small.get_text_config()  # each architecture's has attributes of its own
     heads, size = text_config.num_attention_heads, tensor_parallel_size
@@ -372,7 +372,7 @@ def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: in
 
 
 def _unscaled(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions, of all layers or by their kind, without scaling: that takes no memory, but asks for values."""
+    """Return rotary settings without scaling, which takes no memory, but cannot run on fake tensors."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _unscaled(value) for kind, value in rope.items()}
     return {**rope, "rope_type": "default"}

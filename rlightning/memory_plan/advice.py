@@ -1,4 +1,4 @@
-"""What will not fit, and which key to change: one sentence each."""
+"""Sentences that say what does not fit, and which key to change."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ MORE_ROOM = "spread it over more devices by rollout.engine.tensor_parallel_size,
 
 
 def advise(plan: MemoryPlan) -> list[str]:
-    """Return a sentence about each phase that does not fit."""
+    """Return a sentence for each phase that does not fit."""
     update = advise_update(plan)
     if update and _asleep(plan).with_work(gradient_checkpointing=True).largest_microbatch() < plan.work.longest:
         return [*update, "Then plan again: the engine's room depends on it."]
@@ -22,7 +22,7 @@ def advise(plan: MemoryPlan) -> list[str]:
 
 
 def advise_update(plan: MemoryPlan) -> list[str]:
-    """Return what makes the update fit: what costs least first; nothing if it does."""
+    """Return the cheapest change that makes the update fit; nothing if it fits."""
     work, needed = plan.work, plan.update().total
     if needed <= plan.device_memory:
         return []
@@ -41,13 +41,13 @@ def advise_update(plan: MemoryPlan) -> list[str]:
 
 
 def _suggest_microbatch(plan: MemoryPlan) -> int:
-    """Tokens of a micro-batch that fits and has room for the longest sequence; 0 if none does."""
+    """Return a size of micro-batch that fits and takes the longest sequence; 0 if none does."""
     longest, largest = plan.work.longest, plan.largest_microbatch()
     return max(largest // ROUND_TOKENS * ROUND_TOKENS, longest) if largest >= longest else 0
 
 
 def _larger_changes(plan: MemoryPlan) -> Iterator[str]:
-    """Yield what makes an update of the longest sequence alone fit, with all layers checkpointed."""
+    """Yield changes that make an update of the single longest sequence fit, with all layers checkpointed."""
     batch, spread = replace(plan.work.batch, max_tokens_per_microbatch=plan.work.longest), plan.work.parallelism
     least = plan.with_work(gradient_checkpointing=True, batch=batch)
     for states in ("bfloat16", "8bit"):
@@ -69,7 +69,7 @@ def _larger_changes(plan: MemoryPlan) -> Iterator[str]:
 
 
 def advise_scoring(plan: MemoryPlan) -> list[str]:
-    """Return what makes log-probabilities of the reference and of the policy before the update fit."""
+    """Return changes that make the forward passes for reference and old log-probabilities fit."""
     if not plan.work.is_scored or (needed := plan.score().total) <= plan.device_memory:
         return []
     return [
@@ -79,7 +79,7 @@ def advise_scoring(plan: MemoryPlan) -> list[str]:
 
 
 def advise_engine(plan: MemoryPlan) -> list[str]:
-    """Return what makes the engine, or the sampler in the trainer's process, fit beside the trainer."""
+    """Return changes that make the engine, or the sampler in the trainer's process, fit beside the trainer."""
     memory = plan.device_memory
     if plan.work.engine is None:
         return []

@@ -1,4 +1,4 @@
-"""What a run decides by its plan: layers that are checkpointed, and whether an engine can start beside it at all."""
+"""Decisions of a run by its memory plan: which layers are checkpointed, and whether an engine can start."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -25,21 +25,21 @@ ACTOR = "actor"
 
 
 class PlannedRole(Protocol):
-    """A :class:`~rlightning.module.roles.ModelRole`, whose package imports this one."""
+    """The parts of a :class:`~rlightning.module.roles.ModelRole` that a plan uses; its package imports this one."""
 
     optimizer: AdamWSettings | None
     config: PreTrainedConfig | None
 
 
 class ConfiguredModule(Protocol):
-    """A :class:`~rlightning.module.policy_module.PolicyModule`, whose actor is all that is known."""
+    """The parts of a :class:`~rlightning.module.policy_module.PolicyModule` that a plan uses."""
 
     model_config: PreTrainedConfig
 
 
 @runtime_checkable
 class PlannedModule(ConfiguredModule, Protocol):
-    """An :class:`~rlightning.module.RLModule`, as far as memory is concerned."""
+    """The parts of an :class:`~rlightning.module.RLModule` that a plan uses."""
 
     plan: BatchPlan | None
     gradient_checkpointing: Checkpointing
@@ -48,15 +48,15 @@ class PlannedModule(ConfiguredModule, Protocol):
 
     @property
     def max_model_length(self) -> int:
-        """Tokens of the longest sequence that the model's positions allow."""
+        """Maximum number of tokens of a sequence, by the model's positions."""
 
     def configure_roles(self) -> Mapping[str, PlannedRole]:
-        """Return the run's models by name."""
+        """Return the models of the run by role."""
 
 
 @runtime_checkable
 class AdaptedModule(Protocol):
-    """An :class:`~rlightning.module.RLModule`, which may have an adapter."""
+    """The parts of an :class:`~rlightning.module.RLModule` with an adapter that a plan uses."""
 
     adapter: LoRA | None
     kl_coef: float
@@ -67,7 +67,7 @@ class AdaptedModule(Protocol):
 
 
 def read_run(trainer: Trainer, module: object) -> Work:
-    """Return what a run is about to do; the trainer's devices are set up. A ConfigError if it cannot be planned."""
+    """Return the work of a run whose devices are set up; raises a ConfigError if it cannot be planned."""
     if not isinstance(module, PlannedModule) or module.plan is None:
         raise ConfigError(f"{type(module).__name__} has no plan of a step's batch")
     strategy, roles = trainer.strategy, dict(module.configure_roles())
@@ -100,7 +100,7 @@ def read_run(trainer: Trainer, module: object) -> Work:
 
 
 def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
-    """Return the plan of a run on the trainer's CUDA device; see :func:`read_run`.
+    """Return the memory plan of a run on the trainer's CUDA device; see :func:`read_run`.
 
     ``torch.cuda.set_per_process_memory_fraction`` makes the device smaller. An engine's share is of the whole one.
     """
@@ -114,7 +114,7 @@ def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
 
 
 def check_engine(trainer: object, module: object) -> None:
-    """Refuse an engine for which the run's device has no room, whatever the trainer moves away, before it is started.
+    """Raise a ConfigError if the engine cannot fit on the device even with all that can be offloaded.
 
     Raises:
         ConfigError: with the arithmetic, and the keys that would help.
@@ -132,7 +132,7 @@ def check_engine(trainer: object, module: object) -> None:
 
 
 def decide_checkpointing(trainer: Trainer, module: ConfiguredModule) -> tuple[int, str]:
-    """Return how many layers ``gradient_checkpointing="auto"`` checkpoints on the trainer's CUDA device, and why.
+    """Return how many layers ``gradient_checkpointing="auto"`` checkpoints on the CUDA device, and why.
 
     All of them where the module is no :class:`PlannedModule`.
 

@@ -1,4 +1,4 @@
-"""How much memory a device has, and how fast it multiplies."""
+"""The memory and peak FLOP/s of devices."""
 
 import re
 from argparse import ArgumentParser
@@ -43,7 +43,7 @@ UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 
 
 def split_device_memory(options: list[str]) -> tuple[str | None, list[str]]:
-    """Return what ``--device-memory`` says, and the options that are left; a ConfigError if it says nothing."""
+    """Split off the option ``--device-memory``; raises a ConfigError if its value is invalid."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, dest="size", nargs="?", const="")
     known, rest = parser.parse_known_args(options)
@@ -53,7 +53,7 @@ def split_device_memory(options: list[str]) -> tuple[str | None, list[str]]:
 
 
 def read_device_memory(text: str) -> int:
-    """Return the bytes of a device: a number with its unit (GB of 10^9 bytes, GiB of 2^30), or a GPU's name."""
+    """Parse the memory of a device to bytes: a number with its unit (GB is 10^9 bytes, GiB 2^30), or a GPU's name."""
     named = {name.upper(): size for name, size in DEVICES.items()}.get(text.strip().upper())
     if named is not None:
         return int(named * UNITS["GIB"])
@@ -66,7 +66,7 @@ def read_device_memory(text: str) -> int:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return operations a second that a device could make at most in bfloat16; None for one that is not in the table.
+    """Return a device's peak FLOP/s in bfloat16; None for a device that is not in the table.
 
     Its name is as ``torch.cuda.get_device_name()`` has it, such as "NVIDIA H100 80GB HBM3".
     """

@@ -1,4 +1,4 @@
-"""Bytes on a rank's device in each phase of a step, and what fits: every decision about memory follows from these."""
+"""Computes the bytes on a rank's device in each phase of a step, on which all decisions about memory are based."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ MOVES = (STATE, STATE | MODELS)
 
 
 def _part(kind: str = "", name: str = "") -> int:
-    """A field; "transient" comes and goes within the phase, "engine" is paid for by the engine's share."""
+    """Return a field of PhaseBytes; "transient": freed within the phase; "engine": in the engine's share."""
     part: int = field(default=0, metadata={"kind": kind, "name": name})
     return part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseBytes:
-    """Bytes of a rank's device at the peak of a phase."""
+    """The peak bytes on a rank's device in one phase, by part."""
 
     parameters: int = _part()
     frozen_models: int = _part()
@@ -58,26 +58,26 @@ class PhaseBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all parts."""
         return sum(size for _, _, size in self._parts())
 
     @property
     def transient(self) -> int:
-        """What comes and goes within the phase."""
+        """Bytes that are allocated and freed within the phase."""
         return sum(size for kind, _, size in self._parts() if kind == "transient")
 
     @property
     def engine(self) -> int:
-        """What the engine's share of the device pays for."""
+        """Bytes in the engine's share of the device."""
         return sum(size for kind, _, size in self._parts() if kind == "engine")
 
     @property
     def tensors(self) -> int:
-        """Tensors of the trainer: without other processes, the driver, and what PyTorch's allocator holds."""
+        """Bytes of the trainer's tensors, without engines, CUDA contexts and allocator overhead."""
         return self.total - self.engine - self.contexts - self.allocator_slack
 
     def by_name(self) -> dict[str, int]:
-        """Bytes of each part that there is, by the name that a user reads."""
+        """Return the bytes of each part that is not 0, by its name in tables."""
         return {name: size for _, name, size in self._parts() if size}
 
     def _parts(self) -> Iterator[tuple[str, str, int]]:
@@ -88,45 +88,45 @@ class PhaseBytes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of every phase on a device, whose memory is as PyTorch reports it, and what follows from them."""
+    """The planned bytes of each phase on a device, and the limits that follow from them."""
 
     work: Work
     device_memory: int
 
     def with_work(self, **changes: Any) -> "MemoryPlan":
-        """The plan of another run on the same device."""
+        """Return the plan with changes to the work, on the same device."""
         return replace(self, work=replace(self.work, **changes))
 
     def with_engine(self, **changes: Any) -> "MemoryPlan":
-        """The plan of a run whose engine is another."""
+        """Return the plan with changes to the engine."""
         assert self.work.rollout is not None
         return self.with_work(rollout=replace(self.work.rollout, engine=replace(self.engine, **changes)))
 
     @cached_property
     def trainer(self) -> TrainerMemory:
-        """What the trainer takes."""
+        """The trainer's memory."""
         return TrainerMemory(self.work)
 
     @property
     def engine(self) -> EngineMemory:
-        """What the engine does with its share; only where it shares the device."""
+        """The engine's memory; only if there is an engine on the device."""
         assert self.work.engine is not None
         return self.work.engine
 
     @property
     def has_engine_share(self) -> bool:
-        """Whether engines take a share of the device; a sampler in the trainer's process takes what it needs."""
+        """Whether engines have a share of the device; a sampler in the trainer's process has none."""
         return self.work.engine is not None and self.engine.num_engines > 0
 
     @property
     def tokens(self) -> int:
-        """Of a full micro-batch."""
+        """Tokens of a full micro-batch."""
         return self.work.batch.max_tokens_per_microbatch
 
     # The phases of a step
 
     def phases(self) -> dict[str, PhaseBytes]:
-        """Those that the run has, in their order."""
+        """Return the phases of the run by name, in their order."""
         phases = {
             "sync": self.sync if self.work.rollout is not None else None,
             "generate": self.generate if self.work.engine is not None else None,
@@ -136,11 +136,11 @@ class MemoryPlan:
         return {name: count() for name, count in phases.items() if count is not None}
 
     def update(self) -> PhaseBytes:
-        """The update of full micro-batches."""
+        """Return the peak of an update with full micro-batches."""
         return self.update_of(self.tokens, self.count_checkpointed_layers())
 
     def update_of(self, tokens: int, checkpointed_layers: int) -> PhaseBytes:
-        """The worst moment of an update: after a micro-batch's forward or in a layer's backward."""
+        """Return the peak of an update, which is after a micro-batch's forward or in a layer's backward."""
         trainer = self.trainer
         activations = trainer.activations(tokens, checkpointed_layers)
         logits, workspace = trainer.logits_chunk(tokens, has_gradient=True), trainer.attention_workspace(tokens)
@@ -163,7 +163,7 @@ class MemoryPlan:
         )
 
     def score(self) -> PhaseBytes:
-        """While log-probabilities are computed before the update."""
+        """Return the peak of computing log-probabilities before the update."""
         return self._with_slack(
             replace(
                 self._models,
@@ -177,28 +177,28 @@ class MemoryPlan:
         return replace(parts, allocator_slack=int(FRESH_FRAGMENTATION * parts.transient))
 
     def sync(self) -> PhaseBytes:
-        """While weights are sent: an engine here has room for weights, not yet for its cache."""
+        """Return the peak of a weight sync, when an engine on the device holds weights, but no KV cache yet."""
         parts = replace(self._resting(self.away() - MODELS), gathering_window=self.trainer.gathering_window())
         return parts if self.work.engine is None else replace(parts, engine_weights=self.engine.weights)
 
     def generate(self) -> PhaseBytes:
-        """While the engine generates."""
+        """Return the peak of generation."""
         return self._generate(self.away())
 
     def _generate(self, away: frozenset[str]) -> PhaseBytes:
         return self._with_awake_engine(self._resting(away))
 
     def start(self) -> PhaseBytes:
-        """When the engine comes up beside models that have just been loaded: nothing is moved away yet."""
+        """Return the peak of the engine's start, beside models that were just loaded and are not offloaded."""
         return self._with_awake_engine(replace(self._models, optimizer_state=0, weight_bucket=0))
 
     def _resting(self, away: frozenset[str]) -> PhaseBytes:
-        """The trainer between two updates, its cache emptied."""
+        """Return the trainer's bytes between two updates with an emptied cache; ``away`` names offloaded parts."""
         return replace(self._models, allocator_slack=EMPTIED_CACHE_BYTES, **dict.fromkeys(away, 0))
 
     @cached_property
     def _models(self) -> PhaseBytes:
-        """What there is in every phase; of an engine that does not sleep, all."""
+        """The parts that all phases have, including all parts of an engine that cannot sleep."""
         trainer, engine = self.trainer, self.work.engine
         parts = PhaseBytes(
             parameters=trainer.parameters(),
@@ -217,7 +217,7 @@ class MemoryPlan:
     # What follows
 
     def count_checkpointed_layers(self) -> int:
-        """How many layers' activations are computed twice: with "auto" as few as leave ``FREE_SHARE``, or all."""
+        """Return the number of checkpointed layers; "auto": the fewest that leave ``FREE_SHARE``, or all."""
         wanted, num_layers = self.work.gradient_checkpointing, self.trainer.num_layers
         if wanted != "auto":
             return num_layers if wanted else 0
@@ -226,7 +226,7 @@ class MemoryPlan:
         return next(fitting, num_layers)
 
     def away(self) -> frozenset[str]:
-        """The parts that wait in the host's memory while the engine is awake.
+        """Return the names of the parts that are offloaded to the host while the engine is awake.
 
         ``OffloadDuringRollout`` moves its own in each step, ``MakeRoomForEngine`` as little besides as makes room.
         """
@@ -237,18 +237,18 @@ class MemoryPlan:
         return next((away for away in choices if self._generate(away).total <= self.device_memory), choices[-1])
 
     def moved(self) -> PhaseBytes:
-        """Those parts of the trainer that wait in the host's memory while the engine is awake."""
+        """Return the bytes of the parts that are offloaded to the host while the engine is awake."""
         sizes = field_values(self._models)
         return PhaseBytes(**{name: sizes[name] for name in self.away()})
 
     def largest_microbatch(self) -> int:
-        """The most tokens of a micro-batch whose update fits, with "auto" if all layers are checkpointed; 0 if none."""
+        """Return the most tokens of a micro-batch that fits, with all layers checkpointed for "auto"; or 0."""
         checkpointed_layers = self.trainer.num_layers if self.work.gradient_checkpointing else 0
         sizes = range(1, (1 << 24) + 1)
         return bisect_right(sizes, self.device_memory, key=lambda n: self.update_of(n, checkpointed_layers).total)
 
     def longest_sequence(self) -> int:
-        """Tokens that a micro-batch, the KV cache of the suggested engine and the model's positions have room for."""
+        """Return the longest sequence that fits a micro-batch, the suggested KV cache and the positions."""
         positions: int | None = read_setting(self.work.config, "max_position_embeddings")
         limits = [self.largest_microbatch(), positions or 1 << 30]
         if self.has_engine_share:
@@ -258,7 +258,7 @@ class MemoryPlan:
         return min(limits)
 
     def available_utilization(self) -> float:
-        """The largest share of the device that nothing else needs, in hundredths, rounded down; maybe below 0."""
+        """Return the share of the device that the engine can have, in hundredths, rounded down; may be < 0."""
         awake = [self.start(), self.generate()]
         if not self.engine.can_sleep:
             awake += [self.update(), self.score()] if self.work.is_scored else [self.update()]
@@ -266,7 +266,7 @@ class MemoryPlan:
         return (self.device_memory - beside) * 100 // self.device_memory / 100
 
     def suggested_utilization(self) -> float | None:
-        """Enough for all sequences at the longest length, or all that there is; None if that holds not even one."""
+        """Return the share with which all sequences fit at full length, or all that is available; else None."""
         engine = self.engine
         wanted = engine.weights + engine.activations + engine.max_sequences * engine.sequence
         share = min(-(-wanted * 100 // self.device_memory) / 100, self.available_utilization(), 0.95)

@@ -1,4 +1,4 @@
-"""A plan as text: what each phase takes, what the engine does with its share, what fits."""
+"""Formats a memory plan as text: the phases, the engine's share, and the limits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ TOLERANCE = 0.04
 
 
 def format_plan(plan: MemoryPlan) -> str:
-    """Return the whole answer of ``rlightning plan``."""
+    """Return the output of ``rlightning plan``."""
     parts = [describe(plan), format_phases(plan), format_limits(plan)]
     if plan.work.engine is not None:
         parts.append(describe_engine(plan))
@@ -23,7 +23,7 @@ def format_plan(plan: MemoryPlan) -> str:
 
 
 def conclude(plan: MemoryPlan) -> str:
-    """Return whether all fits, and what to change if it does not, or only just."""
+    """Return whether the plan fits, and what to change if it does not fit or only just."""
     advice, heading = advise(plan), []
     if not advice:
         advice = advise(replace(plan, device_memory=int((1 - TOLERANCE) * plan.device_memory)))
@@ -34,7 +34,7 @@ def conclude(plan: MemoryPlan) -> str:
 
 
 def describe(plan: MemoryPlan) -> str:
-    """Return what the plan is for, in two lines."""
+    """Return two lines about the model, the device and the batch of the plan."""
     work, parallelism = plan.work, plan.work.parallelism
     unknown = describe_unknown(plan)
     return (
@@ -47,13 +47,13 @@ def describe(plan: MemoryPlan) -> str:
 
 
 def describe_unknown(plan: MemoryPlan) -> str:
-    """Return which models are not counted; "" if all are."""
+    """Return a sentence about models whose size is unknown; "" if there are none."""
     names = [role.name for role in plan.work.others if role.config is None]
     return f"not counted: {', '.join(names)}" if names else ""
 
 
 def describe_spread(parallelism: Parallelism) -> str:
-    """Return what each of several ranks holds of the models, as the end of a clause; "" of a single one."""
+    """Return a clause about the share of the models that each of several ranks holds; "" for a single rank."""
     spread = {"single": "", "ddp": ", a copy each", "fsdp": f", shards of {parallelism.shard_size}"}[parallelism.kind]
     if parallelism.tensor_parallel_size > 1:
         spread += f", tensor-parallel over {parallelism.tensor_parallel_size}"
@@ -61,7 +61,7 @@ def describe_spread(parallelism: Parallelism) -> str:
 
 
 def describe_checkpointing(plan: MemoryPlan) -> str:
-    """Return the setting, and what it comes to if that is to be found out."""
+    """Return the setting of checkpointing, and the number of layers that "auto" results in."""
     setting = plan.work.gradient_checkpointing
     if setting != "auto":
         return str(setting).lower()
@@ -69,20 +69,20 @@ def describe_checkpointing(plan: MemoryPlan) -> str:
 
 
 def describe_phases(plan: MemoryPlan) -> str:
-    """Return each phase's total in one line."""
+    """Return one line with the total of each phase."""
     sizes = (f"{TITLES.get(phase, phase)} {parts.total / GIB:.1f}" for phase, parts in plan.phases().items())
     unknown = describe_unknown(plan)
     return f"{', '.join(sizes)} of {plan.device_memory / GIB:.1f} GiB" + (f" ({unknown})" if unknown else "")
 
 
 def sum_up(phase: str, parts: PhaseBytes) -> str:
-    """Return a phase's arithmetic in one line."""
+    """Return one line with the sum of a phase's parts."""
     sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.by_name().items())
     return f"GiB in {phase}: {sizes} = {parts.total / GIB:.1f}"
 
 
 def format_phases(plan: MemoryPlan) -> str:
-    """Return GiB on a rank, a row for each part and a column for each phase."""
+    """Return a table in GiB with a row for each part and a column for each phase."""
     phases = plan.phases()
     columns = [parts.by_name() for parts in phases.values()]
     rows = [["GiB a rank", *(TITLES.get(phase, phase) for phase in phases)]]
@@ -95,7 +95,7 @@ def format_phases(plan: MemoryPlan) -> str:
 
 
 def format_limits(plan: MemoryPlan) -> str:
-    """Return what an update could be, by the settings that decide it."""
+    """Return the largest possible updates by the settings that limit them."""
     parallelism = plan.work.parallelism
     is_sharded = parallelism.kind == "fsdp"
     rows = [["gradient_checkpointing", *(["reshard_after_forward"] if is_sharded else [])]]
@@ -112,14 +112,14 @@ def format_limits(plan: MemoryPlan) -> str:
 
 
 def describe_moved(plan: MemoryPlan) -> str:
-    """Return what waits in the host's memory while the engine is awake; "" if nothing does."""
+    """Return a line about what is offloaded to the host while the engine is awake; "" if nothing is."""
     moved = plan.moved()
     names = " and ".join(moved.by_name())
     return f"the host's memory holds {names} ({moved.total / GIB:.1f} GiB)" if moved.total else ""
 
 
 def describe_engine(plan: MemoryPlan) -> str:
-    """Return what the engine does with its share, and which one to give it."""
+    """Return lines about how the engine uses its share, and the suggested share."""
     engine, memory = plan.engine, plan.device_memory
     moved = describe_moved(plan)
     if not plan.has_engine_share:
@@ -144,7 +144,7 @@ def describe_engine(plan: MemoryPlan) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of text: the first column to the left, numbers to the right."""
+    """Return a text table with its first column aligned left, and numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""What the trainer takes of a rank's device.
+"""The trainer's memory on a rank's device.
 
 Letters: ``T`` tokens of a micro-batch, ``C`` those of a chunk of logits, ``E`` hidden size, ``V`` vocabulary, or a
 tensor-parallel rank's part of it.
@@ -25,18 +25,18 @@ from rlightning.rollout.weights import plan_chunks
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes that the trainer takes of a device."""
+    """Computes the bytes that the trainer takes on a device."""
 
     work: Work
 
     @cached_property
     def weights(self) -> Weights:
-        """The actor's."""
+        """Parameter counts of the actor."""
         return self._count(self.work.config)
 
     @cached_property
     def adapter(self) -> Weights | None:
-        """The actor's adapter, if its own weights are frozen: its numbers in a layer, and on a rank."""
+        """Parameter counts of the actor's adapter; None without one."""
         lora, shard_size = self.work.adapter, self.work.parallelism.shard_size
         if lora is None:
             return None
@@ -55,7 +55,7 @@ class TrainerMemory:
 
     @cached_property
     def _trained(self) -> list[tuple[Weights, OptimizerStates]]:
-        """What is trained of the models, the actor first, and how its moments are kept."""
+        """Parameter counts of the trained models, the actor first, each with its optimizer-state format."""
         others = (
             (self._count(role.config), role.optimizer_states)
             for role in self.work.others
@@ -71,13 +71,13 @@ class TrainerMemory:
 
     @property
     def num_layers(self) -> int:
-        """Of the actor."""
+        """Number of the actor's layers."""
         count: int = self.work.config.get_text_config().num_hidden_layers
         return count
 
     @property
     def _held(self) -> int:
-        """Bytes of what is trained, as it is kept: masters, or a rank's shard of them."""
+        """Bytes of a rank's trained parameters (its shard, if they are sharded)."""
         return self.work.master_itemsize * sum(weights.held for weights, _ in self._trained)
 
     @property
@@ -91,11 +91,11 @@ class TrainerMemory:
     # What stays
 
     def parameters(self) -> int:
-        """Those that are trained."""
+        """Return the bytes of trained parameters."""
         return 0 if self._is_on_host else self._held
 
     def frozen_models(self) -> int:
-        """Those that are not, held as they are computed with: of other models, and of a base with an adapter."""
+        """Return the bytes of frozen parameters: of other models, and of the base of an adapter."""
         if self._is_on_host:
             return 0
         frozen = (role.config for role in self.work.others if role.optimizer_states is None)
@@ -103,7 +103,7 @@ class TrainerMemory:
         return self.work.compute_itemsize * held + self._base()
 
     def _base(self) -> int:
-        """Of an adapter: numbers as they are computed with, or codes of them."""
+        """Return the bytes of an adapter's base, which may be quantised; 0 without an adapter."""
         lora, itemsize = self.work.adapter, self.work.compute_itemsize
         if lora is None:
             return 0
@@ -114,14 +114,14 @@ class TrainerMemory:
         return codes + itemsize * (self.weights.held - sum(math.prod(sizes) for sizes in layers))
 
     def optimizer_state(self) -> int:
-        """AdamW's two moments, as they are kept between steps."""
+        """Return the bytes of AdamW's two moments between steps."""
         if self._is_state_on_host:
             return 0
         itemsize = self.work.master_itemsize
         return sum(int(bytes_per_parameter(states, itemsize) * weights.held) for weights, states in self._trained)
 
     def moments_at_a_time(self) -> int:
-        """Those that a step has on the device as it computes with them, where it takes them out of another form."""
+        """Return the bytes of moments that an optimizer step decodes or fetches to the device at once."""
         if self._is_on_host:
             return 0
         number = 2 * self.work.master_itemsize
@@ -130,7 +130,7 @@ class TrainerMemory:
         return max((min(max(StoredMomentsAdamW.bytes_at_a_time, largest), most) for most, largest in sizes), default=0)
 
     def gradients(self) -> int:
-        """As the optimizer reads them, and what strategies keep beside that."""
+        """Return the bytes of gradients, and of the copies that a strategy keeps."""
         parallelism = self.work.parallelism
         total = 0 if self._is_on_host else self._held
         if parallelism.has_gradient_buckets:
@@ -142,7 +142,7 @@ class TrainerMemory:
     # What comes and goes
 
     def gathered_parameters(self) -> int:
-        """FSDP's whole weights in the forward's dtype: embedding and output layer, and two layers, or all of them."""
+        """Return the bytes that FSDP gathers at once: embedding, output layer, and two or all layers."""
         parallelism = self.work.parallelism
         if parallelism.kind != "fsdp":
             return 0
@@ -154,7 +154,7 @@ class TrainerMemory:
         )
 
     def weight_bucket(self) -> int:
-        """That weights travel to the engine through; to a remote one, from rank 0."""
+        """Return the bytes of the bucket for weight syncs; for a remote engine, only on rank 0."""
         rollout = self.work.rollout
         if rollout is None or not rollout.bucket_bytes:
             return 0
@@ -162,7 +162,7 @@ class TrainerMemory:
         return plan_chunks(self.weights.shapes, dtype, rollout.bucket_bytes)[1]
 
     def gathering_window(self) -> int:
-        """What gathers shards for the engine, beyond the bucket (parallel/gathering.py), or holds decoded matrices."""
+        """Return the bytes of the buffer that gathers shards or decodes matrices for a weight sync."""
         rollout, parallelism = self.work.rollout, self.work.parallelism
         if self.work.adapter is not None and self.work.adapter.quantize_base is not None:
             return self.weight_bucket() + self._decoding()
@@ -173,7 +173,7 @@ class TrainerMemory:
         return window if holders == 1 else int((1 + 1 / holders) * window)
 
     def logits_chunk(self, tokens: int, *, has_gradient: bool) -> int:
-        """Of models/output_layer.py on a GPU: logits [C, V] in the forward's dtype, whose gradient takes their place.
+        """Return the bytes of a chunk of logits [C, V], in the forward's dtype; its gradient overwrites it.
 
         Beside them the last hidden states [T, E] that were picked, with their gradient, the output layer's gradient
         [V, E] in float32, and under autocast its weights in bfloat16. At the end the gradient is cast where it has to
@@ -192,7 +192,7 @@ class TrainerMemory:
         return 2 * states + 4 * head + max(chunk, cast)
 
     def layer_backward(self, activations: ActivationBytes) -> int:
-        """What the backward of a layer takes beyond the activations that were kept, but for the attention kernel.
+        """Return the bytes of a layer's backward beyond the kept activations, without attention's workspace.
 
         A tied embedding's gradient of the output layer waits until the last of the backward. FSDP has a layer's
         gradients whole twice: as they were computed, and in float32 to be summed over the ranks.
@@ -204,22 +204,22 @@ class TrainerMemory:
         return int(activations.backward - activations.kept) + waiting + whole + self._decoding()
 
     def _decoding(self) -> int:
-        """What computes a matrix of a quantised base, forward and backward."""
+        """Return the bytes that a quantised base's matrix takes when it is decoded for forward and backward."""
         layers = {} if self.work.adapter is None else self.work.adapter.quantized
         return COMPUTING_BYTES * max((math.prod(sizes) for sizes in layers.values()), default=0)
 
     def attention_workspace(self, tokens: int) -> int:
-        """The queries' gradients [T, heads, head size], which the attention kernel sums in float32."""
+        """Return the bytes of the queries' gradients [T, heads, head size], summed in float32 by the kernel."""
         heads: int = self.work.config.get_text_config().num_attention_heads
         return 4 * tokens * head_size(self.work.config) * heads // self.work.parallelism.tensor_parallel_size
 
     @property
     def _head_itemsize(self) -> int:
-        """Bytes of a number in the gradient of the output layer."""
+        """Bytes of a number in the output layer's gradient."""
         return 4 if self.work.is_autocast else self.work.compute_itemsize
 
     def activations(self, tokens: int, checkpointed_layers: int = 0) -> ActivationBytes:
-        """The actor's of a micro-batch, where the first layers keep their inputs only and the others everything.
+        """Return the actor's activations for a micro-batch, with the first layers checkpointed.
 
         The backward begins with the others, so its peak is theirs.
         """
@@ -231,7 +231,7 @@ class TrainerMemory:
         return ActivationBytes(*traced.tolist())
 
     def others_activations(self, tokens: int) -> int:
-        """What the other trained models keep of a micro-batch: one backward pass is that of all losses."""
+        """Return the bytes that other trained models keep for the joint backward pass of a micro-batch."""
         trained = (role.config for role in self.work.others if role.optimizer_states is not None)
         kept = (self._trace(config, tokens, is_checkpointed=False) @ KEPT for config in trained if config is not None)
         return sum(map(int, kept))

@@ -1,4 +1,4 @@
-"""What a plan has to know of a run: its models, its batch, its parallelism, its engine."""
+"""The parts of a run that a memory plan depends on: models, batch, parallelism, engine."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def read_precision(name: object) -> Precision:
-    """Return Lightning's name for a precision, or raise a ConfigError if it is not one that can be planned."""
+    """Return Lightning's name of a precision; raises a ConfigError for one that a plan does not support."""
     if str(name) not in PRECISIONS:
         raise ConfigError(f"trainer.precision={name} cannot be planned. Use bf16-mixed, bf16-true or 32-true.")
     return PRECISIONS[str(name)]
@@ -39,7 +39,7 @@ def read_precision(name: object) -> Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMemory:
-    """What sampling takes of a rank's device.
+    """The memory that sampling takes on a rank's device.
 
     Attributes:
         engine: on the rank's device; None if it has devices of its own.
@@ -55,26 +55,26 @@ class RolloutMemory:
 
 @runtime_checkable
 class PlannedRollout(Protocol):
-    """The callback that samples completions, as far as memory is concerned."""
+    """The callback that samples completions, as far as a plan uses it."""
 
     sampling: Sampling
 
     def plan_memory(self, work: "Work", max_prompt_tokens: int) -> RolloutMemory:
-        """Return what sampling takes of a rank's CUDA device, with prompts of at most so many tokens."""
+        """Return the memory that sampling takes on a rank's CUDA device, for prompts up to this many tokens."""
 
 
 @runtime_checkable
 class PlannedOffload(Protocol):
-    """A callback that moves parts of the trainer's memory to the host."""
+    """A callback that offloads parts of the trainer's memory to the host."""
 
     @property
     def moved_each_step(self) -> frozenset[str]:
-        """Those that are moved in every step, as :class:`~rlightning.memory_plan.phases.PhaseBytes` names them."""
+        """The parts offloaded in each step, by the names in :class:`~rlightning.memory_plan.phases.PhaseBytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """How the models are spread over the ranks.
+    """How the models are distributed over the ranks.
 
     Attributes:
         kind: everything on one device, a copy on each, or shards.
@@ -95,7 +95,7 @@ class Parallelism:
 
     @classmethod
     def of(cls, strategy: Strategy, ranks: int) -> "Parallelism":
-        """Read a strategy that knows its devices."""
+        """Read the parallelism from a strategy that has its devices."""
         if isinstance(strategy, FSDP):
             return cls(
                 kind="fsdp",
@@ -129,7 +129,7 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A run, as far as memory is concerned.
+    """A run, as far as its memory depends on it.
 
     Attributes:
         config: the actor's.
@@ -162,7 +162,7 @@ class Work:
     moved_each_step: frozenset[str] = frozenset()
 
     def beside(self, callbacks: Iterable[object], max_prompt_tokens: int) -> "Work":
-        """Add what a trainer's callbacks do in each step: those that sample completions or move memory to the host.
+        """Return the work with the memory effects of callbacks, which sample completions or offload memory.
 
         A ConfigError if the engines cannot be planned.
         """
@@ -177,26 +177,26 @@ class Work:
 
     @property
     def engine(self) -> EngineMemory | None:
-        """The engines that share a rank's device."""
+        """The engines that share a rank's device; None if there are none."""
         return None if self.rollout is None else self.rollout.engine
 
     @property
     def master_itemsize(self) -> int:
-        """Bytes of a parameter as it is kept, and of its gradient."""
+        """Bytes of a stored parameter, and of its gradient."""
         return 2 if self.precision == "bf16-true" else 4
 
     @property
     def compute_itemsize(self) -> int:
-        """Bytes of a number in the products of matrices."""
+        """Bytes of a number in matrix products."""
         return 4 if self.precision == "32-true" else 2
 
     @property
     def is_autocast(self) -> bool:
-        """Whether each layer casts its weights for itself; FSDP gathers them in the dtype of the forward."""
+        """Whether autocast casts weights layer by layer; FSDP gathers them in the forward's dtype instead."""
         return self.precision == "bf16-mixed" and self.parallelism.kind != "fsdp"
 
     @property
     def is_scored(self) -> bool:
-        """Whether log-probabilities are computed before the update."""
+        """Whether log-probabilities are computed in passes of their own before the update."""
         has_frozen = self.is_own_reference or any(role.optimizer_states is None for role in self.others)
         return self.batch.optimizer_steps > 1 or has_frozen

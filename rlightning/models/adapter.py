@@ -221,7 +221,7 @@ def linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
 def match_targets(
     targets: str | Sequence[str], layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig
 ) -> dict[str, tuple[int, int]]:
-    """Return the layers that are named, or end, as the targets say."""
+    """Return the linear layers that an adapter's targets name, each target by a full name or by its last part."""
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for target in wanted:
         if not any(is_match(name, target) for name in layers):

@@ -85,9 +85,9 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass some are still gathered, in the dtype of the forward
-    twins = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
-    twins -= {name for name, _ in policy.named_parameters()}
-    ignored = twins | set(policy._keys_to_ignore_on_save or ())
+    tied_names = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
+    tied_names -= {name for name, _ in policy.named_parameters()}
+    ignored = tied_names | set(policy._keys_to_ignore_on_save or ())
     weights = dict(policy.state_dict())
     for name, module in policy.named_modules():
         if isinstance(module, QuantizedLinear):  # its matrix is computed when it is written

@@ -1,4 +1,4 @@
-"""The page that a run leaves behind: its history, the charts, the HTML."""
+"""The HTML report of a run, and the other files with its metrics and trajectories."""
 
 from rlightning.report.history import History
 from rlightning.report.page import Run, render

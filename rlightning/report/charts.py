@@ -1,4 +1,4 @@
-"""Charts as inline SVG: no script, no network, colours from the page's style sheet."""
+"""Line and bar charts as inline SVG, without scripts; colours come from the page's style sheet."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ MAX_HOVERS = 150
 
 
 class Axes:
-    """Where values stand on the drawing area of ``width`` times ``HEIGHT``."""
+    """The mapping from values to pixels of the drawing area, which is ``width`` times ``HEIGHT``."""
 
     def __init__(self, steps: tuple[float, float], values: tuple[float, float], width: int) -> None:
         self.width = width
@@ -25,16 +25,16 @@ class Axes:
         self.first, self.last = steps
 
     def x(self, step: float) -> float:
-        """Pixels from the left."""
+        """Return a step's pixels from the left edge."""
         share = (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
         return LEFT + share * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return a value's pixels from the top edge."""
         return TOP + (self.high - value) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM)
 
     def draw(self, y_label: str) -> str:
-        """Grid lines, ticks and labels."""
+        """Return the SVG of grid lines, ticks and labels."""
         parts = []
         for tick in self.y_ticks:
             y = self.y(tick)
@@ -53,7 +53,7 @@ class Axes:
 
 
 def line_chart(title: str, y_label: str, series: Mapping[str, Points], *, from_zero: bool = False) -> str:
-    """Lines over rollout steps.
+    """Return the SVG of lines over rollout steps.
 
     A noisy line that is alone in its chart is drawn thin, with its running mean on top.
 
@@ -80,7 +80,7 @@ def line_chart(title: str, y_label: str, series: Mapping[str, Points], *, from_z
 
 
 def stacked_chart(title: str, y_label: str, series: Mapping[str, Points], *, max_bars: int = 80) -> str:
-    """Stacked bars over rollout steps, wide; neighbouring steps are averaged where there are more than ``max_bars``.
+    """Return the SVG of wide stacked bars over rollout steps; above ``max_bars``, neighbouring steps are averaged.
 
     Args:
         y_label: the quantity with its unit.
@@ -116,7 +116,7 @@ def _bar(steps: Sequence[int], stack: Mapping[str, float], axes: Axes) -> str:
 
 
 def _smoothing(points: Points) -> int:
-    """The window of the running mean for a line that mostly goes to and fro; 1 for one that is smooth, or short."""
+    """Return the window of the running mean: 1 for a smooth or short line, more for one that oscillates."""
     window = len(points) // 20
     if window < 2:
         return 1
@@ -131,7 +131,7 @@ def _polyline(points: Points, axes: Axes, classes: str) -> str:
 
 
 def _line_hovers(series: Mapping[str, Points], axes: Axes) -> str:
-    """Invisible columns, one a step, that show the values when the pointer is over them."""
+    """Return invisible columns, one a step, that show the values under the pointer."""
     by_label = [(label, dict(points)) for label, points in series.items()]
     steps = sorted({step for _, points in by_label for step in points})
     steps = steps[:: math.ceil(len(steps) / MAX_HOVERS)]
@@ -164,7 +164,7 @@ def _figure(title: str, content: str, legend: str, width: int) -> str:
 
 
 def nice_ticks(low: float, high: float, *, num: int) -> list[float]:
-    """About ``num`` round numbers (1, 2 or 5 times a power of ten apart) that enclose ``low`` to ``high``."""
+    """Return about ``num`` round numbers (1, 2 or 5 times a power of ten apart) that enclose ``low`` to ``high``."""
     if high - low < 1e-12 * max(abs(low), abs(high), 1e-12):
         low, high = (0.0, 1.0) if high == 0 else sorted((0.0, 2.0 * high))
     rough = (high - low) / max(num - 1, 1)
@@ -175,14 +175,14 @@ def nice_ticks(low: float, high: float, *, num: int) -> list[float]:
 
 
 def running_mean(points: Points, window: int) -> Points:
-    """Each value averaged with those up to half a window before and after it."""
+    """Return each value averaged with those up to half a window before and after."""
     half = window // 2
     values = [value for _, value in points]
     return [(step, fmean(values[max(i - half, 0) : i + half + 1])) for i, (step, _) in enumerate(points)]
 
 
 def number(value: float) -> str:
-    """Three significant digits, with thousands separated; very small and very large ones in powers of ten."""
+    """Format a number with three significant digits; very small and very large ones in powers of ten."""
     if value == 0:
         return "0"
     size = abs(value)

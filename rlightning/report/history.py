@@ -1,4 +1,4 @@
-"""Metrics over rollout steps, in bounded memory."""
+"""Metrics over rollout steps, in limited memory."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class History:
         self._strides: dict[str, int] = {}
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the step's metrics; a step that comes again replaces what it had."""
+        """Add a step's metrics; a repeated step replaces its former values."""
         for name, raw in metrics.items():
             value = float(raw)
             points = self.series.setdefault(name, [])
@@ -38,20 +38,20 @@ class History:
                 self._strides[name] = 2 * max(stride, points[1][0] - points[0][0])
 
     def last(self, name: str) -> float | None:
-        """The newest value."""
+        """Return the newest value of a metric."""
         points = self.series.get(name)
         return points[-1][1] if points else None
 
     def first(self, name: str) -> float | None:
-        """The oldest value."""
+        """Return the oldest value of a metric."""
         points = self.series.get(name)
         return points[0][1] if points else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists and dictionaries."""
+        """Return the history as plain lists and dictionaries."""
         return {"series": {name: [list(p) for p in s] for name, s in self.series.items()}, "strides": self._strides}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         self.series = {name: [(int(s), float(v)) for s, v in points] for name, points in state["series"].items()}
         self._strides = dict(state["strides"])

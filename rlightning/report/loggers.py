@@ -1,4 +1,4 @@
-"""Lightning's loggers, for runs that outlive a full disk, and that make none before their configuration is checked.
+"""Lightning's loggers, changed so that a full disk does not end the run, and that no logger starts before the checks.
 
 :func:`adapt_loggers` gives loggers the classes here, in place: what a user holds stays the same object. What they
 cannot write is left out with a warning; the metrics of ``CSVLogger`` stay in memory until they can be written.
@@ -28,7 +28,7 @@ ROOM_BYTES = 1 << 18
 
 
 def adapt_loggers(loggers: Iterable[Logger]) -> None:
-    """Give each logger a class that raises no error of the disk; what a user overrode stays."""
+    """Replace each logger's class by a subclass that logs disk errors instead of raising; overrides are kept."""
     for logger in loggers:
         if isinstance(logger, _Tolerant):
             continue
@@ -41,13 +41,13 @@ def adapt_loggers(loggers: Iterable[Logger]) -> None:
 
 
 class _Tolerant(Logger):
-    """A logger whose errors of the disk are said once; mixed in before its class."""
+    """Mixin before a logger's class: disk errors are logged once instead of raised."""
 
     _effort: BestEffort | None = None
 
     @property
     def effort(self) -> BestEffort:
-        """What counts the failures."""
+        """The counter of failed writes."""
         if self._effort is None:
             self._effort = BestEffort(f"Metrics of {type(self).__name__}")
         return self._effort
@@ -83,11 +83,11 @@ class _Tolerant(Logger):
 
 
 class _TolerantCSV(_Tolerant, CSVLogger):
-    """A ``CSVLogger`` whose file is whole at any time."""
+    """A ``CSVLogger`` whose file is complete after each write."""
 
     @property
     def experiment(self) -> Any:
-        """Its writer."""
+        """The logger's file writer."""
         writer = super().experiment
         if type(writer) is ExperimentWriter and "://" not in writer.log_dir:
             writer.__class__ = MetricsFile
@@ -95,13 +95,13 @@ class _TolerantCSV(_Tolerant, CSVLogger):
 
 
 class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
-    """A ``TensorBoardLogger`` that asks first whether there is room: a writer that has failed once writes no more."""
+    """A ``TensorBoardLogger`` that tests for disk space first, as a writer stops for good after one failure."""
 
     _has_room = False
 
     @property
     def experiment(self) -> Any:
-        """Its SummaryWriter or, where the folder takes no file, something that ignores all calls."""
+        """The SummaryWriter; an object that ignores all calls while the folder cannot be written to."""
         if self._has_room or rank_zero_only.rank != 0 or "://" in self.log_dir:  # type: ignore[attr-defined]
             return super().experiment
         with self.effort.attempt():
@@ -109,15 +109,15 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
             self._has_room = True
             return super().experiment
         self._drop_files()
-        return _Nothing()
+        return _NullWriter()
 
     def save(self) -> None:
-        """See Logger; the next step asks again."""
+        """See Logger; the next step tests for disk space again."""
         super().save()
         self._has_room = False
 
     def _make_room(self) -> None:
-        """Raise an OSError where the folder does not take a file; make it where it is gone, for another file."""
+        """Create the folder if it is missing; raise an OSError if it has no space for a file."""
         if not os.path.isdir(self.log_dir):
             self._drop_files()  # a file without a name takes everything
             os.makedirs(self.log_dir)
@@ -125,13 +125,13 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
             file.write(bytes(ROOM_BYTES))
 
     def _drop_files(self) -> None:
-        """Have SummaryWriter open another file."""
+        """Detach the SummaryWriter from its file, so that it opens a new one."""
         if self._experiment is not None:
             self._experiment.file_writer = self._experiment.all_writers = None
 
 
-class _Nothing:
-    """Has every method, and each does nothing."""
+class _NullWriter:
+    """An object that has every method; each does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -141,13 +141,13 @@ _OWN: dict[type[Logger], type[_Tolerant]] = {CSVLogger: _TolerantCSV, TensorBoar
 
 
 class MetricsFile(ExperimentWriter):
-    """The ``metrics.csv`` of a ``CSVLogger``, of which a full disk costs nothing.
+    """The writer of a ``CSVLogger``'s ``metrics.csv``, which loses no metrics on a full disk.
 
     A write that fails leaves the file as it was, and its metrics for the next one.
     """
 
     def save(self) -> None:
-        """Write the metrics since the last time; a new column writes the file anew."""
+        """Append the metrics since the last call; the file is rewritten if there is a new column."""
         if not self.metrics:
             return
         path = Path(self.metrics_file_path)
@@ -170,7 +170,7 @@ class MetricsFile(ExperimentWriter):
 
 
 def _read_header(path: Path) -> list[str]:
-    """The columns of a file that may not be there."""
+    """Return the columns of a CSV file; an empty list if there is none."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
@@ -185,7 +185,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _append(path: Path, text: str) -> None:
-    """Write all of the text to the end of a file, or nothing."""
+    """Append a whole text to a file; on failure, the file is restored."""
     size = path.stat().st_size
     try:
         with path.open("a", encoding="utf-8", newline="") as file:
@@ -197,7 +197,7 @@ def _append(path: Path, text: str) -> None:
 
 
 class LateLoggers(Callback):
-    """Stands in front of the callbacks and gives the Trainer its loggers back, whom it was to ask for their runs.
+    """The first callback, whose ``setup`` gives the Trainer the loggers that :func:`delay_loggers` hid from it.
 
     Lightning has every logger make its run before the first ``setup``. After that it asks again when the set-up is
     over. A ``ModelCheckpoint`` without a folder names one by the logger's run, which then has to be there earlier.
@@ -207,24 +207,24 @@ class LateLoggers(Callback):
         self.loggers = loggers
 
     def setup(self, trainer: Trainer, pl_module: object, stage: str) -> None:
-        """Called when the data have been read."""
+        """Restore the Trainer's loggers; called when the data have been read."""
         trainer.loggers = self.loggers
         if any(isinstance(one, ModelCheckpoint) and one.dirpath is None for one in callbacks_of(trainer)):
             for logger in self.loggers:
                 getattr(logger, "experiment", None)
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
-        """Called in the middle of a set-up too."""
+        """Restore the Trainer's loggers; an error may occur before :meth:`setup` has run."""
         trainer.loggers = self.loggers
 
 
 def delay_loggers(trainer: Trainer) -> None:
-    """Hide the loggers from the Trainer until the first callback's ``setup``."""
+    """Hide the Trainer's loggers until the first callback's ``setup``, so that none starts before that."""
     others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, LateLoggers)]
     trainer.callbacks = [LateLoggers(trainer.loggers), *others]  # type: ignore[attr-defined]
     trainer.loggers = []
 
 
 def is_service(logger: object) -> bool:
-    """Whether a logger makes a run somewhere else than in the run's folder."""
+    """Return whether a logger writes somewhere else than into the run's folder."""
     return not isinstance(logger, (CSVLogger, TensorBoardLogger))

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file that needs nothing else."""
+"""The report of a run as one self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ _REWARD_TOTALS = {"reward/mean", "reward/std", "reward/no_signal", "reward/faile
 
 @dataclass
 class Run:
-    """What the page shows.
+    """The data that the report shows.
 
     Attributes:
         name: the heading.
@@ -67,7 +67,7 @@ class Run:
 
 
 def render(run: Run) -> str:
-    """The page."""
+    """Return the report as HTML."""
     sections = [
         ("Curves", f'<div class="charts">{"".join(charts(run.history))}</div>'),
         ("Time", _time_section(run.history)),
@@ -85,7 +85,7 @@ def render(run: Run) -> str:
 
 
 def charts(history: History) -> list[str]:
-    """Every curve that the run has points for."""
+    """Return the charts of all metrics that the run has values of."""
     drawn = []
     for title, label, names, from_zero in _CHARTS:
         series = {text: history.series[name] for name, text in names.items() if history.series.get(name)}
@@ -114,7 +114,7 @@ def _reward_and_validation_charts(history: History) -> list[str]:
 
 
 def validation_series(history: History, metric: str) -> dict[str, Points]:
-    """Points of ``val/<set>/<metric...>``, labelled by set and metric."""
+    """Return the points of ``val/<set>/<metric...>``, labelled by set and metric."""
     found = {}
     for name, points in history.series.items():
         parts = name.split("/")
@@ -151,7 +151,7 @@ def _tiles(history: History) -> list[str]:
 
 
 def _tile_metrics(history: History) -> list[tuple[str, str]]:
-    """What the run was about: reward, or loss where there is none; the validation sets; length."""
+    """Return the metrics of the summary: reward, or loss without one; the validation sets; completion length."""
     chosen = [("mean reward", "reward/mean")] if "reward/mean" in history.series else [("loss", "policy/loss")]
     chosen += [(n[4:].replace("/", " "), n) for n in history.series if n.startswith("val/") and "/pass@" in n][:3]
     chosen.append(("tokens a completion", "completion/length"))
@@ -207,7 +207,7 @@ def _table(values: Mapping[str, Any]) -> str:
 
 
 def _written(text: str) -> str:
-    """HTML that shows the text as it was written."""
+    """Escape a text for HTML, with control characters made visible."""
     return escape(visible(text))
 
 

@@ -1,4 +1,4 @@
-"""The JSONL file of a prediction, which a run that was cut short goes on with.
+"""The JSONL file of a prediction, which an interrupted run resumes.
 
 While it grows it is ``<name>.partial``: a line a prompt, as completions come. Beside it, ``<name>.partial.settings`` is
 what they are sampled with. :meth:`PredictionFile.finish` brings the lines into the order of the prompts.
@@ -29,7 +29,7 @@ _UNSAFE = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
 
 
 class PredictionFile:
-    """The predictions of one rank.
+    """The file with the predictions of one rank.
 
     Args:
         path: the final name.
@@ -53,16 +53,16 @@ class PredictionFile:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a run has begun to write it, and has not finished it."""
+        """Whether an earlier run has written a part of the file."""
         return self._settings_path.exists()
 
     @property
     def is_open(self) -> bool:
-        """Whether something may be written to it."""
+        """Whether the file is open for writing."""
         return self._file is not None
 
     def read(self) -> dict[int, int]:
-        """Return what an earlier run has left: the hash of each prompt's text by the prompt's index.
+        """Read what an earlier run has written: the hash of each prompt's text, by the prompt's index.
 
         Raises:
             ConfigError: the partial file is no such file, or was begun with other settings.
@@ -92,7 +92,7 @@ class PredictionFile:
         return found
 
     def lock(self) -> None:
-        """Keep other processes from writing to the file. May be called twice.
+        """Lock the file against other processes. May be called twice.
 
         Raises:
             ConfigError: one does.
@@ -111,7 +111,7 @@ class PredictionFile:
         self._lock = file
 
     def open(self) -> None:
-        """Open the file for what comes next, behind the lines that :meth:`read` has found."""
+        """Open the file to append after the lines that :meth:`read` has found."""
         self.lock()
         with written_aside(self._settings_path) as aside:
             aside.write_text(to_json(self._settings), encoding="utf-8")
@@ -120,7 +120,7 @@ class PredictionFile:
         self._file = self._lock
 
     def write(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Add a prompt and its trajectories; they are the operating system's when this returns.
+        """Write a prompt and its trajectories, and flush them to the operating system.
 
         Raises:
             SaveError: the disk does not take them; what was written before is kept.
@@ -133,7 +133,7 @@ class PredictionFile:
         self.num_completions += len(trajectories)
 
     def finish(self) -> None:
-        """Give the file its name, its lines in the prompts' order.
+        """Sort the lines by the prompts' order, and rename the file to its final name.
 
         A file that has the name already, because a kill came before other ranks were finished, is merged into it.
         """
@@ -155,7 +155,7 @@ class PredictionFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file and leave it partial, or remove it if nothing is in it. May be called twice."""
+        """Close the file; a partial one stays, an empty one is removed. May be called twice."""
         if self._lock is not None:
             with suppress(OSError):  # of a full disk, once more
                 if not self.is_begun and not self._lock.tell():
@@ -177,7 +177,7 @@ class PredictionFile:
 
 
 def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, Any]:
-    """Return the object of one prompt; ``index`` comes first."""
+    """Return the JSON object of one prompt; ``index`` comes first."""
     return {
         "index": prompt.index,
         "prompt": prompt.text,
@@ -188,7 +188,7 @@ def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, Any]
 
 
 def to_json(value: object) -> str:
-    """Return JSON on one line that every reader of UTF-8 and JSON takes.
+    """Return JSON on one line that every JSON reader accepts.
 
     Numbers that JSON does not have (NaN, infinities) become null, and values without a JSON type their text. Lone
     surrogates are escaped.
@@ -198,7 +198,7 @@ def to_json(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a value in JSON's types."""
+    """Convert a value to JSON's types."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):
@@ -213,7 +213,7 @@ def _plain(value: object) -> object:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that may not be there."""
+    """Yield the lines of a file; none if it does not exist."""
     if path.exists():
         with path.open("rb") as lines:
             yield from lines

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Record(NamedTuple):
-    """A trajectory as it was recorded.
+    """A trajectory as read from a file.
 
     Attributes:
         step: the rollout step, counted from 1.
@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
 
 def summary_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
-    """Return what people look at of each trajectory; the first columns of the schema.
+    """Return a summary of each trajectory for people to read; the first columns of the schema.
 
     Args:
         batch: with rewards, maybe with advantages.
@@ -71,7 +71,7 @@ def summary_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
 
 
 def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
-    """Return a table of the schema, a row a trajectory, in the batch's order.
+    """Return a table with one row for each trajectory, in the batch's order.
 
     Args:
         batch: as of :func:`summary_rows`, none of its branches selected away.
@@ -108,7 +108,7 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
 
 
 def _branches(batch: RolloutBatch, kind: "pyarrow.ListType") -> "pyarrow.Array":
-    """Return the column of branches, made of the packed tensors as they are."""
+    """Return the column of branches, built from the packed tensors without copies in Python."""
     import pyarrow as pa
 
     bounds = pa.array(batch.cu_seqlens.cpu().numpy())
@@ -123,7 +123,7 @@ def _branches(batch: RolloutBatch, kind: "pyarrow.ListType") -> "pyarrow.Array":
 
 
 def schema(functions: Sequence[str]) -> "pyarrow.Schema":
-    """Return the columns and their types.
+    """Return the columns of the files and their types.
 
     Args:
         functions: names of the reward functions, each of which has a column.
@@ -166,7 +166,7 @@ def schema(functions: Sequence[str]) -> "pyarrow.Schema":
 
 
 def merge_tables(earlier: "pyarrow.Table", table: "pyarrow.Table") -> "pyarrow.Table":
-    """Return the table of two micro-batches of one step, their groups numbered through."""
+    """Concatenate the tables of two micro-batches of a step; the second one's groups get further numbers."""
     import pyarrow
     import pyarrow.compute
 
@@ -177,7 +177,7 @@ def merge_tables(earlier: "pyarrow.Table", table: "pyarrow.Table") -> "pyarrow.T
 
 
 def write_trajectories(table: "pyarrow.Table", path: Path) -> None:
-    """Write a table so that a reader sees all of it or no file."""
+    """Write a table atomically: readers find the whole file or none."""
     import pyarrow.parquet
 
     with written_aside(path) as aside:
@@ -185,7 +185,7 @@ def write_trajectories(table: "pyarrow.Table", path: Path) -> None:
 
 
 def read_trajectories(path: Path) -> list[Record]:
-    """Return the trajectories of a file, or of all files of a folder, in the order of the files' names."""
+    """Return the trajectories of a file, or of all files in a folder in the order of their names."""
     import pyarrow.parquet
 
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
@@ -194,7 +194,7 @@ def read_trajectories(path: Path) -> list[Record]:
 
 
 def spread_by_reward(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any]]:
-    """``num`` rows from the highest reward to the lowest, evenly spread: two of them are the best and the worst."""
+    """Return ``num`` rows, evenly spread from the highest to the lowest reward, both included."""
     ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row["reward"]) else row["reward"], reverse=True)
     if num >= len(ranked):
         return ranked
@@ -203,7 +203,7 @@ def spread_by_reward(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
-    """Return what :func:`trajectory_table` made the row of."""
+    """Convert a row of :func:`trajectory_table` back to the trajectory."""
     prompt = Prompt(
         index=row["prompt_index"],
         text=row["prompt"],
@@ -239,7 +239,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
 
 
 def _sample(branches: Sequence[Branch], turn: int, saved: dict[str, Any]) -> Sample:
-    """Return a turn's sample: its tokens are those that the branches train."""
+    """Return the sample of a turn, whose tokens are those that the branches train."""
     places = [
         (branch, place)
         for branch in branches

@@ -1,4 +1,4 @@
-"""Trajectories as text for people, turn by turn, and as plain data for programs."""
+"""Trajectories as readable text, turn by turn, and as plain data."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ INDENT = "  "
 
 
 class ScoredTrajectory(NamedTuple):
-    """A trajectory with what it would be trained with.
+    """A trajectory with the rewards that it would be trained with.
 
     Attributes:
         trajectory: all of it.
@@ -28,7 +28,7 @@ class ScoredTrajectory(NamedTuple):
 
 
 def describe_trajectory(scored: ScoredTrajectory) -> str:
-    """Return a trajectory as lines of text: how it ended, what it earned, its turns, its branches, its error."""
+    """Return a trajectory as lines of text: its status, reward, turns, branches and error."""
     one = scored.trajectory
     status = one.status if scored.is_sampled else f"{one.status} (would not be trained on)"
     lines = [f"== row {one.prompt.index}: {status}, {_describe_reward(scored)}"]
@@ -47,7 +47,7 @@ def describe_trajectory(scored: ScoredTrajectory) -> str:
 
 
 def to_data(scored: ScoredTrajectory) -> dict[str, Any]:
-    """Return a trajectory as plain data, which JSON can hold."""
+    """Convert a trajectory to plain data for JSON."""
     one = scored.trajectory
     return {
         "row": one.prompt.index,
@@ -77,7 +77,7 @@ def to_data(scored: ScoredTrajectory) -> dict[str, Any]:
 
 
 def first_turns(trajectory: Trajectory) -> dict[int, list[Branch]]:
-    """Return the branches that began later than the trajectory, by the turn that was the first to be sampled in each.
+    """Return all branches but the first, grouped by the first turn that was sampled in each.
 
     Of the turns before it the branch may have some, as history.
     """

@@ -1,4 +1,4 @@
-"""Rewards: plain functions, and the runner that calls them where a hang or a crash costs one sample.
+"""Reward functions, and the runner that calls them: a function that hangs or crashes costs a single sample.
 
 Nothing here imports torch before :meth:`RewardRunner.score`: the worker processes import this package too.
 """
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import ``numeric_answer`` when it is asked for: sympy and its parsers take a while."""
+    """Import ``numeric_answer`` when it is first accessed: importing sympy and its parsers is slow."""
     if name == "numeric_answer":
         from rlightning.rewards.numeric import numeric_answer
 

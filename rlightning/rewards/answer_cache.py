@@ -1,4 +1,4 @@
-"""Answers of a judge in a file, which several processes may use at once."""
+"""A file that caches a judge's answers, and that several processes may use at once."""
 
 import logging
 import sqlite3
@@ -13,7 +13,7 @@ LOCK_TIMEOUT = 5.0
 
 
 class AnswerCache:
-    """Texts by key, in an SQLite file. What the file cannot give or take is asked for again, which is logged once.
+    """Texts by key, in an SQLite file. If the file fails, answers are requested again, which is logged once.
 
     Args:
         path: the file, which is made if it is not there.
@@ -35,7 +35,7 @@ class AnswerCache:
             ) from error
 
     def read(self, key: str) -> str | None:
-        """Return the answer of a key, if there is one."""
+        """Return the cached answer of a key; None if there is none."""
         try:
             row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
         except sqlite3.Error as error:
@@ -44,7 +44,7 @@ class AnswerCache:
         return None if row is None else str(row[0])
 
     def write(self, key: str, answer: str) -> None:
-        """Keep an answer."""
+        """Store the answer of a key."""
         try:
             self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
         except (sqlite3.Error, UnicodeEncodeError) as error:

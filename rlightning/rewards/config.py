@@ -1,4 +1,4 @@
-"""The configuration of a reward function, and the function that it names, pickled for worker processes."""
+"""The configuration of a reward function, and the function itself, found, checked and pickled for worker processes."""
 
 import inspect
 import io
@@ -31,7 +31,7 @@ _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
 @checked
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function and how much it counts.
+    """A reward function, with its weight and its settings.
 
     Attributes:
         function: a dotted path such as ``my_rewards.is_polite``, or the function itself.
@@ -51,18 +51,18 @@ class RewardFunction:
 
 
 class ChecksArguments(Protocol):
-    """A reward function that has arguments of its own to check."""
+    """A reward function that validates its own arguments."""
 
     def check_arguments(self) -> None:
-        """Raise a ConfigError for what is wrong with them; called before its signature is read."""
+        """Raise a ConfigError for an invalid argument; called before the signature is read."""
 
 
 class HasCallTimeout(Protocol):
-    """A reward function that knows how long its calls may take."""
+    """A reward function that states how long one of its calls may take."""
 
     @property
     def call_timeout(self) -> float:
-        """Seconds."""
+        """Timeout of a call, in seconds."""
 
 
 Reward = RewardFunction | str | Callable[..., Any]
@@ -71,7 +71,7 @@ Reward = RewardFunction | str | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class BoundReward:
-    """A reward function that was found and checked.
+    """A reward function that was imported and checked.
 
     Attributes:
         name: unique among a runner's.
@@ -106,7 +106,7 @@ class BoundReward:
     state: str | None
 
     def check(self, columns: Sequence[str], source: str) -> None:
-        """Refuse a prompt set without the columns that the function cannot do without."""
+        """Raise a ConfigError if a prompt set lacks a column that the function requires."""
         for parameter in self.required:
             column = self.columns[parameter]
             if column not in columns:
@@ -116,7 +116,7 @@ class BoundReward:
                 )
 
     def select(self, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of one call.
+        """Return the keyword arguments of one call.
 
         Args:
             given: by the names in ``GIVEN``.
@@ -128,7 +128,7 @@ class BoundReward:
 
 
 def bind_rewards(rewards: Sequence[Reward] | Reward) -> list[BoundReward]:
-    """Find and check the functions that ``rewards`` name; one of them needs no list."""
+    """Import and check the functions in ``rewards``; a single one needs no list."""
     listed = [rewards] if isinstance(rewards, str | RewardFunction) or callable(rewards) else rewards
     bound = [_bind(r if isinstance(r, RewardFunction) else RewardFunction(r)) for r in listed]
     names = [reward.name for reward in bound]
@@ -190,7 +190,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
 
 
 def _check_settings(reward: RewardFunction, name: str, parameters: Iterable[str], takes_all: bool) -> None:
-    """Refuse a weight or arguments that the function cannot have."""
+    """Raise a ConfigError for a weight or arguments that do not fit the function."""
     if not math.isfinite(reward.weight):
         raise ConfigError(f"Reward '{name}': weight={reward.weight} must be a finite number.")
     for argument in (*reward.arguments, *reward.columns):
@@ -243,7 +243,7 @@ class Pickled(NamedTuple):
 
 
 class _Named:
-    """Stands for what a dotted path names; unpickling imports that."""
+    """Pickles as an import of a dotted path."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -253,12 +253,12 @@ class _Named:
 
 
 def pickle_named(path: str) -> bytes:
-    """Pickle what a dotted path names, whatever it is: an object with a lock or a client too."""
+    """Pickle an import of a dotted path, which also works for an object with a lock or a client."""
     return pickle.dumps(_Named(path))
 
 
 def pickle_function(function: object) -> Pickled:
-    """Pickle a function, or its arguments; where that is impossible, name the modules that were met before."""
+    """Pickle a function or its arguments; if that fails, only return the modules that were found on the way."""
     file = io.BytesIO()
     pickler = _ModulePickler(file)
     try:
@@ -271,14 +271,14 @@ def pickle_function(function: object) -> Pickled:
 
 
 class _ModulePickler(pickle.Pickler):
-    """Notes the module of each function, class and object that it pickles."""
+    """Records the module of each function, class and object that it pickles."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.modules: set[str] = set()
 
     def reducer_override(self, value: object) -> Any:
-        """See pickle.Pickler: called for what is no plain value; this leaves the work to pickle."""
+        """Called by pickle for all but plain values; leaves the work to pickle itself."""
         if module := module_name(value):
             self.modules.add(module)
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Reward functions on an event loop: async ones on it, the others each in a thread.
+"""Runs reward functions on an event loop: async ones directly, each of the others in a thread.
 
 It is the loop of a process for them alone (:mod:`~rlightning.rewards.worker`), or one in a thread of the trainer's
 process for functions that cannot be sent to another: one from the first call until the process ends. A client, a lock
@@ -29,7 +29,7 @@ MAX_CONCURRENT = 64
 
 
 class CallRunner:
-    """Runs calls on an event loop, each with its function's timeout.
+    """Runs calls on an event loop, each with the timeout of its function.
 
     Args:
         loop: which does not run yet, or runs in this thread.
@@ -48,7 +48,7 @@ class CallRunner:
         loop.call_soon(self._beat)
 
     async def run(self, key: int, function: Function, arguments: dict[str, Any]) -> Outcome:
-        """Return what comes of a call; one that takes too long is cancelled."""
+        """Run a call and return its outcome; a call that exceeds its timeout is cancelled."""
         if isinstance(function.function, Outcome):
             return function.function
         CALL.set(key)
@@ -67,7 +67,7 @@ class CallRunner:
         return future.result()
 
     async def finish(self) -> None:
-        """Cancel what calls have left running, and let that and asynchronous generators clean up."""
+        """Cancel the tasks that calls left running, and wait for them and for async generators to clean up."""
         tasks = call_tasks(self._loop)
         for task in tasks:
             if not task.cancelling():  # a second time would end its cleaning up
@@ -90,7 +90,7 @@ class CallRunner:
         return asyncio.ensure_future(self._call_in_thread(function, arguments))
 
     async def _wait(self, future: "asyncio.Future[Outcome]", timeout: float) -> None:
-        """Wait for a call for the seconds of its timeout, those not counted in which another blocked the loop."""
+        """Wait for a call up to its timeout; seconds in which another call blocked the loop do not count."""
         start, lost = self._loop.time(), self.lost_seconds
         while not future.done():
             left = start + timeout + self.lost_seconds - lost - self._loop.time()
@@ -118,7 +118,7 @@ class CallRunner:
 
 
 async def await_result(call: Callable[[], Any]) -> Outcome:
-    """Await what a call returns; whatever that raises, SystemExit included, becomes an outcome."""
+    """Await the result of a call; any exception, SystemExit included, becomes a failed outcome."""
     try:
         return Outcome(to_number(await call()))
     except asyncio.CancelledError:
@@ -128,7 +128,7 @@ async def await_result(call: Callable[[], Any]) -> Outcome:
 
 
 def _is_coroutine_function(function: object) -> bool:
-    """Whether a call only makes a coroutine."""
+    """Return whether calling the function creates a coroutine without running anything."""
     inner = unwrap(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
@@ -141,7 +141,7 @@ def _settle(future: "asyncio.Future[Any]", result: Outcome | Awaitable[Any]) -> 
 
 
 class RewardThread(LoopThread):
-    """An event loop for calls in a thread of this process.
+    """An event loop for reward calls, in a thread of this process.
 
     Attributes:
         runner: of its calls.
@@ -163,7 +163,7 @@ class RewardThread(LoopThread):
 
     @property
     def blocked_seconds(self) -> float:
-        """Seconds for which the loop has not been free."""
+        """Seconds for which the loop has been blocked."""
         return self.loop.time() - self.runner.last_beat
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ os.register_at_fork(after_in_child=_threads.clear)
 
 
 def free_thread() -> RewardThread:
-    """Return the process's event loop for rewards or, while that is blocked, another."""
+    """Return the process's thread for rewards, or a new one while the loop of that is blocked."""
     for thread in _threads:
         if not thread.is_blocked:
             return thread
@@ -187,7 +187,7 @@ def free_thread() -> RewardThread:
 
 
 class _LocalCall(NamedTuple):
-    """A call in this process: what it runs on, and what comes of it."""
+    """A call in this process: its function and arguments, its thread, and the future of its outcome."""
 
     function: Function
     arguments: dict[str, Any]
@@ -225,7 +225,7 @@ class LocalPool:
         return outcome
 
     def close(self) -> None:
-        """Cancel all calls, and wait for them to clean up, unless their loop is blocked."""
+        """Cancel all calls, and wait for them to clean up, except on a blocked loop."""
         threads = set(self._slots)
         for call in list(self._calls.values()):
             call.outcome.cancel()
@@ -255,7 +255,7 @@ class LocalPool:
             call.outcome.set_result(outcome)
 
     def _forget(self, key: int, call: _LocalCall) -> None:
-        """Cancel a call that is not waited for any more."""
+        """Cancel a call whose future was cancelled."""
         if self._calls.pop(key, None) is not None:
             self._cancel(key, call.thread)
 
@@ -267,7 +267,7 @@ class LocalPool:
         thread.loop.call_soon_threadsafe(cancel)
 
     async def _end_calls(self, thread: RewardThread) -> None:
-        """Return when no call of this pool runs on the thread's loop, nor cleans up there."""
+        """Return when all calls of this pool on the thread's loop have ended and cleaned up."""
         await asyncio.sleep(0)  # cancellations that were asked for
         ending = [task for key, task in list(self._tasks.items()) if task.get_loop() is thread.loop]
         ending += [task for task in call_tasks(thread.loop) if task.cancelling()]
@@ -275,7 +275,7 @@ class LocalPool:
             await asyncio.wait(ending, timeout=intervals.CANCEL_GRACE)
 
     async def _watch_loops(self) -> None:
-        """Fail calls that block their loop, and start the others elsewhere, as long as there are calls."""
+        """Poll the loops while there are calls; fail calls that block a loop, and move the others elsewhere."""
         while True:
             await asyncio.sleep(intervals.WORKER_POLL_INTERVAL)
             with self._watch_lock:
@@ -288,7 +288,7 @@ class LocalPool:
                     self._check_block(thread, calls)
 
     def _check_block(self, thread: RewardThread, calls: dict[int, _LocalCall]) -> None:
-        """Fail the call that blocks a loop for longer than its timeout; start the others elsewhere after as long again.
+        """Fail the call that blocks a loop for longer than its timeout; after twice that, move the others elsewhere.
 
         Where no task does, as in a callback, all that are running count as its causes; where another pool's does, none.
         """

@@ -1,10 +1,10 @@
-"""The reward functions that need nothing but the text and its length."""
+"""Reward functions that depend only on the completion's text and length."""
 
 import re
 
 
 def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -> float:
-    """1 if the completion is the answer, white space around both left out; else 0.
+    """Return 1 if the completion equals the answer, apart from white space around both; else 0.
 
     Args:
         completion: what the model wrote.
@@ -18,7 +18,7 @@ def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -
 
 
 def regex_format(completion: str, *, pattern: str) -> float:
-    """1 if the whole completion matches ``pattern`` (a dot matches line ends too), else 0."""
+    """Return 1 if ``pattern`` matches the whole completion (a dot matches line ends too), else 0."""
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
 

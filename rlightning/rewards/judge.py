@@ -35,11 +35,11 @@ FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
 
 
 class JudgeError(Exception):
-    """A sample was not judged; its reward is NaN, and never 0."""
+    """A sample could not be judged; its reward is NaN, never 0."""
 
 
 class _Connection(NamedTuple):
-    """What the calls on one event loop share."""
+    """What the calls on one event loop share: the HTTP client, the limit on requests, and running requests."""
 
     client: "httpx.AsyncClient"
     places: asyncio.Semaphore
@@ -100,7 +100,7 @@ class Judge(CheckedArguments):
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
 
     def check_arguments(self) -> None:
-        """Check the arguments, before a run starts, and declare what it has to be given.
+        """Check the arguments before a run starts, and declare the columns that the rubric needs.
 
         Raises:
             ConfigError: with what is wrong.
@@ -127,7 +127,7 @@ class Judge(CheckedArguments):
         self.__signature__ = inspect.Signature(parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy in another process has: no connections."""
+        """Return the state of a copy for another process, without connections."""
         return self.__dict__ | {"_connections": None, "_answers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class Judge(CheckedArguments):
 
     @property
     def call_timeout(self) -> float:
-        """Seconds in which a call has ended, those included in which it waits for others."""
+        """Seconds after which a call has ended, including the time in which it waits for other calls."""
         attempts = (self.max_retries + 1) * self.request_timeout + self.max_retries * LONGEST_DELAY
         return math.ceil(MAX_CONCURRENT / self.max_concurrent) * attempts + 10.0
 
@@ -151,7 +151,7 @@ class Judge(CheckedArguments):
         return self.read(await (self._ask(body) if answers is None else self._ask_once(body, answers)))
 
     def read(self, answer: str) -> float:
-        """Return the reward that an answer gives.
+        """Return the reward that the judge's answer gives.
 
         Raises:
             JudgeError: it has no score.
@@ -162,7 +162,7 @@ class Judge(CheckedArguments):
         return (score - self.lowest) / (self.highest - self.lowest)
 
     def parse(self, answer: str) -> float:
-        """Return the score in an answer; NaN if there is none, or none on the scale."""
+        """Return the score in the judge's answer; NaN if there is none, or it is outside of the scale."""
         matches = list(re.finditer(self.pattern, answer))
         if not matches:
             return math.nan
@@ -178,18 +178,18 @@ class Judge(CheckedArguments):
         return score if self.lowest <= score <= self.highest else math.nan
 
     def write(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages that ask for a score."""
+        """Return the messages that ask the judge for a score."""
         values = {name: _render_turns(value) if name == "turns" else value for name, value in given.items()}
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": self.rubric.format(**values)}]
 
     def _make_request(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body of the request."""
+        """Return the body of a request to the judge's API."""
         body = {"model": self.model, "messages": self.write(given), "temperature": 0.0, **self.request}
         return {name: value for name, value in body.items() if value is not None}
 
     async def _ask_once(self, body: Mapping[str, Any], answers: AnswerCache) -> str:
-        """Return the API's answer, that of an earlier or an equal request if there is one; what has a score is kept."""
+        """Return the API's answer, from the cache or an identical running request if possible."""
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         asked = self._connect().asked
         while (equal := asked.get(key)) is not None:
@@ -215,7 +215,7 @@ class Judge(CheckedArguments):
         return answer
 
     async def _ask(self, body: Mapping[str, Any]) -> str:
-        """Return the API's answer, after as many attempts as it takes.
+        """Return the API's answer, with retries.
 
         Raises:
             JudgeError: there is none.
@@ -269,7 +269,7 @@ class Judge(CheckedArguments):
         return self._answers
 
     def _read_key(self) -> str | None:
-        """Return the API's key, which no message shows from now on.
+        """Return the API's key, and mask it in all later messages.
 
         Raises:
             ConfigError: the variable is not set.
@@ -288,7 +288,7 @@ class Judge(CheckedArguments):
 
 
 def read_fields(rubric: str) -> Iterator[str]:
-    """Yield the names in a rubric's braces.
+    """Yield the field names in braces of a rubric.
 
     Raises:
         ConfigError: it is no template, or has nothing of the sample.
@@ -308,7 +308,7 @@ def read_fields(rubric: str) -> Iterator[str]:
 
 
 def read_answer(text: str) -> str:
-    """Return the text that a response of the API holds.
+    """Return the text in an API response.
 
     Raises:
         JudgeError: it holds none, or one that was cut.
@@ -324,7 +324,7 @@ def read_answer(text: str) -> str:
 
 
 def read_answer_text(answer: str, reason: str | None) -> str:
-    """Return an answer's text.
+    """Return the text of the judge's answer, which must be complete.
 
     Raises:
         JudgeError: it was cut.

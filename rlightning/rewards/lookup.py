@@ -1,4 +1,4 @@
-"""From a dotted path to a reward function, and whether what is found is one."""
+"""Imports the reward function that a dotted path names, and checks that it can be one."""
 
 import functools
 import importlib
@@ -12,7 +12,7 @@ from rlightning.foreign_text import cut_line
 
 
 def import_function(path: str) -> Any:
-    """Import what a dotted path names: a function of a module, or of a class or an object in one.
+    """Import the object of a dotted path: a function in a module, or an attribute of a class or object in one.
 
     Raises:
         ConfigError: there is no such module or attribute.
@@ -38,7 +38,7 @@ def import_function(path: str) -> Any:
 
 
 def import_longest(path: str) -> tuple[Any, list[str]]:
-    """Import the longest module that a dotted path begins with.
+    """Import the longest prefix of a dotted path that is a module.
 
     Returns:
         The module, and what is left of the path.
@@ -63,7 +63,7 @@ def import_longest(path: str) -> tuple[Any, list[str]]:
 
 
 def check_kind(function: object, name: str) -> None:
-    """Refuse what is callable, or nearly so, and yet no reward function.
+    """Raise a ConfigError for an object that is not a reward function, such as a class.
 
     Raises:
         ConfigError: it is not callable, a class, a method without its object, or a generator.
@@ -88,14 +88,14 @@ def check_kind(function: object, name: str) -> None:
 
 
 def unwrap(function: object) -> Any:
-    """Return the function or object that a functools.partial is of."""
+    """Return the function or object inside of nested functools.partial objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def is_async(function: object) -> bool:
-    """Whether a call ends in an ``async def``: of a partial, an object, or a wrapper made with functools.wraps."""
+    """Return whether a function, partial, object or functools.wraps wrapper runs an ``async def`` in the end."""
     while True:
         if inspect.iscoroutinefunction(function):
             return True
@@ -110,7 +110,7 @@ def is_async(function: object) -> bool:
 
 
 def _class_of(function: object) -> type | None:
-    """The class whose method with a ``self`` a function is."""
+    """Return the class to which a method with a ``self`` parameter belongs."""
     if not isinstance(function, types.FunctionType) or function.__code__.co_varnames[:1] != ("self",):
         return None
     owner: Any = sys.modules.get(function.__module__)

@@ -1,4 +1,4 @@
-"""The reward for an answer that is a number, a formula, a choice or a few words."""
+"""The reward function for answers that are numbers, formulas, choices or a few words."""
 
 import contextlib
 import signal
@@ -14,7 +14,7 @@ TIME_LIMIT = 3
 
 @answer_checker
 def numeric_answer(completion: str, answer: object) -> float:
-    """1 if the completion's answer equals the reference, else 0.
+    """Return 1 if the completion's answer equals the reference, else 0.
 
     The completion's answer is its last ``\\boxed{...}``, ``<answer>`` or GSM8K's ``#### 18``, or else what follows the
     last "answer is" or "Answer:", or else its last formula or number. It and the reference are read as a whole:
@@ -47,7 +47,7 @@ def numeric_answer(completion: str, answer: object) -> float:
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Leave the block after :data:`TIME_LIMIT`, by a signal that only a main thread can get.
+    """Interrupt the block after :data:`TIME_LIMIT`, by a signal, which only a main thread can receive.
 
     Elsewhere only the runner's timeout holds.
     """
@@ -56,20 +56,20 @@ def _time_limit() -> Iterator[None]:
         return
 
     def stop(signal_number: int, frame: object) -> None:
-        raise _OutOfTime
+        raise _TimeLimitError
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
     try:
-        with contextlib.suppress(_OutOfTime):
+        with contextlib.suppress(_TimeLimitError):
             yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
 
 
-class _OutOfTime(BaseException):
-    """Not an Exception: sympy and the parser catch those."""
+class _TimeLimitError(BaseException):
+    """The time limit has passed. Not an Exception, because sympy and the parser catch those."""
 
 
 def _read_reference(answer: object) -> Answer:

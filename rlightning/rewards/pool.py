@@ -1,4 +1,4 @@
-"""Calls of reward functions: in worker processes, or in this process those that cannot be sent to another."""
+"""Runs calls of reward functions in worker processes; functions that cannot be pickled run in this process."""
 
 import asyncio
 import pickle
@@ -28,7 +28,7 @@ CALLERS = (" in run_call", " in await_result", " in _run_step")
 
 
 class RewardPool:
-    """Runs calls, each with its function's timeout, while the caller does something else.
+    """Runs reward calls in the background, each with the timeout of its function.
 
     Sync functions run in several processes, one call at a time. Async functions run in one, up to 64 calls at once, on
     one event loop: what a function's module keeps between calls, such as an HTTP client, serves them all.
@@ -57,7 +57,7 @@ class RewardPool:
         self._running: set[Future[Outcome]] = set()
 
     def submit(self, index: int, arguments: dict[str, Any]) -> "Future[Outcome]":
-        """Start a call where its function runs, and return at once. Cancelling the future cancels the call.
+        """Start a call and return its future at once. Cancelling the future cancels the call.
 
         Returns:
             What comes of the call; a RewardError if no worker can start.
@@ -71,7 +71,7 @@ class RewardPool:
         return outcome
 
     def close(self) -> None:
-        """Cancel all calls, let them clean up, and end the processes; what is submitted later starts new ones."""
+        """Cancel all calls, let them clean up, and end the processes; a later call starts new ones."""
         for outcome in list(self._running):
             outcome.cancel()
         background_loop().run(self._close_workers())
@@ -108,7 +108,7 @@ class RewardPool:
 
 
 def stack_in(log: str) -> str:
-    """Return the function's frames, innermost first, from what faulthandler wrote about all threads."""
+    """Return the frames of the reward function, innermost first, from faulthandler's dump of all threads."""
     for section in re.split(r"\n(?=Current thread|Thread )", log):
         frames = [line for line in section.splitlines() if line.startswith("  File ")]
         ours = next((i for i, line in enumerate(frames) if line.endswith(CALLERS)), None)

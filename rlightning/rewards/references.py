@@ -1,4 +1,4 @@
-"""Reference answers that do not reward themselves: found by grading each as if it were a completion."""
+"""Finds reference answers that get no reward when they are graded as completions."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class AnswerCheck(NamedTuple):
-    """How a checker of answers is given a reference as the completion.
+    """How an answer checker is called with a reference in place of the completion.
 
     Attributes:
         parameter: the function's parameter that gets the reference.
@@ -33,7 +33,7 @@ class AnswerCheck(NamedTuple):
     completion: str
 
     def make_completion(self, reference: object) -> str:
-        """The completion that gives the reference as its answer; several answers stand in a row."""
+        """Return a completion that gives the reference as its answer; several answers are joined."""
         is_list = isinstance(reference, list | tuple)
         return self.completion.format(", ".join(map(str, reference)) if is_list else reference)  # type: ignore[call-overload]
 
@@ -49,7 +49,7 @@ def answer_checker(*, parameter: str = ..., completion: str = ...) -> Callable[[
 def answer_checker(
     function: Function | None = None, *, parameter: str = "answer", completion: str = "{}"
 ) -> Function | Callable[[Function], Function]:
-    """Mark a reward function as a checker of answers: a completion that gives the reference gets a reward above 0.
+    """Decorate a reward function as an answer checker: a completion equal to the reference gets a reward above 0.
 
     Before a run starts, the references of its prompt sets are graded against themselves by each function so marked.
 
@@ -67,13 +67,13 @@ def answer_checker(
 
 
 def find_answer_check(function: Callable[..., Any]) -> AnswerCheck | None:
-    """The mark of a function, or of the one that a ``functools.partial`` is of."""
+    """Return the mark that :func:`answer_checker` set on a function, or on the one inside a ``functools.partial``."""
     marked = next((one for one in (function, unwrap(function)) if hasattr(one, "answer_check")), None)
     return marked.answer_check if marked is not None and isinstance(marked.answer_check, AnswerCheck) else None
 
 
 def choose_evenly(prompts: "Sequence[Prompt]") -> "list[Prompt]":
-    """At most :data:`MAX_REFERENCES` of the prompts, from all of the set."""
+    """Return at most :data:`MAX_REFERENCES` prompts, evenly spread over the set."""
     count = min(len(prompts), MAX_REFERENCES)
     return [prompts[i * len(prompts) // count] for i in range(count)]
 
@@ -86,7 +86,7 @@ def report_unrewarded(
     where: Callable[[int], str],
     max_share: float,
 ) -> None:
-    """Log the references that their own checker does not reward.
+    """Log the references that their own answer checker gives no reward.
 
     Args:
         outcomes: by the prompt's number; a prompt to which the function does not apply does not count.

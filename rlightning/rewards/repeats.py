@@ -1,4 +1,4 @@
-"""Whether reward functions give the same when they are asked again, say anything, and are fast enough for a step."""
+"""Calls reward functions a second time to check that they are deterministic, informative and fast enough."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ SAME = 1e-9
 
 
 class Repeat(NamedTuple):
-    """A function's results on the completions that it was asked about twice.
+    """The results of a function for completions that it scored twice.
 
     Attributes:
         first: what it gave in the step; NaN where it failed or gave None.
@@ -29,7 +29,7 @@ class Repeat(NamedTuple):
 
 
 class ValueRange(NamedTuple):
-    """How many results a function gave, of those that are none left out, and the smallest and largest of them."""
+    """The number, minimum and maximum of a function's results, NaN left out."""
 
     number: int
     low: float
@@ -37,13 +37,13 @@ class ValueRange(NamedTuple):
 
 
 def find_range(values: Iterable[float]) -> ValueRange:
-    """Return the range of some results, NaN where there is none."""
+    """Return the range of some results, NaN left out."""
     known = [value for value in values if not math.isnan(value)]
     return ValueRange(len(known), min(known, default=math.inf), max(known, default=-math.inf))
 
 
 def join_ranges(ranges: Sequence[Mapping[str, ValueRange]]) -> dict[str, ValueRange]:
-    """Return the ranges of functions over all ranks, from each rank's."""
+    """Combine the ranges of each rank to those over all ranks."""
     joined: dict[str, ValueRange] = {}
     for name in {name for own in ranges for name in own}:
         numbers, lows, highs = zip(*(own[name] for own in ranges if name in own), strict=True)
@@ -60,7 +60,7 @@ def describe_repeat(
     deadline: float,
     everywhere: ValueRange | None = None,
 ) -> str | None:
-    """Return what is wrong with a reward function in one line, or None.
+    """Return a warning about a reward function in one line; None if there is nothing to warn of.
 
     Args:
         name: the function's.
@@ -79,7 +79,7 @@ def describe_repeat(
 
 
 def _describe_noise(repeat: Repeat) -> str | None:
-    """By how much the results differ from call to call."""
+    """Return a sentence about how much the results differ between two calls."""
     pairs = [
         (first, math.nan if outcome.value is None else outcome.value)
         for first, outcome in zip(repeat.first, repeat.again, strict=True)
@@ -105,7 +105,7 @@ def _is_same(first: float, again: float) -> bool:
 
 
 def _describe_values(values: ValueRange) -> str | None:
-    """Whether all completions of the step got the same."""
+    """Return a sentence if all completions of the step got the same reward."""
     if values.number < 2 or not _is_same(values.low, values.high):
         return None
     return (
@@ -114,7 +114,7 @@ def _describe_values(values: ValueRange) -> str | None:
 
 
 def _step_seconds(repeat: Repeat, num_samples: int, num_parallel: int) -> float:
-    """What a step's calls take, as so many at once take; calls that were late make it a lower bound."""
+    """Estimate the seconds of a step's calls; a lower bound if some calls exceeded the time."""
     rounds = math.ceil(len(repeat.again) / num_parallel)
     return repeat.seconds / max(rounds, 1) * math.ceil(num_samples / num_parallel)
 

@@ -1,4 +1,4 @@
-"""Calls the reward functions on a batch, and keeps a failure to the sample that it befell."""
+"""Calls the reward functions on a batch, and limits the effect of a failure to its own sample."""
 
 import logging
 import os
@@ -30,8 +30,8 @@ CHECK_SECONDS = 1.5
 """In which reference answers are graded, after the first of them."""
 
 
-class _Begun(NamedTuple):
-    """A trajectory whose calls have been begun.
+class _Submitted(NamedTuple):
+    """A trajectory whose reward calls have been submitted.
 
     Attributes:
         turns: the trajectory's, by which it is known again in a batch.
@@ -43,7 +43,7 @@ class _Begun(NamedTuple):
 
 
 class RewardRunner:
-    """Runs reward functions: sync ones in worker processes, async ones on the event loop of one, all with a timeout.
+    """Runs reward functions with timeouts: sync ones in worker processes, async ones on an event loop in one.
 
     Functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in this process instead, in threads
     and on a loop: nothing protects it from them, which is logged. Processes start with the first calls. :meth:`begin`
@@ -95,16 +95,16 @@ class RewardRunner:
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: RewardPool | None = None  # when there are calls
-        self._begun: dict[int, _Begun] = {}  # by the turns' id()
+        self._submitted: dict[int, _Submitted] = {}  # by the turns' id()
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: the functions, and no processes or calls."""
-        return self.__dict__ | {"_opened": None, "_begun": {}}
+        """Return the state of a copy: the functions, without processes and calls."""
+        return self.__dict__ | {"_opened": None, "_submitted": {}}
 
     def check(self, columns: Sequence[str], source: str) -> None:
-        """Refuse a prompt set that lacks a column which a function cannot do without."""
+        """Raise a ConfigError if a prompt set lacks a column that a reward function requires."""
         for function in self.functions:
             function.check(columns, source)
 
@@ -120,7 +120,7 @@ class RewardRunner:
         return sorted(read.difference(GIVEN))
 
     def check_answers(self, prompts: "Sequence[Prompt]", where: Callable[[int], str]) -> None:
-        """Grade reference answers against themselves, by each function that is marked as a checker of answers.
+        """Grade reference answers as completions, by each function that is an answer checker.
 
         At most 2,000 prompts of the set, and as many of them as :data:`CHECK_SECONDS` allow.
 
@@ -146,7 +146,7 @@ class RewardRunner:
 
     @contextmanager
     def counting(self, failures: FailureCount) -> Iterator[None]:
-        """Within, count the failures of every :meth:`score` in ``failures``, with those that it has."""
+        """While the context is open, count the failures of every :meth:`score` call in ``failures`` together."""
         before, self._failures = self._failures, failures
         try:
             yield
@@ -154,7 +154,7 @@ class RewardRunner:
             self._failures = before
 
     def begin(self, trajectories: "Sequence[Trajectory]") -> None:
-        """Start to score trajectories and return at once; the next :meth:`score` waits for those it is asked for.
+        """Submit the reward calls of trajectories and return at once; the next :meth:`score` call waits for them.
 
         The others are forgotten then. Sync functions that run in this process wait for :meth:`score` themselves: they
         would take the interpreter from the thread that collects completions.
@@ -165,10 +165,10 @@ class RewardRunner:
         elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
         for trajectory in trajectories:
             outcomes = {f: self._submit(f, trajectory) for f in elsewhere}
-            self._begun[id(trajectory.turns)] = _Begun(trajectory.turns, outcomes)
+            self._submitted[id(trajectory.turns)] = _Submitted(trajectory.turns, outcomes)
 
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
-        """Call every function on every trajectory, unless that was begun already.
+        """Score every trajectory by every function; calls that were submitted before are not repeated.
 
         Raises:
             RewardError: too many samples have failed; at once, without waiting for the others.
@@ -178,12 +178,12 @@ class RewardRunner:
         self.sources.report_changes()
         calls: dict[Future[Outcome], tuple[int, int]] = {}  # function and trajectory
         for place, trajectory in enumerate(trajectories):
-            begun = self._begun.pop(id(trajectory.turns), None)
+            begun = self._submitted.pop(id(trajectory.turns), None)
             outcomes = begun.outcomes if begun is not None else {}
             for function in range(len(self.functions)):
                 outcome = outcomes.get(function) or self._submit(function, trajectory)
                 calls[outcome] = (function, place)
-        self._cancel_begun()
+        self._cancel_submitted()
         failures = self._failures or FailureCount(len(trajectories), self.max_failed_share)
         tally = Tally(self.functions, len(trajectories), failures, self._reported)
         try:
@@ -201,7 +201,7 @@ class RewardRunner:
         deadline: float,
         everywhere: Mapping[str, ValueRange] | None = None,
     ) -> None:
-        """Ask each function once more about a few trajectories, and warn of what is wrong with its results.
+        """Score a few trajectories again by each function, and warn of what is wrong with the results.
 
         That takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`: functions are asked one after another,
         each for its share of that, and what is late is cancelled. Sync functions behind one that was late, whose calls
@@ -234,7 +234,7 @@ class RewardRunner:
     def _ask_again(
         self, function: int, trajectories: "Sequence[Trajectory]", timeout: float
     ) -> tuple[list[Outcome | None], float]:
-        """Return the outcomes of further calls, None of those that were late and are cancelled; and the seconds."""
+        """Repeat some calls; returns their outcomes, None for those cancelled after a time limit, and the seconds."""
         begun = perf_counter()
         calls = [self._submit(function, trajectory) for trajectory in trajectories]
         done, late = wait(calls, timeout=timeout)
@@ -244,17 +244,17 @@ class RewardRunner:
         return [call.result() if call in done and call.exception() is None else None for call in calls], seconds
 
     def close(self) -> None:
-        """End the worker processes, and drop what was begun; later calls start them again."""
-        self._cancel_begun()
+        """End the worker processes, and cancel submitted calls; later calls start new processes."""
+        self._cancel_submitted()
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
-    def _cancel_begun(self) -> None:
-        for begun in self._begun.values():
+    def _cancel_submitted(self) -> None:
+        for begun in self._submitted.values():
             for outcome in begun.outcomes.values():
                 outcome.cancel()
-        self._begun.clear()
+        self._submitted.clear()
 
     @property
     def _pool(self) -> RewardPool:
@@ -267,7 +267,7 @@ class RewardRunner:
         return self._pool.submit(function, arguments)
 
     def _run_for(self, function: int, calls: Sequence[dict[str, Any]], seconds: float) -> dict[int, Outcome]:
-        """Return the outcomes, by the calls' places, that come within some seconds after the first."""
+        """Run calls, and return those outcomes, by call index, that arrive within ``seconds`` of the first."""
         outcomes = {self._pool.submit(function, arguments): place for place, arguments in enumerate(calls)}
         wait(outcomes, return_when=FIRST_COMPLETED)
         done, _ = wait(outcomes, timeout=seconds)

@@ -1,4 +1,4 @@
-"""The source that reward functions had when the run began, which every process of the run executes.
+"""Keeps the source that reward functions had at the start of the run, so that all its processes execute the same.
 
 A worker that is started later than others, or in place of one that was killed, would import what the files say by then;
 so would an import inside of a function. So the source of a function's module, and of the modules beside it that it
@@ -29,7 +29,7 @@ IMPORT_FUNCTIONS = ("import_module", "__import__")
 
 
 class ModuleSource(NamedTuple):
-    """A module as it was when the run began.
+    """The source of a module at the start of the run.
 
     Attributes:
         name: dotted.
@@ -45,7 +45,7 @@ class ModuleSource(NamedTuple):
 
 
 class KeptSources:
-    """The source of reward functions, and of the modules of the user's that these import anywhere in their code.
+    """The source of the reward functions' modules, and of all the user's modules that these import.
 
     Args:
         names: of the functions' modules, which this process has imported; ``__main__`` is left out, as nothing imports
@@ -72,14 +72,14 @@ class KeptSources:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of it, in hexadecimal digits; of nothing, an empty text."""
+        """SHA-256 of all kept sources, in hexadecimal; an empty text if there are none."""
         found = hashlib.sha256()
         for name, module in sorted(self.modules.items()):
             found.update(f"{name}\0{len(module.source)}\0".encode() + module.source)
         return found.hexdigest() if self.modules else ""
 
     def report_changes(self) -> None:
-        """Log, once for each file, that it is not what the run began with."""
+        """Log each file whose content has changed since the start of the run, once."""
         for module in self.modules.values():
             path = Path(module.path)
             if module.path not in self._reported and path.is_file() and path.read_bytes() != module.source:
@@ -92,13 +92,13 @@ class KeptSources:
 
 
 class KeptFinder:
-    """Finds kept modules before any file is looked for."""
+    """Import hook that finds the kept modules before any file is searched."""
 
     def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
         self.modules = modules
 
     def remove(self) -> None:
-        """Let this process import the files again."""
+        """Remove the hook, so that this process imports the files again."""
         sys.meta_path.remove(self)
         for module in self.modules.values():
             linecache.cache.pop(module.path, None)
@@ -117,7 +117,7 @@ class KeptFinder:
 
 
 class _KeptLoader(SourceFileLoader):
-    """Loads a kept module, without a look at its file or at bytecode of it."""
+    """Loads a module from its kept source, without reading its file or bytecode."""
 
     def __init__(self, module: ModuleSource) -> None:
         super().__init__(module.name, module.path)
@@ -128,12 +128,12 @@ class _KeptLoader(SourceFileLoader):
         return self.module.source if path == self.module.path else super().get_data(path)
 
     def path_stats(self, path: str) -> Mapping[str, float]:
-        """See SourceFileLoader: without any, no bytecode is read or written."""
+        """See SourceFileLoader: returns nothing, so that no bytecode is read or written."""
         raise OSError(f"{path} may have changed")
 
 
 def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
-    """Let this process import these modules from what was kept of them."""
+    """Have this process import these modules from their kept source."""
     finder = KeptFinder(modules)
     sys.meta_path.insert(0, finder)
     for module in modules.values():  # for tracebacks
@@ -143,18 +143,18 @@ def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
 
 
 def is_own_module(name: str) -> bool:
-    """Whether this process has imported a module of that name which is the user's."""
+    """Return whether this process has imported a module of that name, and the module is the user's."""
     spec = _imported_spec(name)
     return spec is not None and _is_own(spec)
 
 
 def _imported_spec(name: str) -> ModuleSpec | None:
-    """Where this process has imported a module from; None if it has not, or for one that was made."""
+    """Return the spec of a module that this process has imported; None if it has not, or it has no spec."""
     return getattr(sys.modules.get(name), "__spec__", None)
 
 
 def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
-    """Where a module is, without importing anything."""
+    """Return the spec of a module, without importing anything."""
     if name in sys.modules:
         return _imported_spec(name)
     if "." not in name:
@@ -172,7 +172,7 @@ def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
 
 
 def _is_own(spec: ModuleSpec) -> bool:
-    """Whether it is a source file that belongs neither to Python, nor to an installed package, nor to rlightning."""
+    """Return whether a spec is of a source file outside of Python, installed packages and rlightning."""
     if not isinstance(spec.loader, SourceFileLoader) or spec.origin is None or not Path(spec.origin).is_file():
         return False
     path = Path(spec.origin)
@@ -187,7 +187,7 @@ def _read(spec: ModuleSpec) -> ModuleSource:
 
 
 def _imports(module: ModuleSource) -> Iterator[str]:
-    """The names that a module imports, at its top or in a function; some are of no module."""
+    """Yield the names that a module imports, at its top or inside functions; some may not be modules."""
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     try:
         nodes = list(ast.walk(ast.parse(module.source)))
@@ -205,7 +205,7 @@ def _imports(module: ModuleSource) -> Iterator[str]:
 
 
 def _resolve(name: str, package: str) -> str:
-    """An absolute name for one that may be relative; an empty one where that is beyond the top package."""
+    """Convert a relative name to an absolute one; empty if it is beyond the top package."""
     try:
         return importlib.util.resolve_name(name, package)
     except (ImportError, ValueError):

@@ -1,4 +1,4 @@
-"""Reward functions that change something between their calls, found in their source.
+"""Detects, from source, reward functions that change state between their calls.
 
 Worker processes have a copy each of a module's variables and of an object. What a call changes in one of them is
 unknown to the others and lost when the process is replaced, so that rewards depend on which worker scores a sample.
@@ -30,14 +30,14 @@ MAX_FUNCTIONS = 50
 
 
 class _Source(NamedTuple):
-    """A function, or a method with the class of its first argument (or that class itself)."""
+    """A function, or a method with the class that it is called on."""
 
     function: Any
     owner: type | None
 
 
 def find_state(function: object) -> str | None:
-    """Return what a reward function, or what it calls in the user's modules, changes, such as "self.count".
+    """Return a state that a reward function, or a function called by it, changes, such as "self.count".
 
     Source that cannot be read, and changes that have no usual form, are not found.
     """
@@ -61,7 +61,7 @@ def find_state(function: object) -> str | None:
 
 
 def _source_of(function: object) -> _Source:
-    """The function of a function, a method or a callable object."""
+    """Return the plain function behind a function, method or callable object."""
     method = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
     if isinstance(function, BuiltinMethodType | MethodType | MethodWrapperType):
         bound: object = function.__self__
@@ -72,12 +72,12 @@ def _source_of(function: object) -> _Source:
 
 
 def _unbound(method: object) -> object:
-    """The function of a method; all else as it is."""
+    """Return the function of a bound method; anything else unchanged."""
     return method.__func__ if inspect.ismethod(method) else method
 
 
 def _parse(function: object) -> ast.FunctionDef | None:
-    """The source of a function of Python's; a wrapper's own, not of what it wraps."""
+    """Return the syntax tree of a Python function; of a wrapper its own, not the wrapped function's."""
     if not isinstance(function, FunctionType):
         return None
     try:
@@ -88,7 +88,7 @@ def _parse(function: object) -> ast.FunctionDef | None:
 
 
 def _changes(tree: ast.FunctionDef, source: _Source) -> Iterator[str]:
-    """What the function assigns to, deletes or changes by a call, and does not own."""
+    """Yield the expressions that a function changes and that are not local to it."""
     own = _own_names(tree, source.function)
     if source.owner is not None:
         own -= {arg.arg for arg in tree.args.args[:1]}  # self
@@ -116,7 +116,7 @@ def _changed_by_call(node: ast.Call, source: _Source) -> ast.expr | None:
 
 
 def _own_names(tree: ast.FunctionDef, function: FunctionType) -> set[str]:
-    """The names that are bound inside of the function: arguments, variables, imports, functions."""
+    """Return the names that are local to the function: arguments, variables, imports, inner functions."""
     stored: set[str] = set()
     arguments: set[str] = set()
     outer: set[str] = set()
@@ -137,13 +137,13 @@ def _own_names(tree: ast.FunctionDef, function: FunctionType) -> set[str]:
 
 
 def _shared_defaults(function: FunctionType) -> set[str]:
-    """The parameters whose default is an object that calls may change, such as a list."""
+    """Return the parameters with a mutable default, which all calls share."""
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     return {p.name for p in parameters if not (p.default is p.empty or isinstance(p.default, CONSTANTS))}
 
 
 def _root(node: ast.expr) -> str | None:
-    """The name that an expression of attributes, items and :data:`GIVING_THROUGH` begins with."""
+    """Return the variable at the start of an expression of attributes, items and :data:`GIVING_THROUGH`; else None."""
     while True:
         if isinstance(node, ast.Attribute | ast.Subscript):
             node = node.value
@@ -154,7 +154,7 @@ def _root(node: ast.expr) -> str | None:
 
 
 def _called(tree: ast.FunctionDef, source: _Source) -> Iterator[_Source]:
-    """The functions of the user's modules, and methods of their objects and of the same one, that are called."""
+    """Yield those functions and methods that a function calls and that belong to the user's modules."""
     receiver = tree.args.args[0].arg if source.owner is not None and tree.args.args else None
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -173,7 +173,7 @@ def _called(tree: ast.FunctionDef, source: _Source) -> Iterator[_Source]:
 
 
 def _look_up(node: ast.expr, source: _Source) -> object:
-    """What a name of the module's, or of a module in it, stands for; None if it is none."""
+    """Return the global object that a name or dotted name in a function stands for; None if there is none."""
     if isinstance(node, ast.Name):
         return source.function.__globals__.get(node.id)
     found = _look_up(node.value, source) if isinstance(node, ast.Attribute) else None
@@ -181,6 +181,6 @@ def _look_up(node: ast.expr, source: _Source) -> object:
 
 
 def _is_of_user(function: object, source: _Source) -> bool:
-    """Whether a function is of the same module as ``source``, or of another one of the user's."""
+    """Return whether a function is defined in the module of ``source``, or in another one of the user's."""
     name = module_name(function)
     return bool(name) and (name == source.function.__module__ or is_own_module(name))

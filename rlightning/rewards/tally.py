@@ -1,4 +1,4 @@
-"""From the outcomes of calls to scores, and how many samples may fail on the way."""
+"""Converts the outcomes of reward calls to scores, and limits how many samples may fail."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ whose norm sums squares in float32: above some 1e18 it is infinite and the step 
 
 
 class RewardScores(NamedTuple):
-    """What the reward functions returned for ``N`` samples.
+    """The rewards and scores of ``N`` samples.
 
     Attributes:
         rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
@@ -34,7 +34,7 @@ class RewardScores(NamedTuple):
 
 
 class FailureCount:
-    """Counts the samples without a reward among those that belong together: of a step, or of a validation set.
+    """Counts the samples without a reward, over a step or over a validation set.
 
     Args:
         num_samples: how many there are at least, over all ranks.
@@ -54,7 +54,7 @@ class FailureCount:
         self._first: tuple[str, str] | None = None
 
     def add(self, name: str, sample: int, error: str) -> None:
-        """Count a failure.
+        """Count the failure of a sample.
 
         Raises:
             RewardError: it is one too many, even if no other rank has any.
@@ -67,7 +67,7 @@ class FailureCount:
         self.check(self.num_failed, max(self.num_samples, self.num_scored), at_least="at least ")
 
     def check(self, num_failed: int, num_samples: int, *, at_least: str = "") -> None:
-        """Raise a RewardError if that many failures, of all ranks, are too many.
+        """Raise a RewardError if the failures of all ranks together exceed the limit.
 
         Args:
             at_least: stands before the number where others may have failed too.
@@ -79,7 +79,7 @@ class FailureCount:
 
 
 class Tally:
-    """The outcomes of one batch.
+    """Collects the outcomes of one batch.
 
     Args:
         functions: that score it.
@@ -100,14 +100,14 @@ class Tally:
         failures.num_scored += num_samples
 
     def add(self, function: int, sample: int, outcome: Outcome) -> None:
-        """Record the outcome of a function's call on a sample; a RewardError when that is one failure too many."""
+        """Record the outcome of a function for a sample; raises a RewardError if there are too many failures."""
         if outcome.error is None:
             self.values[function][sample] = outcome.value
         else:
             self._fail(sample, self.functions[function].name, outcome.error)
 
     def total(self) -> RewardScores:
-        """Return the scores, when every call has been added."""
+        """Return the scores; called when every outcome has been added."""
         import torch
 
         for sample in range(self.num_samples):
@@ -127,7 +127,7 @@ class Tally:
         return RewardScores(rewards, components, len(self.failed))
 
     def _weighted_sum(self, sample: int) -> float:
-        """The sum over the functions that apply, in float64: float32 would round equal totals of other parts apart."""
+        """Return the weighted sum of a sample's scores in float64; float32 would round equal sums differently."""
         pairs = zip(self.functions, self.values, strict=True)
         return sum((function.weight * (values[sample] or 0.0) for function, values in pairs), 0.0)
 
@@ -141,7 +141,7 @@ class Tally:
 
 
 def fail_too_large(rewards: "Tensor") -> "Tensor":
-    """Return rewards [N] with NaN, which is a failure, in place of those beyond :data:`MAX_REWARD`.
+    """Replace rewards [N] beyond :data:`MAX_REWARD` by NaN, which counts as a failure.
 
     For what an override of ``compute_rewards`` returns: :class:`Tally` has checked its own.
     """

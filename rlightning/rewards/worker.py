@@ -1,4 +1,4 @@
-"""The process that reward functions run in: sync ones one by one, async ones together on one event loop.
+"""The worker process of reward functions: sync ones run one by one, async ones concurrently on an event loop.
 
 Light, as each worker starts with it: the standard library and msgpack only.
 """
@@ -27,19 +27,19 @@ T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
-    """What a call gave: a finite value, None ("does not apply"), or the text of an error, ending with its traceback."""
+    """The result of a call: a finite value, None ("does not apply"), or an error text that ends with its traceback."""
 
     value: float | None
     error: str | None = None
 
     @classmethod
     def failed(cls, error: str) -> "Outcome":
-        """Return the outcome of a call that failed; the text is cut to a length that can be logged."""
+        """Return the outcome of a failed call; long error texts are cut."""
         return cls(None, cut(error))
 
 
 class Function(NamedTuple):
-    """A reward function where it runs.
+    """A reward function as its process calls it.
 
     Attributes:
         function: to call; an :class:`Outcome` is that of each call, as the function could not be imported.
@@ -53,7 +53,7 @@ class Function(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What a worker process starts from.
+    """The message with which a worker process is started.
 
     Attributes:
         functions: pickled, each with its timeout in seconds; None where a function does not run in this process.
@@ -91,7 +91,7 @@ def to_number(value: object) -> float | None:
 
 
 def failure(error: BaseException, skip: int = 1) -> Outcome:
-    """Return the outcome of a call that raised; ``skip`` frames of ours come before the function's own."""
+    """Return the outcome of a call that raised; the first ``skip`` frames are rlightning's and left out."""
     frames: TracebackType | None = error.__traceback__
     for _ in range(skip):
         frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
@@ -99,7 +99,7 @@ def failure(error: BaseException, skip: int = 1) -> Outcome:
 
 
 def run_call(function: Callable[..., Any] | Outcome, arguments: dict[str, Any]) -> Outcome:
-    """Call the function; whatever it raises, SystemExit included, becomes an outcome."""
+    """Call a function; any exception, SystemExit included, becomes a failed outcome."""
     if isinstance(function, Outcome):
         return function
     try:
@@ -109,7 +109,7 @@ def run_call(function: Callable[..., Any] | Outcome, arguments: dict[str, Any]) 
 
 
 class RewardWorker:
-    """Runs the calls of this process.
+    """Runs the calls that this process receives.
 
     The event loop does not run while a sync function does: that may run one of its own.
 
@@ -162,7 +162,7 @@ class RewardWorker:
         return await done
 
     def _run_job(self) -> None:
-        """Run the next job while the loop stands still; its result leaves when the loop goes on."""
+        """Run the next sync call, while the event loop stands still; its result is sent when the loop goes on."""
         job, done = self._loop.run_until_complete(self._jobs.get())
         if done.cancelled():
             return
@@ -187,7 +187,7 @@ class RewardWorker:
 
 
 def _import(pickled: bytes) -> Callable[..., Any] | Outcome:
-    """Return the function, or the outcome that each of its calls has where it cannot be imported here."""
+    """Unpickle a function; if that fails, return the failed outcome that all its calls get."""
     try:
         function: Callable[..., Any] = pickle.loads(pickled)
         return function

@@ -77,5 +77,5 @@ def test_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
     table = read_rows(write_rows(tmp_path / "a.jsonl", [{"prompt": "p", "heats": 1.0, "limit": 1}]))
     with pytest.raises(ConfigError, match=r"a\.jsonl' has no column 'heat'\. Did you mean 'heats'\?"):
         build_prompts(table, make_tokenizer(), FORMAT)
-    others = FORMAT.without_missing(table.columns)
+    others = FORMAT.without_absent_columns(table.columns)
     assert (others.temperature_column, others.max_new_tokens_column) == (None, "limit")

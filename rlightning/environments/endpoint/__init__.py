@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in the trainer's process: what agents sample through it is recorded as it was sampled."""
+"""An OpenAI-compatible server in the trainer's process, which records what agents sample from the policy through it."""
 
 from rlightning.environments.endpoint.server import Endpoint
 from rlightning.environments.endpoint.session import Session

@@ -1,4 +1,4 @@
-"""Where clients reach a server of this host."""
+"""The address at which clients reach a server on this host."""
 
 import contextlib
 import ipaddress
@@ -10,7 +10,7 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 def find_address(host: str) -> str:
-    """Return where clients reach a server that listens at ``host``.
+    """Return the address at which clients reach a server that listens on ``host``.
 
     Returns:
         The host itself, unless it stands for all addresses, such as 0.0.0.0: then the one by which this host reaches

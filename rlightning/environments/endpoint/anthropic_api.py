@@ -1,4 +1,4 @@
-"""Anthropic's messages, as chats: ``/v1/messages``."""
+"""The route ``/v1/messages`` of Anthropic's API, converted to and from chats."""
 
 import json
 import secrets
@@ -8,7 +8,7 @@ from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import read_tools
-from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
+from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
 from rlightning.environments.messages import AssistantMessage, Message
@@ -32,7 +32,7 @@ async def create_message(session: Session, body: Mapping[str, Any], emit: Emit) 
         )
     renamed.pop("thinking", None)
     refuse_choices(body)
-    asked = read_asked(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
+    asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("messages"):
         messages = list(_read_messages(body))
     with reading("tools"):
@@ -42,7 +42,7 @@ async def create_message(session: Session, body: Mapping[str, Any], emit: Emit) 
 
 
 def _read_messages(body: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield the chat's messages."""
+    """Yield the messages of the chat in a request."""
     if body.get("system"):
         yield {"role": "system", "content": body["system"]}
     messages = body.get("messages")
@@ -95,7 +95,7 @@ def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
 
 
 def _write_content(message: AssistantMessage) -> Iterator[dict[str, Any]]:
-    """Yield the blocks of a turn."""
+    """Yield the content blocks of a turn."""
     if message.reasoning:
         yield {"type": "thinking", "thinking": message.reasoning, "signature": ""}
     if message.content:
@@ -109,7 +109,7 @@ def _event(kind: str, **fields: object) -> Event:
 
 
 class MessageWriter(BlockWriter):
-    """Writes a message, whole or as a stream; calls come in one part each."""
+    """Writes a response of Anthropic's API, whole or as a stream; a stream has each tool call in one event."""
 
     def __init__(self, stops: list[str], model: str) -> None:
         super().__init__()

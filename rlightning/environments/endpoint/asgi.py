@@ -1,4 +1,4 @@
-"""Requests and answers of HTTP, as ASGI has them."""
+"""HTTP requests and responses, in ASGI's form."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -15,11 +15,11 @@ GONE = 499
 
 
 class ClientGoneError(Exception):
-    """The client has gone away in the middle of its request."""
+    """The client has closed its connection in the middle of its request."""
 
 
 class Request:
-    """A request.
+    """An HTTP request.
 
     Attributes:
         path: without a query, and slashes at its end.
@@ -33,7 +33,7 @@ class Request:
         self._receive = receive
 
     async def read_json(self, max_bytes: int) -> Mapping[str, Any]:
-        """Return the body, a JSON object.
+        """Return the body parsed as a JSON object.
 
         Raises:
             APIError: it is none, or longer than ``max_bytes``.
@@ -57,19 +57,19 @@ class Request:
         return body
 
     async def wait_until_gone(self) -> None:
-        """Return when the client has gone away; the body must have been read."""
+        """Return when the client has closed its connection; the body must have been read before."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
 
 async def send_json(send: Send, body: object, status: int = 200, headers: Mapping[bytes, bytes] | None = None) -> None:
-    """Send an answer."""
+    """Send a response with a JSON body."""
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     await send_text(send, text, status, {b"content-type": b"application/json", **(headers or {})})
 
 
 async def send_text(send: Send, text: bytes, status: int, headers: Mapping[bytes, bytes]) -> None:
-    """Send an answer as it is."""
+    """Send a response with a text as its body, unchanged."""
     named = [*headers.items(), (b"content-length", b"%d" % len(text))]
     await send({"type": "http.response.start", "status": status, "headers": named})
     await send({"type": "http.response.body", "body": text})

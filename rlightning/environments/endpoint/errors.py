@@ -1,4 +1,4 @@
-"""The errors that a client of the endpoint gets, in the shape of the API that it speaks."""
+"""The errors that the endpoint returns to clients, in the form of the API that the client uses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,26 +18,26 @@ TYPES = {
 
 
 class APIError(Exception):
-    """A request that is not served; nothing of it reaches the trajectory."""
+    """A request is refused; it leaves the trajectory unchanged."""
 
     def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
 
     def to_openai(self) -> dict[str, Any]:
-        """Return OpenAI's form of it."""
+        """Return the error's body in OpenAI's form."""
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def to_anthropic(self) -> dict[str, Any]:
-        """Return Anthropic's form of it."""
+        """Return the error's body in Anthropic's form."""
         kind = "request_too_large" if self.status == 413 else TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise an APIError for a part of a request that is not of the API's form, or that the chat template refuses."""
+    """Raise an APIError for a malformed part of a request, or one that the chat template refuses."""
     try:
         yield
     except ConfigError as error:

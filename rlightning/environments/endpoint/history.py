@@ -1,4 +1,4 @@
-"""Finds what a session has seen already in the messages that a client sends, and says why where it has not."""
+"""Finds the longest recorded history that a client's messages continue, and the reason if they continue none."""
 
 import json
 import re
@@ -17,7 +17,7 @@ SYSTEM = ("system", "developer")
 
 
 class Known(NamedTuple):
-    """A message, in the form in which it is compared: without what clients change without meaning to.
+    """A normalised message: without the differences that clients introduce unintentionally.
 
     Attributes:
         role: of it; a developer's is the system's.
@@ -32,16 +32,16 @@ class Known(NamedTuple):
     reasoning: str
 
     def matches(self, recorded: "Known") -> bool:
-        """Return whether a client's message is the recorded one."""
+        """Return whether this message of a client's equals a recorded one."""
         return self[:3] == recorded[:3] and self.reasoning in ("", recorded.reasoning)
 
-    def without_thought(self) -> "Known":
-        """Return it without reasoning, in its text either."""
+    def without_reasoning(self) -> "Known":
+        """Return the message without its reasoning, also where that stands in its text."""
         return self._replace(text=THOUGHT.sub("", self.text, count=1).strip(), reasoning="")
 
 
 class Past(NamedTuple):
-    """A conversation up to a turn of the policy's.
+    """A recorded conversation that ends with a turn of the policy's.
 
     Attributes:
         tools: that it had, as JSON.
@@ -55,7 +55,7 @@ class Past(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a session has seen of a conversation.
+    """The recorded conversation that a client's messages continue, if any.
 
     Attributes:
         past: that it goes on from; None: it has to be rendered anew.
@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 
 class Histories:
-    """The conversations of one session."""
+    """The recorded conversations of one session."""
 
     def __init__(self) -> None:
         self._pasts: list[Past] = []
@@ -77,7 +77,7 @@ class Histories:
         """Hashes of all conversations that were to be continued: whole ones would take far more memory."""
 
     def find(self, messages: Sequence[Known], tools: str) -> Found:
-        """Find the longest recorded conversation that one goes on from."""
+        """Find the longest recorded conversation that a client's messages continue."""
         own = tuple(messages)
         key = hash((tools, own))
         is_repeated = key in self._asked
@@ -87,21 +87,21 @@ class Histories:
             past = max(fitting, key=lambda one: (len(one.messages), one.turn.end == len(one.turn.branch.token_ids)))
             num_new = len(own) - len(past.messages)
             if num_new and all(message.role != "assistant" for message in own[-num_new:]):
-                return Found(past, num_new, "sampled_again" if is_repeated else self._find_other_end(own, past))
+                return Found(past, num_new, "sampled_again" if is_repeated else self._find_fork_reason(own, past))
         known = {message[:3] for past in self._pasts for message in past.messages}
         num_new = next((i for i, message in enumerate(reversed(own)) if message[:3] in known), len(own))
         return Found(None, num_new, "sampled_again" if is_repeated else self._find_reason(own, tools))
 
     def add(self, messages: Sequence[Known], tools: str, turn: RecordedTurn, received: Known) -> None:
-        """Remember a turn of the policy's.
+        """Record a conversation that a turn of the policy's has just ended.
 
         Args:
             received: its message, as the client gets it.
         """
         self._pasts.append(Past(tools, (*messages, received), turn))
 
-    def _find_other_end(self, own: tuple[Known, ...], past: Past) -> BranchReason:
-        """Return how a conversation differs from those that went on from the same past; a branch begins if any did."""
+    def _find_fork_reason(self, own: tuple[Known, ...], past: Past) -> BranchReason:
+        """Return why a branch begins: how a conversation differs from others that continue the same recorded one."""
         others = [one.messages for one in self._pasts if len(one.messages) > len(past.messages)]
         others = [messages for messages in others if _begins(messages, past.messages)]
         return describe_difference(own, find_closest(own, others)) if others else "sampled_again"
@@ -110,10 +110,10 @@ class Histories:
         if not self._pasts:
             return "started_over"
         talk = _without_system(own)
-        thoughtless = tuple(message.without_thought() for message in talk)
+        thoughtless = tuple(message.without_reasoning() for message in talk)
         for past in self._pasts:
             known = _without_system(past.messages)
-            if not _begins(thoughtless, tuple(message.without_thought() for message in known)):
+            if not _begins(thoughtless, tuple(message.without_reasoning() for message in known)):
                 continue
             if past.tools != tools:
                 return "tools_changed"
@@ -127,13 +127,13 @@ class Histories:
 
 
 def find_closest(own: Sequence[Known], pasts: Sequence[Sequence[Known]]) -> Sequence[Known]:
-    """Return the past with which a conversation shares the longest beginning, and of these the most messages."""
+    """Return the recorded conversation with the longest prefix in common; of equal ones, the most messages."""
     keys = {message[:3] for message in own}
     return max(pasts, key=lambda past: (_count_shared(own, past), sum(one[:3] in keys for one in past)))
 
 
 def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchReason:
-    """Return how a conversation departs from a past.
+    """Return the reason of a new branch: how a client's conversation ``own`` differs from a recorded one.
 
     Args:
         past: those of the past, which the conversation does not simply go on from.
@@ -159,7 +159,7 @@ def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchRe
 
 
 def read_known(message: Mapping[str, Any]) -> Known:
-    """Return a message, cleaned by :func:`clean`, in the form in which it is compared."""
+    """Normalise a message that :func:`clean` has cleaned, so that it can be compared."""
     calls = [
         {"name": call["function"].get("name"), "arguments": _read_arguments(call["function"].get("arguments"))}
         for call in message.get("tool_calls", ())
@@ -195,7 +195,7 @@ def clean(messages: object) -> list[Message]:
 
 
 def to_json(value: object) -> str:
-    """Return a value in the one form in which it is compared; whole numbers as JavaScript writes them, 1 for 1.0."""
+    """Return a value as JSON in a canonical form, for comparisons; whole numbers are written as 1, never as 1.0."""
     return json.dumps(_with_whole_numbers(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -208,7 +208,7 @@ def _with_whole_numbers(value: object) -> object:
 
 
 def received_message(message: AssistantMessage) -> Known:
-    """Return the policy's message, as the client gets it, in the form in which it is compared."""
+    """Return the policy's message, as the client receives it, in normalised form."""
     return read_known(message.to_message())
 
 
@@ -253,7 +253,7 @@ def _read_parts(content: object, where: str) -> Iterator[str]:
 
 
 def _read_arguments(arguments: object) -> object:
-    """Return what the arguments of a call say; a text that is no JSON stays one."""
+    """Parse the arguments of a tool call; a text that is not JSON stays a text."""
     if isinstance(arguments, str):
         try:
             return json.loads(arguments or "{}")

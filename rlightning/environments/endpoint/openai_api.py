@@ -1,4 +1,4 @@
-"""OpenAI's routes: chats, completions, and vLLM's own route for tokens."""
+"""OpenAI's routes for chats and completions, and vLLM's route for tokens."""
 
 import secrets
 import time
@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
-from rlightning.environments.endpoint.parameters import Asked, read_asked
+from rlightning.environments.endpoint.parameters import RequestParameters, read_parameters
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, Emit, Event, EventWriter, Reply, answer
 from rlightning.environments.recorder import RecordedTurn
@@ -21,20 +21,20 @@ DONE = (None, "[DONE]")
 async def complete_chat(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/chat/completions``."""
     others = ("messages", "tools", "tool_choice")
-    asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=others)
+    asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=others)
     sample = partial(session.chat, asked, body.get("messages"), read_tools(body, session.ignored))
     return await answer(ChatWriter(session, asked), emit if asked.stream else None, sample)
 
 
 async def complete_text(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
     """Answer ``/v1/completions``."""
-    asked = read_asked(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
+    asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
     sample = partial(session.complete, asked, _read_prompt(body.get("prompt")))
     return await answer(TextWriter(session, asked), emit if asked.stream else None, sample)
 
 
 async def generate_tokens(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
-    """Answer ``/inference/v1/generate``: vLLM's route, with tokens named ``token_id:<id>`` as renderers reads them."""
+    """Answer ``/inference/v1/generate``: vLLM's route, with tokens named ``token_id:<id>`` as renderers parses them."""
     unknown = [name for name in body if name not in ("token_ids", "sampling_params", "model", "stream", "cache_salt")]
     if unknown:
         raise APIError(f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter")
@@ -43,7 +43,7 @@ async def generate_tokens(session: Session, body: Mapping[str, Any], emit: Emit)
     parameters = body.get("sampling_params") or {}
     if not isinstance(parameters, Mapping):
         raise APIError("sampling_params has to be an object.", param="sampling_params")
-    asked = read_asked(parameters, session.policy.sampling, ignored=session.ignored)
+    asked = read_parameters(parameters, session.policy.sampling, ignored=session.ignored)
     answers = await session.complete(asked, _read_tokens(body.get("token_ids"), "token_ids"))
     choices = [
         {
@@ -70,7 +70,7 @@ def list_models(session: Session) -> dict[str, Any]:
 
 
 def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
-    """Return the tools of a request; with the choice "none" the policy reads them, and its calls are text."""
+    """Return the tools of a request; with the tool choice "none" the policy is shown them, and its calls stay text."""
     choice = None if "tool_choice" in ignored else body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise APIError(
@@ -86,7 +86,7 @@ def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
 
 
 def count_usage(answers: Answers) -> dict[str, int]:
-    """Return the tokens of a request: the prompt's, and those of all choices."""
+    """Return a request's usage: the tokens of its prompt, and of all its choices."""
     sampled = sum(len(turn.sample.token_ids) for turn in answers.turns)
     num_prompt = answers.num_prompt_tokens
     return {"prompt_tokens": num_prompt, "completion_tokens": sampled, "total_tokens": num_prompt + sampled}
@@ -98,13 +98,13 @@ def _is_function(tool: object) -> bool:
 
 
 class CompletionWriter(EventWriter):
-    """Writes a completion."""
+    """Writes the response of a completion request."""
 
     id_prefix: str
     kind: str
     chunk_kind: str
 
-    def __init__(self, session: Session, asked: Asked) -> None:
+    def __init__(self, session: Session, asked: RequestParameters) -> None:
         super().__init__()
         self._session, self._asked = session, asked
         name = f"{self.id_prefix}-{secrets.token_hex(12)}"
@@ -112,11 +112,11 @@ class CompletionWriter(EventWriter):
 
     @abstractmethod
     def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
-        """Return a whole choice."""
+        """Return one choice in full."""
 
     @abstractmethod
     def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
-        """Yield the last chunks of a choice."""
+        """Yield the last chunks of a choice's stream."""
 
     def write(self, answers: Answers) -> dict[str, Any]:
         """See :class:`EventWriter`."""
@@ -140,7 +140,7 @@ class CompletionWriter(EventWriter):
 
 
 class ChatWriter(CompletionWriter):
-    """Of a chat: calls come in one chunk each, and log-probabilities with the last one."""
+    """Writes the response of a chat request: each tool call in one chunk, log-probabilities with the last chunk."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -173,7 +173,7 @@ class ChatWriter(CompletionWriter):
 
 
 class TextWriter(CompletionWriter):
-    """Of a text."""
+    """Writes the response of a text completion request."""
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 

@@ -1,4 +1,4 @@
-"""How a request wants to be sampled. What cannot be honoured is refused with an error that names it."""
+"""The sampling parameters of a request. One that is not supported is refused with an error that names it."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -47,13 +47,13 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):
-    """How an answer is streamed."""
+    """The field ``stream_options`` of a request."""
 
     include_usage: bool | None = None
 
 
-class Asked(BaseModel):
-    """What a request asks for, beside its history; the names are OpenAI's."""
+class RequestParameters(BaseModel):
+    """The parameters of a request beside its messages, by OpenAI's names."""
 
     model: str | None = None
     temperature: float | None = None
@@ -70,12 +70,12 @@ class Asked(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """Strings that end a turn, and are no part of what the client gets."""
+        """Stop strings, which end a turn and are removed from the text that the client receives."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def json_schema(self) -> str | None:
-        """JSON of the schema that the answer follows; None for a text."""
+        """The JSON schema that the completion has to follow; None for free text."""
         given = self.response_format or {"type": "text"}
         if given == {"type": "text"}:
             return None
@@ -90,14 +90,14 @@ class Asked(BaseModel):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
+        """Whether the response includes log-probabilities."""
         return self.logprobs is not False
 
 
-def read_asked(
+def read_parameters(
     body: Mapping[str, Any], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
-) -> Asked:
-    """Return what a request asks for.
+) -> RequestParameters:
+    """Parse the parameters of a request.
 
     Args:
         ignored: parameters that are passed over, whatever they say.
@@ -110,7 +110,7 @@ def read_asked(
     neutral = {**NEUTRAL, "top_p": (sampling.top_p,), "min_p": (sampling.min_p,)}
     neutral["top_k"] = (sampling.top_k,) if sampling.top_k else (0, -1)
     for name, value in given.items():
-        if name in Asked.model_fields or name in others or name in WITHOUT_EFFECT:
+        if name in RequestParameters.model_fields or name in others or name in WITHOUT_EFFECT:
             continue
         if name not in neutral:
             raise APIError(f"Unknown parameter: '{name}'. {_way_out(name)}", param=name, code="unknown_parameter")
@@ -119,9 +119,9 @@ def read_asked(
             raise APIError(
                 f"{name}={cut_value(value)} {rule}. {_way_out(name)}", param=name, code="unsupported_parameter"
             )
-    values = {name: value for name, value in given.items() if name in Asked.model_fields}
+    values = {name: value for name, value in given.items() if name in RequestParameters.model_fields}
     try:
-        return Asked.model_validate(values, strict=True)
+        return RequestParameters.model_validate(values, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or str(part) in values)
@@ -129,13 +129,13 @@ def read_asked(
 
 
 def refuse_choices(body: Mapping[str, Any]) -> None:
-    """Raise an APIError for ``n`` in an API that gives one answer."""
+    """Raise an APIError for the parameter ``n``, in an API whose responses have one choice."""
     if "n" in body:
         raise APIError("Unknown parameter: 'n'.", param="n", code="unknown_parameter")
 
 
-def to_sampling(asked: Asked, own: Sampling, stream: int, temperature: float | None) -> Sampling:
-    """Return how a request is sampled.
+def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperature: float | None) -> Sampling:
+    """Convert the parameters of a request to a :class:`Sampling`.
 
     Args:
         own: the run's, in this trajectory.

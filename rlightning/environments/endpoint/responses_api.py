@@ -1,4 +1,4 @@
-"""OpenAI's responses, as chats: ``/v1/responses``."""
+"""The route ``/v1/responses`` of OpenAI's API, converted to and from chats."""
 
 import secrets
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import count_usage, read_tools
-from rlightning.environments.endpoint.parameters import read_asked, refuse_choices
+from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
 from rlightning.environments.messages import Message
@@ -31,7 +31,7 @@ async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Repl
     refuse_choices(body)
     if "text" in renamed and "text" not in session.ignored:
         renamed[RESPONSE_FORMAT] = _read_format(renamed.pop("text"))
-    asked = read_asked(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
+    asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("input"):
         messages = [*_read_earlier(session, body), *_read_input(body.get("input"))]
     with reading("tools"):
@@ -49,7 +49,7 @@ async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Repl
 
 
 def _read_format(text: object) -> dict[str, Any]:
-    """Return the parameter ``text`` as chat completions have it."""
+    """Convert the parameter ``text`` to the parameter ``response_format`` of chat completions."""
     given = text["format"] if isinstance(text, Mapping) and set(text) == {"format"} else None
     if not isinstance(given, Mapping):
         raise APIError(f"text={cut_value(text)} is not supported, other than text.format.", param="text")
@@ -64,7 +64,7 @@ def _read_earlier(session: Session, body: Mapping[str, Any]) -> list[Message]:
 
 
 def _read_input(given: object) -> list[Message]:
-    """Return the chat's messages; what the policy wrote in one turn comes in several items."""
+    """Return the messages of the chat; items that the policy wrote in one turn are joined to one message."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise APIError(f"input={cut_value(given)} has to be a text or a list of items.", param="input")
@@ -106,7 +106,7 @@ def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
 
 
 class _Ids(dict[str, str]):
-    """Of the parts of a response, by kind, each made when it is needed first."""
+    """The ids of the parts of a response, by kind; each is made at its first access."""
 
     def __missing__(self, kind: str) -> str:
         self[kind] = _make_id(kind)
@@ -114,7 +114,7 @@ class _Ids(dict[str, str]):
 
 
 class ResponseWriter(BlockWriter):
-    """Writes a response, whole or as a stream; calls come in one part each.
+    """Writes a response of the Responses API, whole or as a stream, in which each tool call is one part.
 
     Attributes:
         ids: of the response ("resp") and its parts.

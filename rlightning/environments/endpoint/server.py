@@ -1,4 +1,4 @@
-"""The endpoint's server: it authenticates clients, bounds what they send, and answers them on one event loop."""
+"""The endpoint's server: it authenticates clients, limits the size of requests, and answers them on one event loop."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Endpoint:
-    """An OpenAI-compatible server, and Anthropic's messages, on the event loop that starts it.
+    """A server of OpenAI's and Anthropic's APIs, on the event loop that starts it.
 
     Each trajectory has a session with a key of its own, and what its requests sample is recorded in it.
 
@@ -97,11 +97,11 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where agents reach it, without a path; only after :meth:`start`."""
+        """The URL of the server, without a path; available after :meth:`start`."""
         return self._url
 
     async def start(self) -> None:
-        """Listen, unless it does already.
+        """Start to listen, unless the server listens already.
 
         Raises:
             ConfigError: it cannot listen there, or no HTTP server is installed.
@@ -148,7 +148,7 @@ class Endpoint:
         return listener
 
     async def close(self) -> None:
-        """End it, and what is under way. May be called twice."""
+        """Stop the server and cancel its requests. May be called twice."""
         serving, self._serving = self._serving, None
         if serving is None:
             return
@@ -162,7 +162,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def open(self, policy: Policy) -> AsyncIterator[Session]:
-        """Serve a trajectory's session until the context ends.
+        """Serve the session of one trajectory until the context exits.
 
         Raises:
             LimitReachedError: what used the session failed by the answer that a sequence had no more room.
@@ -188,13 +188,13 @@ class Endpoint:
             raise session.failure.result()
 
     def share_key(self) -> SharedKey:
-        """Return a new key, under which requests say by a header which of its sessions they are of."""
+        """Return a new key that several sessions share; a header of each request names the session."""
         shared = SharedKey()
         self._shared_keys[shared.id] = shared
         return shared
 
     async def _serve(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a request; the application of ASGI."""
+        """Answer a request; the ASGI application."""
         request = Request(scope, receive)
         is_reading = request.method in ("GET", "HEAD") and request.path == MODELS
         route = ROUTES.get(request.path) if request.method == "POST" else None
@@ -232,7 +232,7 @@ class Endpoint:
         return session
 
     async def _run(self, route: Route, session: Session, body: Mapping[str, Any], request: Request, send: Send) -> None:
-        """Send what a route answers."""
+        """Run a route, and send its response or its stream."""
         if session.failure.done():
             raise APIError("The session has failed; its trajectory is over.", 500)
         if len(session.requests) >= self.max_requests:
@@ -252,7 +252,7 @@ class Endpoint:
 
 
 class RouteWork:
-    """A route at work on a request, which ends if the client goes away.
+    """A running route, which is cancelled if the client disconnects.
 
     Attributes:
         is_abandoned: whether the client has gone before the end.
@@ -270,7 +270,7 @@ class RouteWork:
             one.add_done_callback(lambda _: self._events.put_nowait(None))
 
     async def next_event(self) -> Event | None:
-        """Return the next event of a stream; None when there are no more."""
+        """Return the next event of the route's stream; None after the last one."""
         event = await self._events.get()
         if self._gone.done() and not self._work.done():
             self.is_abandoned = True
@@ -280,7 +280,7 @@ class RouteWork:
         return event
 
     def result(self) -> Reply:
-        """Return the route's reply, after the last event.
+        """Return the route's reply; called after the last event.
 
         Raises:
             APIError: it has failed.
@@ -292,13 +292,13 @@ class RouteWork:
         return self._work.result()
 
     def end(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the running route."""
         self._gone.cancel()
         self._work.cancel()
 
 
 async def send_events(send: Send, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
-    """Send the events of a stream as they come, all of them or until the client has gone."""
+    """Send the events of a stream as they come, until the last one or until the client disconnects."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     event: Event | None = first
@@ -317,7 +317,7 @@ def _error_event(error: APIError, path: str) -> Event:
 
 
 async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
-    """Call a route; what fails, other than by the request itself, ends the session."""
+    """Call a route; an error that the request itself has not caused fails the session."""
     try:
         return await route(session, body, emit)
     except LimitReachedError as error:

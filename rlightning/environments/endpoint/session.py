@@ -1,4 +1,4 @@
-"""One trajectory's use of the endpoint: what its requests sample, and what of it they have seen."""
+"""The session of one trajectory at the endpoint: it samples the turns that clients request, and records them."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, received_message, to_json
-from rlightning.environments.endpoint.parameters import Asked, to_sampling
+from rlightning.environments.endpoint.parameters import RequestParameters, to_sampling
 from rlightning.environments.endpoint.streaming import Answers, TurnStream
 from rlightning.environments.environment import LimitReachedError
 from rlightning.environments.messages import AssistantMessage, Message
@@ -29,7 +29,7 @@ MAX_BEGINNINGS = 256
 
 
 class ToolUse(NamedTuple):
-    """The tools of a request.
+    """The tools of a request, and how the policy may use them.
 
     Attributes:
         schemas: that the policy reads; None for no tools.
@@ -41,7 +41,7 @@ class ToolUse(NamedTuple):
 
 
 class Session:
-    """Serves one trajectory.
+    """Answers the requests of one trajectory.
 
     Args:
         keeps_reasoning: whether the policy goes on reading its earlier reasoning, whatever the chat template does.
@@ -79,23 +79,23 @@ class Session:
 
     @property
     def has_reached_limit(self) -> bool:
-        """Whether turns have been sampled, and the last request had no more room."""
+        """Whether the session has sampled turns, and its last request had no room for another one."""
         return self.policy.has_reached_limit and bool(self.policy.recorder.branches)
 
     def fail(self, error: Exception) -> None:
-        """End the session: nothing of it can become a reward."""
+        """End the session with an error: its trajectory gets no reward."""
         if not self.failure.done():
             self.failure.set_result(error)
 
     def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the session's running requests."""
         for request in self.requests:
             request.cancel()
 
     async def chat(
-        self, asked: Asked, messages: object, tool_use: ToolUse, stream: TurnStream | None = None
+        self, asked: RequestParameters, messages: object, tool_use: ToolUse, stream: TurnStream | None = None
     ) -> Answers:
-        """Answer a conversation.
+        """Sample the policy's next turn of a conversation.
 
         Args:
             stream: gets the turns as they are sampled, and is left to be ended; None: it comes whole.
@@ -121,8 +121,10 @@ class Session:
             self._histories.add(known, tools_key, turn, received_message(turn.message))
         return answers
 
-    async def complete(self, asked: Asked, prompt: str | list[int], stream: TurnStream | None = None) -> Answers:
-        """Continue a text, or tokens. A text that begins with an earlier one goes on from its tokens."""
+    async def complete(
+        self, asked: RequestParameters, prompt: str | list[int], stream: TurnStream | None = None
+    ) -> Answers:
+        """Continue a text or tokens. A text that extends an earlier one reuses the tokens of that one."""
         with reading("prompt"):
             history = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         if not history:
@@ -155,7 +157,7 @@ class Session:
 
     async def _sample(
         self,
-        asked: Asked,
+        asked: RequestParameters,
         history: list[int],
         read: Callable[[Sample], AssistantMessage],
         begin: Callable[[], PartialMessage | None],
@@ -164,7 +166,7 @@ class Session:
         reason: BranchReason | None = None,
         observations: Sequence[Message] = (),
     ) -> Answers:
-        """Sample the turns of a request.
+        """Sample the turns that a request asks for.
 
         Args:
             history: [L] token ids that the policy reads.
@@ -209,7 +211,7 @@ class Session:
     def _without_dropped_reasoning(
         self, found: Found, messages: list[Message], tools: Sequence[Message] | None
     ) -> Found:
-        """Return what was found, but for a past whose reasoning the chat template leaves out by now."""
+        """Return ``found`` without its recorded conversation if the chat template has dropped reasoning of that."""
         if self._keeps_reasoning or found.past is None:
             return found
         thoughts = [message.reasoning for message in found.past.messages if message.reasoning]
@@ -238,7 +240,7 @@ class Session:
     def _read(
         self, sample: Sample, history: list[int], tools: Sequence[Message] | None, stops: Sequence[str], number: int
     ) -> AssistantMessage:
-        """Return a turn as the client gets it: calls that cannot be read are text, and stop strings are left out."""
+        """Parse a turn as the client receives it: malformed tool calls stay text, stop strings are removed."""
         parse = self.policy.chat_format.parse
         message = parse(sample.token_ids, tools, prompt_ids=history, turn=number)
         if message.errors:
@@ -249,7 +251,7 @@ class Session:
 def render_beginning(
     chat_format: ChatFormat, messages: Sequence[Message], tools: Sequence[Message] | None
 ) -> "array[int]":
-    """Return the tokens of a conversation that a trajectory begins with, which others of its group have rendered."""
+    """Return the tokens of a trajectory's first conversation, from a cache that the trajectories of a group share."""
     beginnings, conversation = chat_format.beginnings, json.dumps([messages, tools])
     found = beginnings.pop(conversation, None)
     beginnings[conversation] = array("q", chat_format.render(messages, tools)) if found is None else found
@@ -259,7 +261,7 @@ def render_beginning(
 
 
 def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:
-    """Raise an APIError if turns cannot be sampled by a schema, or must not be."""
+    """Raise an APIError if the sampler cannot sample by a schema, or the endpoint does not allow it."""
     if RESPONSE_FORMAT in allowed and policy.follows_schemas:
         return
     reason = ": what samples from the policy has no structured output. vLLM's engine has."
@@ -274,11 +276,11 @@ def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) ->
 
 
 def name_model(policy: RecordedPolicy) -> str:
-    """Return what the policy is called in requests."""
+    """Return the name that API requests use for the policy."""
     name = policy.chat_format.tokenizer.name_or_path or "policy"
     return Path(name).name if Path(name).is_dir() else name
 
 
 def cut_at_stops(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first of the strings that end it."""
+    """Cut a text at the first stop string."""
     return text[: min((place for place in map(text.find, stops) if place >= 0), default=len(text))]

@@ -1,4 +1,4 @@
-"""A key that the sessions of many trajectories have in common, for a client that keeps one connection for all."""
+"""One API key for the sessions of many trajectories, for a client that uses one connection for all of them."""
 
 import asyncio
 import hmac
@@ -14,7 +14,7 @@ WAIT_SECONDS = 10.0
 
 
 class SharedKey:
-    """A key, and its sessions by the names that requests give in a header.
+    """An API key, and the sessions that use it, by the names that a header of each request gives.
 
     Attributes:
         id: public part of the key.
@@ -28,21 +28,21 @@ class SharedKey:
         self._added = asyncio.Event()
 
     def is_given(self, key: str) -> bool:
-        """Return whether a client's key is this one, in constant time."""
+        """Return whether a client sent this key; compared in constant time."""
         return hmac.compare_digest(self.key.encode(), key.encode())
 
     def add(self, name: str, session: Session) -> None:
-        """Answer requests that name this session."""
+        """Register a session under a name."""
         self._sessions[name] = session
         self._added.set()
         self._added = asyncio.Event()
 
     def remove(self, name: str) -> None:
-        """Answer them no more."""
+        """Deregister the session of that name."""
         self._sessions.pop(name, None)
 
     async def find(self, headers: Mapping[str, str]) -> Session | None:
-        """Return the session that a request names; any one, for a request that names none, which only reads."""
+        """Return the session that a request names; any session for a request without a name, which only reads."""
         name = headers.get(HEADER)
         try:
             async with asyncio.timeout(WAIT_SECONDS):

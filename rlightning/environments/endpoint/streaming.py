@@ -1,4 +1,4 @@
-"""Answers in parts: the events of a stream, as the turns of a request are sampled."""
+"""Streamed responses: events that are sent while the turns of a request are sampled."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -17,7 +17,7 @@ Reply = dict[str, Any] | None
 
 
 class Answers(NamedTuple):
-    """What a request is answered with.
+    """The turns that a request is answered with.
 
     Attributes:
         turns: one a choice; their messages are as the client gets them.
@@ -29,36 +29,36 @@ class Answers(NamedTuple):
 
 
 class EventWriter(ABC):
-    """Writes the answer to one request in the form of an API, whole or as a stream. Texts begin where a turn does."""
+    """Writes the response to one request in an API's form, whole or as a stream, whose texts are cumulative."""
 
     def __init__(self) -> None:
         self._num_written: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
     @abstractmethod
     def write(self, answers: Answers) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole response."""
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
-        """Return what comes before all else."""
+        """Return the first events of a stream, before any of a choice."""
         return ()
 
     @abstractmethod
     def add(self, choice: int, reasoning: str, content: str) -> Iterable[Event]:
-        """Return what comes as soon as so much of a choice is certain."""
+        """Return the events for the text of a choice that later tokens cannot change any more."""
 
     @abstractmethod
     def end(self, answers: Answers) -> Iterable[Event]:
-        """Return what comes when all choices are whole."""
+        """Return the last events, when all choices are whole."""
 
     def _take_new(self, choice: int, reasoning: str, content: str) -> tuple[str, str]:
-        """Return the parts of a choice's texts that have not been written yet."""
+        """Return those parts of a choice's texts that have not been written yet, and mark them as written."""
         num_reasoning, num_content = self._num_written[choice]
         self._num_written[choice] = len(reasoning), len(content)
         return reasoning[num_reasoning:], content[num_content:]
 
 
 class TurnStream:
-    """Emits the events of one request's stream, the first with the first token, so that errors may come before."""
+    """Emits the events of one streamed response, from the first token on: an error before that has its own status."""
 
     def __init__(self, writer: EventWriter, emit: Emit) -> None:
         self._writer, self._emit = writer, emit
@@ -67,7 +67,7 @@ class TurnStream:
         self._has_begun = False
 
     def expect(self, messages: Sequence[PartialMessage | None], num_prompt_tokens: int) -> None:
-        """Take in what is about to be sampled.
+        """Prepare for the turns that are about to be sampled.
 
         Args:
             messages: one a choice; None for one that is read only when it is whole.
@@ -75,20 +75,20 @@ class TurnStream:
         self._messages, self._num_prompt_tokens = messages, num_prompt_tokens
 
     def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens of a choice."""
+        """Add the next tokens of a choice, and emit their events."""
         self._begin()
         message = self._messages[number]
         if message is not None and message.add(token_ids):
             self._emit_all(self._writer.add(number, message.reasoning, message.content))
 
     def finish(self, message: AssistantMessage) -> AssistantMessage:
-        """Return the next choice's whole message as the client gets it, which has read a part of it."""
+        """Return the next choice's whole message, consistent with what the client has already received of it."""
         partial = self._messages[self._num_finished]
         self._num_finished += 1
         return message if partial is None else partial.finish(message)
 
     def end(self, answers: Answers) -> None:
-        """Emit the rest."""
+        """Emit the remaining events."""
         self._begin()
         self._emit_all(self._writer.end(answers))
 
@@ -105,7 +105,7 @@ class TurnStream:
 async def answer(
     writer: EventWriter, emit: Emit | None, sample: Callable[[TurnStream | None], Awaitable[Answers]]
 ) -> Reply:
-    """Answer a request: as a stream, whose events go to ``emit``, or whole without it.
+    """Answer a request: as a stream of events that are passed to ``emit``, or whole if ``emit`` is None.
 
     Args:
         sample: samples the turns; the stream, if any, takes their tokens.
@@ -119,7 +119,7 @@ async def answer(
 
 
 class BlockWriter(EventWriter):
-    """Writes a stream whose turn comes in blocks one after the other: reasoning, text, calls."""
+    """Writes a stream in which a turn is a sequence of blocks: reasoning, text, tool calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,15 +129,15 @@ class BlockWriter(EventWriter):
 
     @abstractmethod
     def _begin_block(self, kind: str) -> Iterable[Event]:
-        """Return what opens a block of reasoning or content, number ``_num_blocks``."""
+        """Return the events that open block number ``_num_blocks``, of reasoning or content."""
 
     @abstractmethod
     def _extend_block(self, kind: str, text: str) -> Iterable[Event]:
-        """Return what adds text to it."""
+        """Return the events that append a text to the open block."""
 
     @abstractmethod
     def _end_block(self, kind: str, text: str) -> Iterable[Event]:
-        """Return what closes it; the text is all of it."""
+        """Return the events that close a block, whose whole text is ``text``."""
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
         """See :class:`EventWriter`."""
@@ -149,7 +149,7 @@ class BlockWriter(EventWriter):
                 yield from self._extend_block(kind, text)
 
     def _switch(self, kind: str | None) -> Iterator[Event]:
-        """Close the block that is open, and open another; None: none."""
+        """Close the open block, and open one of another kind; None opens no other."""
         if kind == self._open:
             return
         if self._open is not None:

@@ -1,4 +1,4 @@
-"""Task sets, harnesses and environments of the package verifiers, unchanged, in an interpreter of their own.
+"""Task sets, harnesses and environments of the package verifiers, unchanged, in a separate interpreter.
 
 The launcher is imported in that interpreter, where nothing of the trainer is installed.
 """
@@ -12,7 +12,7 @@ __all__ = ["Verifiers"]
 
 
 def __getattr__(name: str) -> object:
-    """Import what the trainer's process alone uses when it is asked for."""
+    """Import a name of this package that only the trainer's process uses, when it is first accessed."""
     if name == "Verifiers":
         from rlightning.environments.verifiers.environment import Verifiers
 

@@ -1,4 +1,4 @@
-"""An environment that runs a task set of the package verifiers, in whose interpreter it stays."""
+"""An environment that runs a task set of the package verifiers in a separate interpreter."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ COLUMN = "task"
 
 
 class _Servers(NamedTuple):
-    """The servers of an event loop."""
+    """The server processes of one event loop."""
 
     loop: asyncio.AbstractEventLoop
     servers: list[EnvironmentServer]
@@ -51,7 +51,7 @@ class _Servers(NamedTuple):
 
 
 class Verifiers(Environment):
-    """Runs a task set of verifiers 0.4, unchanged, in processes of an interpreter of its own.
+    """Runs a task set of verifiers 0.4, unchanged, in processes of a separate interpreter.
 
     Each episode is a trajectory. What the policy sampled is recorded here, as it was sampled; rewards, errors and
     metrics come from verifiers. Agents that verifiers does not call trainable are sampled from the policy as well, and
@@ -133,7 +133,7 @@ class Verifiers(Environment):
         self._deaths = RestartPolicy(MAX_DEATHS)
 
     async def check(self) -> None:
-        """Start a server, and list its tasks.
+        """Start a server, and have it list its tasks.
 
         Raises:
             ConfigError: the interpreter, the task set or the agents cannot be used.
@@ -206,7 +206,7 @@ class Verifiers(Environment):
         policy: RecordedPolicy,
         parts: dict[str, RecordedPolicy],
     ) -> Episode:
-        """Run a task to its end; ``parts`` gets the policy of each trace, by the trace's id."""
+        """Run an episode of a task; stores the policy of each of its traces in ``parts``, by the trace's id."""
         assembly = EpisodeAssembly()
         async with AsyncExitStack() as opened:
             events = await opened.enter_async_context(server.running(self._make_request(prompt, policy)))
@@ -256,7 +256,7 @@ class Verifiers(Environment):
         return self._tasks[named]
 
     def _read(self, episode: Episode, policy: RecordedPolicy, parts: Mapping[str, RecordedPolicy]) -> Outcome:
-        """Return what an episode is worth; the policy gets the traces that are trained.
+        """Return the outcome of an episode; its trained traces are recorded in ``policy``.
 
         Raises:
             ValueError: what verifiers says of the tokens or the rewards cannot be.
@@ -305,7 +305,7 @@ class Verifiers(Environment):
         return self._servers
 
     async def _start(self, server: EnvironmentServer) -> None:
-        """Start a server unless it runs."""
+        """Start a server unless it is running."""
         async with server.starting() as is_needed:
             if not is_needed:
                 return
@@ -346,13 +346,13 @@ def check_verifiers(python: str) -> None:
 
 
 def _is_cut(part: RecordedPolicy) -> bool:
-    """Whether the last turn of a trace was cut."""
+    """Return whether a limit on tokens cut the last turn of a trace."""
     samples = [turn.sample for turn in part.recorder.turns if turn.sample is not None]
     return part.has_reached_limit or bool(samples and samples[-1].is_truncated)
 
 
 def _to_agent_traces(trained: Sequence[tuple[Trace, list[int]]], default: float) -> list[AgentTrace]:
-    """Return traces with their rewards, or ``default`` where the episode gives one none, and their turns."""
+    """Convert traces to agent traces with turns and rewards; ``default`` is the reward of one that has none."""
     rewards = [trace.sum_rewards() for trace, _ in trained]
     return [
         AgentTrace(trace.agent.name, default if reward is None else reward, turns)
@@ -361,7 +361,7 @@ def _to_agent_traces(trained: Sequence[tuple[Trace, list[int]]], default: float)
 
 
 def _collect_metrics(episode: Episode) -> dict[str, float]:
-    """Return the numbers of an episode: those of several agents by their names, and what each was rewarded with."""
+    """Return the metrics and rewards of an episode; those of several agents have the agent's name as prefix."""
     found: dict[str, float] = {}
     is_single = len(episode.traces) == 1
     for trace in episode.traces:

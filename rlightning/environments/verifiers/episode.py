@@ -1,4 +1,4 @@
-"""What verifiers sends of an episode: its traces piece by piece, and in the end its head."""
+"""The messages that verifiers' server sends of an episode: pieces of its traces, and at the end its summary."""
 
 import math
 from array import array
@@ -25,7 +25,7 @@ class Failure(BaseModel):
 
     @property
     def is_overflow(self) -> bool:
-        """Whether a history had no room, which is the policy's doing."""
+        """Whether the error says that a history exceeded the model's context."""
         return self.status_code in (400, 413) and any(words in self.message for words in OVERFLOW)
 
     def __str__(self) -> str:
@@ -46,8 +46,8 @@ class Node(BaseModel):
         """Tokens that the policy sampled."""
         return [token for token, mine in zip(self.token_ids, self.mask, strict=True) if mine]
 
-    def is_of(self, turn: Turn) -> bool:
-        """Return whether it is a turn of the policy's as it was sampled."""
+    def matches_turn(self, turn: Turn) -> bool:
+        """Return whether this message has exactly the tokens and log-probabilities of a recorded turn."""
         sample = turn.sample
         if sample is None or self.sampled_ids != list(sample.token_ids):
             return False
@@ -55,7 +55,7 @@ class Node(BaseModel):
 
 
 class Call(BaseModel):
-    """A request to the policy."""
+    """A request of an agent to the policy."""
 
     node: int | None = None
     finish_reason: str | None = None
@@ -63,21 +63,21 @@ class Call(BaseModel):
 
 
 class Reward(BaseModel):
-    """One of a trace's rewards."""
+    """One reward of a trace, with its weight."""
 
     score: float
     weight: float = 1.0
 
 
 class Agent(BaseModel):
-    """Whose trace it is."""
+    """The agent that a trace belongs to."""
 
     name: str
     trainable: bool = True
 
 
 class Trace(BaseModel):
-    """What one agent did in an episode."""
+    """The messages, requests and rewards of one agent in an episode."""
 
     id: str
     agent: Agent
@@ -91,12 +91,12 @@ class Trace(BaseModel):
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ended where a history had no room."""
+        """Whether the trace ended because its history exceeded the model's context."""
         error = self.calls[-1].error if self.calls else None
         return error is not None and error.is_overflow
 
     def find_failure(self) -> str | None:
-        """Return what broke in it; None if nothing did. Verifiers calls some such traces ok, with a reward of 0."""
+        """Return the first error of the trace, even if verifiers calls the trace ok; None without any."""
         called = [call.error for call in self.calls if call.error is not None and not call.error.is_overflow]
         for error in (*self.errors, *called):
             return str(error)
@@ -110,7 +110,7 @@ class Trace(BaseModel):
         return None
 
     def sum_rewards(self) -> float | None:
-        """Return the weighted sum of its rewards; None if it has none.
+        """Return the weighted sum of the trace's rewards; None if it has none.
 
         Raises:
             ValueError: a reward is not finite.
@@ -121,7 +121,7 @@ class Trace(BaseModel):
         return sum(given) if given else None
 
     def match(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Return the trace's messages after the prompt, with the samples that the policy's came from.
+        """Return the trace's messages after the prompt, those of the policy with the samples that they came from.
 
         Args:
             turns: of the policy's, as recorded.
@@ -141,7 +141,7 @@ class Trace(BaseModel):
                 matched += [Turn(node.message)] if matched else []  # else it is of the prompt
                 continue
             for _ in range(asked.count(number) if node.sampled_ids else 0):
-                found = next((turn for turn in left if node.is_of(turn)), None)
+                found = next((turn for turn in left if node.matches_turn(turn)), None)
                 if found is None:
                     raise ValueError(
                         f"a turn of '{self.agent.name}' has {len(node.sampled_ids)} tokens not sampled for it"
@@ -163,11 +163,11 @@ class Episode(BaseModel):
 
     @property
     def has_timed_out(self) -> bool:
-        """Whether a deadline of verifiers' has passed, of which it says that all is well."""
+        """Whether a deadline of verifiers' has passed, in which case verifiers reports no error."""
         return self.is_timeout or any(trace.is_timeout for trace in self.traces)
 
     def find_failure(self) -> str | None:
-        """Return what broke in it; None if nothing did."""
+        """Return the first error of the episode; None without any."""
         for error in self.errors:
             return str(error)
         for trace in self.traces:
@@ -178,13 +178,13 @@ class Episode(BaseModel):
 
 
 class EpisodeAssembly:
-    """Puts an episode together from what the server sends."""
+    """Assembles an episode from the messages of the server."""
 
     def __init__(self) -> None:
         self._traces: dict[str, dict[str, Any]] = {}
 
     def apply(self, delta: Mapping[str, Any]) -> bool:
-        """Add a piece; returns whether a trace begins with it."""
+        """Add a message of the server; returns whether it begins a trace."""
         name = delta["trace"]
         if delta.get("discard"):
             self._traces.pop(name, None)
@@ -197,7 +197,7 @@ class EpisodeAssembly:
         return is_new
 
     def finish(self, reply: Mapping[str, Any]) -> Episode:
-        """Return the episode.
+        """Return the assembled episode.
 
         Raises:
             ValueError: the server has refused it, or a piece is missing.

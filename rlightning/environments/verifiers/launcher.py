@@ -1,4 +1,4 @@
-"""Starts verifiers' environment server, in verifiers' interpreter, and lists the tasks of its task set.
+"""Starts verifiers' environment server in verifiers' interpreter, and lists the tasks of its task set.
 
 The trainer sends the settings through a socket, a JSON object in a line, and gets one back: ``roles`` and ``tasks``, or
 ``error``. The server itself listens at the address in the settings.
@@ -22,30 +22,30 @@ GRACE = 10.0
 
 
 class Announcement:
-    """Stands for the queue that the server reports its address to, which the trainer knows: it waits for this."""
+    """Takes the place of the queue to which the server reports its address, and tells the trainer instead."""
 
     def __init__(self, trainer: socket.socket, found: dict[str, Any]) -> None:
         self.trainer, self.found, self.is_made = trainer, found, False
 
     def put(self, address: object) -> None:
-        """Tell the trainer that the server listens."""
+        """Tell the trainer that the server listens; the trainer has chosen the address."""
         self.tell(self.found)
 
     def tell(self, found: dict[str, Any]) -> None:
-        """Tell the trainer something, once."""
+        """Send the trainer a message, once."""
         if not self.is_made:
             self.is_made = True
             self.trainer.sendall(json.dumps(found).encode() + b"\n")
 
 
 class Lifeline:
-    """Stands for the pipe whose end tells the server that its parent is gone."""
+    """Takes the place of the pipe by which the server detects its parent's exit; waits for the trainer's instead."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def recv(self) -> None:
-        """Return when the trainer is gone; what does not end then by itself is killed."""
+        """Return when the trainer has exited; the server is killed if it does not end by itself then."""
         while os.read(self.descriptor, 1):
             pass
         timer = threading.Timer(GRACE, lambda: os.killpg(0, signal.SIGKILL))
@@ -54,7 +54,7 @@ class Lifeline:
 
 
 def main() -> None:
-    """Serve, until the trainer ends or sends SIGTERM."""
+    """Serve until the trainer exits or sends SIGTERM."""
     trainer, lifeline = socket.socket(fileno=int(sys.argv[-2])), int(sys.argv[-1])
     with trainer.makefile("r") as lines:
         settings = json.loads(lines.readline())
@@ -81,7 +81,7 @@ def serve(config: dict[str, Any], address: str, announcement: Announcement, life
 
 
 def run_here(config: dict[str, Any]) -> list[str]:
-    """Have each role run as a process of this host, unless the configuration says where; returns the roles' names.
+    """Have each agent's harness run as a process of this host unless configured otherwise; returns the roles' names.
 
     Verifiers' own default is a remote service.
     """

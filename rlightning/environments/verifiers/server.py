@@ -1,4 +1,4 @@
-"""One of verifiers' environment servers: a process in verifiers' interpreter, and a client of it.
+"""A server process of verifiers' environment, in verifiers' interpreter, and its client.
 
 A server runs tasks when it is told to; it neither lists them, nor says that it hangs, nor answers once it has ended. So
 it is started by a launcher that lists them, and is watched here.
@@ -39,15 +39,15 @@ Event = tuple[str, Mapping[str, Any]] | Exception
 
 
 class ServerEndedError(Exception):
-    """A server has ended, or was ended because it hung."""
+    """A server has exited, or was killed because it hung."""
 
 
 class ServersClosedError(ServerEndedError):
-    """The environment is being closed: what its server did is not done again."""
+    """The environment is being closed: the trajectories of its server are not requeued."""
 
 
 class Launch(NamedTuple):
-    """How a server is started.
+    """The arguments that a server is started with.
 
     Attributes:
         python: its interpreter.
@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What a server says when it listens.
+    """The first message of a server, sent when it listens.
 
     Attributes:
         roles: the agents of its environment.
@@ -77,7 +77,7 @@ class Announcement(NamedTuple):
 
 
 class EnvironmentServer:
-    """A server that can be started again after its end.
+    """A server process that can be restarted after it has exited.
 
     Attributes:
         runs: under way, by name: the events of each.
@@ -100,17 +100,17 @@ class EnvironmentServer:
 
     @property
     def pid(self) -> int | None:
-        """Of its process."""
+        """The process id of the server; None while it is not running."""
         return None if self._process is None else self._process.pid
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[bool]:
-        """Hold the lock on starting the server; yields whether it has to be started."""
+        """Hold the lock for starting the server; yields whether it has to be started."""
         async with self._starting:
             yield not self.is_up
 
     async def start(self, num_tasks: int = 0) -> Announcement:
-        """Start it.
+        """Start the server process.
 
         Raises:
             ConfigError: it does not start.
@@ -150,7 +150,7 @@ class EnvironmentServer:
         return announced
 
     async def close(self) -> None:
-        """End it, and what it runs."""
+        """End the server and the processes that it started."""
         self.is_up = False
         for task in self._tasks:
             task.cancel()
@@ -166,7 +166,7 @@ class EnvironmentServer:
 
     @asynccontextmanager
     async def running(self, request: Mapping[str, Any]) -> AsyncIterator["asyncio.Queue[Event]"]:
-        """Run a task, and cancel it if the context ends before the reply; yields what the server says of it."""
+        """Run a task, and yield the server's messages; cancel the task if the context exits before the reply."""
         name = secrets.token_hex(8)
         events = self.runs[name] = asyncio.Queue()
         try:
@@ -217,7 +217,7 @@ class EnvironmentServer:
             events.put_nowait((kind.decode(), msgpack.unpackb(data, strict_map_key=False)))
 
     async def _watch(self, process: ManagedProcess, heartbeat: Heartbeat, receiving: "asyncio.Task[None]") -> None:
-        """Tell all runs when the server ends; end it when it hangs."""
+        """Fail all running tasks when the server exits; kill it when it hangs."""
         num_polls, every = 0, round(intervals.HEARTBEAT_INTERVAL / intervals.POLL_INTERVAL)
         while process.exit_code is None and not receiving.done() and heartbeat.tick() < self.launch.hang_timeout:
             if num_polls % every == 0:

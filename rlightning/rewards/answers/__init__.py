@@ -1,4 +1,4 @@
-"""Answers of mathematical tasks: where they stand, what they are, and when two are the same."""
+"""Answers of mathematical tasks: how they are found in a text, parsed, and compared."""
 
 from rlightning.rewards.answers.equality import answers_equal
 from rlightning.rewards.answers.kinds import Answer, Text

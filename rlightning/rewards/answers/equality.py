@@ -1,4 +1,4 @@
-"""When two answers are the same."""
+"""Decides whether two parsed answers are equal."""
 
 import re
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from rlightning.rewards.answers.units import units_differ
 
 
 def answers_equal(reference: Answer, given: Answer) -> bool:
-    """Whether ``given`` is the answer ``reference``.
+    """Return whether the answer ``given`` equals the answer ``reference``.
 
     The two do not play the same part: where the reference is a bare value, the given one may name what it is a value
     of, as in ``x = 5``, and the other way round only where the reference names a single thing.
@@ -73,7 +73,7 @@ def _values_equal(reference: Answer, given: Answer) -> bool:
 
 
 def _choice_letters(answer: Answer) -> frozenset[str]:
-    """The letters of one or several choices; none where an answer is no choice."""
+    """Return the letters of one or several choices; none for an answer of another kind."""
     if isinstance(answer, Choice):
         return frozenset(answer.letter)
     if isinstance(answer, Listing):
@@ -85,7 +85,7 @@ def _choice_letters(answer: Answer) -> frozenset[str]:
 
 
 def _choices_equal(reference: Answer, given: Answer) -> bool:
-    """A choice and something else: an equation whose right side it is, or what is said beside the letter."""
+    """Compare a choice with another kind of answer: an equation's right side, or the text beside the letter."""
     if isinstance(given, Choice):
         return given.rest is not None and answers_equal(reference, given.rest)
     assert isinstance(reference, Choice)
@@ -112,7 +112,7 @@ def _relations_equal(reference: Answer, given: Answer) -> bool:
 
 
 def _equations_equal(reference: Relation, given: Relation) -> bool:
-    """Equations up to a factor, inequalities up to a positive one."""
+    """Compare equations up to a factor, and inequalities up to a positive factor."""
     if len(reference.signs) != 1 or len(given.signs) != 1:
         return False
     from rlightning.rewards.answers.formulas import proportional
@@ -138,7 +138,7 @@ def _sides(relation: Relation) -> list[Answer]:
 
 
 def _collections_equal(reference: Answer, given: Answer) -> bool:
-    """Lists and sets in any order, points and intervals in theirs."""
+    """Compare lists and sets in any order, points and intervals in their own order."""
     if _says_region(reference) or _says_region(given):
         regions = to_region(reference), to_region(given)
         if regions[0] is not None and regions[1] is not None:
@@ -168,7 +168,7 @@ def _all_equal(reference: Sequence[Answer], given: Sequence[Answer]) -> bool:
 
 
 def _same_items(reference: Sequence[Answer], given: Sequence[Answer]) -> bool:
-    """Whether each item of one has its own equal among the other's."""
+    """Return whether the items of two collections can be paired so that each equals its partner."""
     if len(reference) != len(given):
         return False
     left = list(given)
@@ -220,15 +220,15 @@ def _in_lowest_terms(ratio: Ratio) -> Sequence[Answer]:
 
 
 def _texts_equal(reference: Answer, given: Answer) -> bool:
-    return _plain(reference) == _plain(given) != ""
+    return _normalized_words(reference) == _normalized_words(given) != ""
 
 
 def _source(answer: Answer) -> str:
     return answer.words if isinstance(answer, Text) else answer.latex if isinstance(answer, Formula) else ""
 
 
-def _plain(answer: Answer) -> str:
-    """Words in lower case without punctuation."""
+def _normalized_words(answer: Answer) -> str:
+    """Return the words of an answer in lower case without punctuation."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", _source(answer)).casefold()
     text = " ".join(re.sub(r"[.,;:!?\"'`*$]+", " ", text).split())
     return text.removeprefix("the ")
@@ -245,7 +245,7 @@ def _matrices_equal(reference: Answer, given: Answer) -> bool:
 
 
 def _based_equal(reference: Answer, given: Answer) -> bool:
-    """Numbers with a base; where the reference names it, the digits alone are meant in that base too."""
+    """Compare numbers that have a base; a reference with a base also equals its digits without the base."""
     if not isinstance(reference, Based):
         return False
     if isinstance(given, Number):
@@ -254,7 +254,7 @@ def _based_equal(reference: Answer, given: Answer) -> bool:
 
 
 def _congruences_equal(reference: Answer, given: Answer) -> bool:
-    """Residues of one modulus; where the reference names it, the residue alone will do."""
+    """Compare congruences; a reference with a modulus also equals its residue alone."""
     if not isinstance(reference, Congruence):
         return False
     if not isinstance(given, Congruence):

@@ -1,4 +1,4 @@
-"""Formulas by sympy: math-verify's LaTeX parser reads them, and they are compared by value.
+"""Parses formulas to sympy expressions, by math-verify's LaTeX parser, and compares their values.
 
 Importing this takes most of a second: the first formula does that needs more than a comparison of texts.
 """
@@ -37,7 +37,7 @@ _POINTS = [
 
 @lru_cache(maxsize=256)
 def parse(latex: str) -> Basic:
-    """The sympy expression of a whole normalised text, or None where the parser cannot read it all.
+    """Parse a whole normalised text to a sympy expression; None if the parser cannot read all of it.
 
     Degrees in an angle's function are radians. A logarithm without a base has one of its own, since some mean e and
     others 10.
@@ -60,17 +60,17 @@ def parse(latex: str) -> Basic:
         return expression
     if not isinstance(expression, sympy.Basic) or isinstance(expression, sympy.Tuple):
         return None
-    return _complete(expression)
+    return _replace_constants(expression)
 
 
 def formulas_equal(reference: str, given: str) -> bool:
-    """Whether two formulas have the same value, for all values of their variables."""
+    """Return whether two formulas have the same value for all values of their variables."""
     one, other = (_sum_up(parse(latex)) for latex in (reference, given))
     return one is not None and other is not None and _equal(one, other)
 
 
 def formula_equals_number(formula: str, number: Number) -> bool:
-    """Whether a formula without variables is the number, up to the tolerance where that is a decimal."""
+    """Return whether a formula without variables equals a number; a decimal has a tolerance."""
     expression = parse(formula)
     if expression is None or not isinstance(expression, sympy.Expr) or expression.free_symbols:
         return False
@@ -81,7 +81,7 @@ def formula_equals_number(formula: str, number: Number) -> bool:
 
 
 def proportional(reference: tuple[str, str], given: tuple[str, str]) -> Fraction | float | None:
-    """The constant c with ``left - right = c (left' - right')`` for two pairs of sides; None where there is none."""
+    """Return the constant c with ``left - right = c (left' - right')`` for two pairs of sides, or None."""
     sides = [parse(side) for side in (*reference, *given)]
     if any(side is None or not isinstance(side, sympy.Expr) or _is_beyond_bounds(side) for side in sides):
         return None
@@ -103,7 +103,7 @@ def proportional(reference: tuple[str, str], given: tuple[str, str]) -> Fraction
 
 
 def approximates(formula: str, number: Number) -> bool:
-    """Whether the value of a formula lies within one unit of the number's last digit; a value that is unknown does."""
+    """Return whether a formula's value lies within one unit of a number's last digit; True if the value is unknown."""
     expression = parse(formula)
     if expression is None or not isinstance(expression, sympy.Expr) or _is_beyond_bounds(expression):
         return True
@@ -112,13 +112,13 @@ def approximates(formula: str, number: Number) -> bool:
 
 
 def _sum_up(expression: Basic) -> Basic:
-    """Sums over a variable number of terms in closed form, which have values between the integers too."""
+    """Replace sums over a variable number of terms by closed forms, which also have values between the integers."""
     is_sum = isinstance(expression, sympy.Expr) and expression.has(sympy.Sum) and expression.free_symbols
     return expression.doit() if is_sum else expression
 
 
-def _complete(expression: Basic) -> Basic:
-    """Decimals as what they say, and i as the imaginary unit."""
+def _replace_constants(expression: Basic) -> Basic:
+    """Replace decimals by exact rational numbers, and i by the imaginary unit."""
     floats = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
     expression = expression.xreplace(floats) if floats else expression
     imaginary = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
@@ -186,7 +186,7 @@ def _agree(one: Basic, other: Basic) -> bool:
 
 
 def _value(expression: Basic, point: dict[Any, Any]) -> Basic:
-    """The finite complex value at a point, or None."""
+    """Return the finite complex value of an expression at a point; None if it has none."""
     try:
         value = sympy.N(expression.xreplace(point).doit(), DIGITS, maxn=2000)
     except Exception:  # of sympy's many
@@ -208,7 +208,7 @@ def _rational(value: Fraction) -> Basic:
 
 
 def _is_beyond_bounds(expression: Basic) -> bool:
-    """Whether computing the expression would take numbers of more digits than anybody has time for."""
+    """Return whether computing the expression would take numbers of too many digits."""
     for node in sympy.preorder_traversal(expression):
         size = node.exp if isinstance(node, sympy.Pow) else node.args[0] if isinstance(node, sympy.factorial) else None
         if size is None or not size.is_number:

@@ -1,4 +1,4 @@
-"""What answers are: the kinds of them, and their parts."""
+"""The kinds of parsed answers, and their parts."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rlightning.rewards.answers.numbers import Number
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Anything in LaTeX that has a value, or that can only be compared as it is written.
+    """A formula in LaTeX, which is compared by its value or, without one, as text.
 
     Attributes:
         latex: the text without a unit at its end.
@@ -21,14 +21,14 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words, compared without regard to case and punctuation."""
+    """Words, compared without their case and punctuation."""
 
     words: str
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A letter of a multiple choice, and what the answer says beside it."""
+    """A letter of a multiple choice, and the text that the answer has beside it."""
 
     letter: str
     rest: "Answer | None" = None
@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Answers with commas, "and" or "or" between them, and no bracket around them: in any order."""
+    """Several answers with commas, "and" or "or" between them and no brackets around them; their order is free."""
 
     items: tuple["Answer", ...]
 
@@ -52,14 +52,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Union:
-    """Intervals and sets together."""
+    """A union of intervals and sets."""
 
     parts: tuple["Answer", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Cells by rows; all kinds of brackets are alike."""
+    """A matrix as rows of cells; the kind of its brackets is ignored."""
 
     rows: tuple[tuple["Answer", ...], ...]
 
@@ -105,5 +105,5 @@ Answer = Number | Formula | Text | Choice | Listing | Group | Union | Matrix | R
 
 
 def is_time_of_day(answer: Answer | None) -> bool:
-    """Whether the answer is a time such as ``3:00 pm``."""
+    """Return whether an answer is a time such as ``3:00 pm``."""
     return isinstance(answer, Text) and re.fullmatch(r"\d{1,2}:\d\d [ap]m", answer.words) is not None

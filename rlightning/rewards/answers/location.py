@@ -1,4 +1,4 @@
-"""Where the answer stands in what a model wrote, or in a solution."""
+"""Finds the answer in a completion or in a reference solution."""
 
 import re
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from rlightning.rewards.answers.reading import read_answer, words_of
 
 
 class Mark(NamedTuple):
-    """An answer that the text itself marks as one: where the mark stands, and what it marks."""
+    """A marked answer in a text: the position of the mark, and the text that it marks."""
 
     place: int
     content: str
@@ -27,7 +27,7 @@ MAX_TAG_WORDS = 3
 
 
 def find_mark(text: str) -> Mark | None:
-    """The last answer that is marked as one: by a box, by ``#### `` as in GSM8K, or by ``<answer>`` or ``[answer]``.
+    """Return the last marked answer: in a box, after ``#### `` as in GSM8K, in ``<answer>`` or after ``[answer]``.
 
     An empty box marks an answer too: that there is none.
     """
@@ -41,7 +41,7 @@ def find_mark(text: str) -> Mark | None:
 
 
 def find_answer(text: str) -> Answer | None:
-    """What a completion gives as its answer.
+    """Return the final answer of a completion.
 
     The last mark, or else what follows the last "answer is" or "Answer:", or else the whole text where it is nothing
     but an answer, or else its last formula or number. Thoughts between ``<think>`` and ``</think>`` are none of it.
@@ -54,7 +54,7 @@ def find_answer(text: str) -> Answer | None:
 
 
 def read_reference(text: str) -> Answer | None:
-    """The answer of a reference: what it marks, or what its sentence states, or the whole of it."""
+    """Return the answer of a reference: the marked one, else the one that its sentence states, else all of it."""
     mark = find_mark(text)
     return _read_marked(text if mark is None else mark.content)
 
@@ -66,7 +66,7 @@ def _read_marked(text: str) -> Answer | None:
 
 
 def _read_tag(text: str) -> Answer | None:
-    """What stands in ``<answer>``: an answer, a sentence with one, or a few words."""
+    """Return the answer inside ``<answer>``: an answer alone, a sentence that states one, or a few words."""
     whole = read_answer(text)
     is_answer = isinstance(whole, Text) and len(text.split()) <= MAX_TAG_WORDS and not PHRASE.search(text)
     return whole if is_answer else find_unmarked(text)
@@ -90,7 +90,7 @@ def _boxes(text: str) -> list[Mark]:
 
 
 def _hashes(text: str) -> list[Mark]:
-    """The last line that ``####`` marks as an answer; Markdown headings of that level are none."""
+    """Return the last answer that ``####`` marks; Markdown headings of that level are left out."""
     for match in reversed(list(_HASHES.finditer(text))):
         line, _, following = (part.strip() for part in match[1].partition("\n"))
         content = line or following

@@ -1,4 +1,4 @@
-"""Values that an answer names: ``x = 5``, ``m + n = 73``, ``x in S``, ``x = sqrt(2), about 1.41``."""
+"""Answers that name or approximate their value: ``x = 5``, ``m + n = 73``, ``x in S``, ``x = sqrt(2), about 1.41``."""
 
 import re
 
@@ -14,8 +14,8 @@ _NAME = re.compile(
 
 
 def unwrap_pair(reference: Answer, given: Answer) -> tuple[Answer, Answer]:
-    """Take the values where one side names what has the value and the other does not."""
-    named_reference, named_given = _named(reference), _named(given)
+    """Replace ``x = 5`` by 5 where the other answer is a bare value, or both name the same variable."""
+    named_reference, named_given = _name_and_value(reference), _name_and_value(given)
     if named_reference is not None and named_given is not None:
         same = squeeze(named_reference[0]) == squeeze(named_given[0])
         return (named_reference[1], named_given[1]) if same else (reference, given)
@@ -28,7 +28,7 @@ def unwrap_pair(reference: Answer, given: Answer) -> tuple[Answer, Answer]:
 
 
 def exact_value(answer: Answer) -> Answer | None:
-    """What an approximation stands beside, and beside a name the value; None if it is no approximation of that."""
+    """Drop the approximation from an answer such as ``sqrt(2), about 1.41``; None if the approximation is wrong."""
     if not isinstance(answer, Relation) or "~" not in answer.signs:
         return answer
     place = answer.signs.index("~")
@@ -41,7 +41,7 @@ def exact_value(answer: Answer) -> Answer | None:
 
 
 def _is_close(exact: Answer | None, rounded: Answer | None) -> bool:
-    """Whether one value may be written beside the other; it may where that is not known."""
+    """Return whether ``rounded`` approximates ``exact``; True where that is not known."""
     if not isinstance(rounded, Number) or not isinstance(exact, Number | Formula):
         return True
     if isinstance(exact, Number):
@@ -57,8 +57,8 @@ def _is_relation(answer: Answer) -> bool:
     return isinstance(answer, Relation)
 
 
-def _named(answer: Answer) -> tuple[str, Answer] | None:
-    """The one name and the value of ``x = 5``, ``x in S``, ``x = 1, x = 2`` and ``x = 1, 2``."""
+def _name_and_value(answer: Answer) -> tuple[str, Answer] | None:
+    """Return the one variable and its value in ``x = 5``, ``x in S``, ``x = 1, x = 2`` or ``x = 1, 2``; else None."""
     if isinstance(answer, Relation) and set(answer.signs) == {"="}:
         name, value = answer.sides[0], answer.sides[-1]
         if not _NAME.fullmatch(name) and len(answer.sides) == 2 and _NAME.fullmatch(value) and not _has_letters(name):
@@ -69,7 +69,7 @@ def _named(answer: Answer) -> tuple[str, Answer] | None:
         read = read_answer(answer.sides[1])
         return (answer.sides[0], read) if read is not None else None
     if isinstance(answer, Listing):
-        named = [_named(item) if isinstance(item, Relation) else None for item in answer.items]
+        named = [_name_and_value(item) if isinstance(item, Relation) else None for item in answer.items]
         first = named[0]
         if first is None or any(item is not None and item[0] != first[0] for item in named):
             return None
@@ -81,7 +81,7 @@ def _named(answer: Answer) -> tuple[str, Answer] | None:
 
 
 def _value_of(answer: Answer) -> Answer | None:
-    """The value of ``m + n = 73`` and of ``2 + 3 = 5``; none of ``3x + 4y = 12``, which is an equation."""
+    """Return the value in ``m + n = 73`` or ``2 + 3 = 5``; None for an equation such as ``3x + 4y = 12``."""
     if not isinstance(answer, Relation) or set(answer.signs) != {"="}:
         return None
     left, right = answer.sides[0], answer.sides[-1]
@@ -101,7 +101,7 @@ def _has_letters(text: str) -> bool:
 
 
 def by_coordinates(answer: Answer, other: Answer) -> Answer:
-    """``(x, y) = (1, 2)`` as the list ``x = 1, y = 2`` where it is compared with one."""
+    """Convert ``(x, y) = (1, 2)`` to the list ``x = 1, y = 2`` if it is compared with a list."""
     if not isinstance(answer, Relation) or answer.signs != ("=",) or not isinstance(other, Listing):
         return answer
     names, values = read_answer(answer.sides[0]), read_answer(answer.sides[1])
@@ -112,5 +112,5 @@ def by_coordinates(answer: Answer, other: Answer) -> Answer:
 
 
 def squeeze(latex: str) -> str:
-    """A formula without the spaces that mean nothing: those beside a sign or a brace."""
+    """Remove the spaces beside signs and braces from a formula."""
     return re.sub(r"\s*([^\w\s\\])\s*", r"\1", latex).strip()

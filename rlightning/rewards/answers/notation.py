@@ -1,4 +1,4 @@
-"""The notations of one mathematical text: Unicode signs, LaTeX spacing and styles, delimiters around the whole."""
+"""Converts equivalent notations of a mathematical text to one: Unicode signs, LaTeX spacing, styles, delimiters."""
 
 # ruff: noqa: RUF001 (signs that look alike are what this module is about)
 
@@ -118,7 +118,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 
 
 def normalize(text: str) -> str:
-    """Write a mathematical text in one of the notations that mean the same; nothing of its content is lost."""
+    """Convert a mathematical text to one of its equivalent notations, without changing its meaning."""
     text = strip_wrappers(text)
     if not text.isascii():
         for sign, replacement in _UNICODE.items():
@@ -155,7 +155,7 @@ def strip_wrappers(text: str) -> str:
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """The place of the brace that closes the one at ``start``; None where there is none, or no brace at ``start``."""
+    """Return the position of the brace that closes the one at ``start``; None if there is none."""
     depth = 0
     place = start
     while place < len(text):
@@ -173,7 +173,7 @@ _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 
 
 def split_top_level(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Split where ``separator`` matches outside of brackets, braces and environments.
+    """Split a text where ``separator`` matches outside of brackets, braces and environments.
 
     Separators with a group are kept between the parts, as :func:`re.split` does.
     """
@@ -197,7 +197,7 @@ def split_top_level(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def bracketed(text: str) -> tuple[str, str, str] | None:
-    """The opening bracket, what is inside, and the closing bracket, where one pair is around the whole text.
+    """Return the opening bracket, the inside and the closing bracket if one pair encloses the whole text; else None.
 
     The two need not be of a kind: ``[0, 1)``.
     """

@@ -1,4 +1,4 @@
-"""Numbers as people write them: decimals, thousands separators, fractions, scientific notation, percent, units."""
+"""Parses numbers: decimals, thousands separators, fractions, scientific notation, percent, units."""
 
 import re
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ _SCALE = re.compile(rf"(?:\s|-|\\text\s*\{{\s*)*({'|'.join(sorted(_SCALES, rever
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A rational number as it was written.
+    """A rational number, and how it was written.
 
     Attributes:
         value: exactly what is written.
@@ -69,7 +69,7 @@ class Number:
     unit: str = ""
 
     def equals(self, other: "Number") -> bool:
-        """Whether two numbers are the same; a percent sign may stand for 1/100, or for the unit that is asked for."""
+        """Return whether two numbers are equal; a percent sign means 1/100, or is the unit that was asked for."""
         if units_differ(self.unit, other.unit):
             return False
         if self.is_percent == other.is_percent:
@@ -82,7 +82,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Read a number with its percent sign, currency or unit, if the whole of a normalised text is one."""
+    """Parse a normalised text that is a number as a whole, with its percent sign, currency or unit; else None."""
     sign, currency = 1, ""
     before = _BEFORE.match(text)
     if before:
@@ -118,7 +118,7 @@ def read_number(text: str) -> Number | None:
 
 
 def to_number(match: re.Match[str]) -> Number | None:
-    """The number that :data:`NUMBER` has matched; None where it divides by 0 or is beyond all bounds."""
+    """Convert a match of :data:`NUMBER` to a number; None for a division by 0 or a number of too many digits."""
     sign = -1 if match["sign"] == "-" else 1
     try:
         if match["whole"]:

@@ -1,4 +1,4 @@
-"""Answers that sentences state: "the answer is 18", "so (B) is correct", "yes, it is"."""
+"""Finds answers that sentences state: "the answer is 18", "so (B) is correct", "yes, it is"."""
 
 # ruff: noqa: RUF001 (a full-width colon)
 
@@ -79,7 +79,7 @@ _REASON = re.compile(r"\s+(?:because|since|which|as|where)\s")
 
 
 def find_unmarked(text: str) -> Answer | None:
-    """The answer of a text that has no mark."""
+    """Return the answer of a text without a mark."""
     text = _clean(text[-MAX_END:])
     phrases = list(PHRASE.finditer(text))
     for phrase in reversed(phrases):
@@ -102,7 +102,7 @@ def find_unmarked(text: str) -> Answer | None:
 
 
 def _clean(text: str) -> str:
-    """Without Markdown, quotes, arrows, number signs, special tokens at the end, and values that are denied."""
+    """Remove Markdown, quotes, arrows, number signs, special tokens at the end and negated values from a text."""
     text = re.sub(r"(?:\s*<[|/]?\w+\|?>)+\s*$", "", text)
     text = re.sub(r"^\s*#+\s+", "", _EMPHASIS.sub(r"\2\3", text), flags=re.MULTILINE)
     text = _LIST_SIGN.sub("", _NUMBER_SIGN.sub("", _QUOTED.sub(lambda match: match[match.lastindex or 0], text)))
@@ -120,7 +120,7 @@ def _is_denied(text: str) -> bool:
 
 
 def _read_phrase(text: str) -> Answer | None:
-    """What follows "the answer is", up to the end of the line or sentence."""
+    """Parse the text after "the answer is", up to the end of the line or sentence."""
     line = _first_line(text)
     block = text.lstrip() if re.match(r"\s*(?:\$\$|\\\[)", text) else line
     math = MATH.search(block)
@@ -150,19 +150,19 @@ def _last_sentence(text: str) -> str:
 
 
 def _stated_choice(text: str) -> Answer | None:
-    """The choice that the last sentence states."""
+    """Return the choice that the last sentence states."""
     match = _STATED_CHOICE.search(_last_sentence(text))
     return Choice(match[1].upper()) if match else None
 
 
 def _stated_truth(text: str) -> Answer | None:
-    """The yes, no, true or false that the last sentence states."""
+    """Return the yes, no, true or false that the last sentence states."""
     truth = _TRUTH.fullmatch(_last_sentence(text))
     return Text(truth[1] or truth[2]) if truth else None
 
 
 def is_prose(text: str, answer: Answer) -> bool:
-    """Whether a text has words beside its answer, so that it is not the answer as a whole."""
+    """Return whether a text has further words beside its answer, so that it is not an answer alone."""
     if isinstance(answer, Number | Choice | Based):
         return False
     # In a formula, two letters after a digit are a product, and dx a differential.

@@ -1,4 +1,4 @@
-"""The last value of a text that marks no answer: a formula between dollars, or a number with what belongs to it."""
+"""Finds the last value of a text without a marked answer: a formula between dollars, or a number with its unit."""
 
 import re
 
@@ -34,7 +34,7 @@ _EQUALS = re.compile(r"\s*=\s*")
 
 
 def last_value(text: str) -> Answer | None:
-    """The last formula between dollars, or the last number, whichever comes later."""
+    """Return the last formula between dollars or the last number, whichever comes later."""
     formulas = list(MATH.finditer(text))
     number = _last_number(text[formulas[-1].end() :] if formulas else text)
     if number is not None or not formulas:
@@ -46,7 +46,7 @@ def last_value(text: str) -> Answer | None:
 
 
 def joined_math(text: str, first: re.Match[str]) -> Answer | None:
-    """A formula, with those that "and" or commas join to it."""
+    """Parse a formula together with those that follow it after "and" or commas."""
     parts, end = [_content(first)], first.end()
     while connector := _CONNECTOR.match(text, end):
         following = MATH.match(text, connector.end())
@@ -61,7 +61,7 @@ def joined_math(text: str, first: re.Match[str]) -> Answer | None:
 
 
 def leading_value(text: str) -> str | None:
-    """The number at the start of a normalised text with its unit, if only words follow it."""
+    """Return the number, with its unit, at the start of a normalised text if only words follow; else None."""
     if read_number(text) is not None:
         return text
     run = _RUN.match(text)
@@ -75,7 +75,7 @@ def _content(match: re.Match[str]) -> str:
 
 
 def _last_number(text: str) -> Answer | None:
-    """The last formula of a plain text that has a digit in it."""
+    """Return the last formula with a digit in a plain text."""
     plain = re.sub(r"<[^<>\d]*>|[*]{2}|`", " ", normalize(text))
     points = list(_POINT.finditer(plain))
     plain = re.sub(r"(?<=\w)[,.](?=\s|$)", "\n", plain)  # of the same length
@@ -90,7 +90,7 @@ def _last_number(text: str) -> Answer | None:
 
 
 def _read_run(run: str, following: str) -> Answer | None:
-    """A formula as a whole; of a computation its result, which is right of the last equals sign."""
+    """Parse a formula; of a computation, only its result after the last equals sign."""
     sides = split_top_level(run, _EQUALS)
     result = sides[-1]
     if len(sides) > 1 and _has_variables(sides[-2:], following):
@@ -113,7 +113,7 @@ def _with_unit(number: str, following: str) -> str:
 
 
 def _has_variables(sides: list[str], following: str) -> bool:
-    """Whether letters stand for numbers; ``g`` in ``60g * 2/3 = 40g`` and in ``60g * 2/3 = 40 grams`` is a unit."""
+    """Return whether letters stand for variables; in ``60g * 2/3 = 40 grams`` the ``g`` is a unit."""
     *_, result = sides
     unit = re.search(r"\d([a-zA-Z])$", result) or re.match(r"\s*([a-zA-Z])[a-zA-Z]", following)
     text = re.sub(rf"(?<=\d){unit[1]}(?![a-zA-Z])", "", "=".join(sides)) if unit else "=".join(sides)

@@ -1,4 +1,4 @@
-"""An answer as a whole: which kind of answer a text is, and its parts."""
+"""Parses a whole text to an answer of one of the kinds."""
 
 import re
 from collections.abc import Callable
@@ -63,7 +63,7 @@ _WORDS = re.compile(r"[\w\s.,:'()&/%$-]*[a-zA-Z]{2,}[\w\s.,:'()&/%$!?-]*")
 
 
 def read_answer(text: str) -> Answer | None:
-    """Read the whole of ``text`` as one answer; None where it holds none, or is prose.
+    """Parse the whole of ``text`` as one answer; None if it contains none, or is prose.
 
     No part of it is left out but units and delimiters.
     """
@@ -74,12 +74,12 @@ def read_answer(text: str) -> Answer | None:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of two letters and more that stand in a normalised text beside its formulas."""
+    """Return the words of two or more letters in a normalised text, outside of its formulas."""
     return _WORD.findall(_COMMAND.sub(" ", text))
 
 
 def read_listing(texts: list[str]) -> Answer | None:
-    """Read several answers that stand beside each other as one list."""
+    """Parse several answers that stand next to each other as one list."""
     answers = [read_answer(text) for text in texts]
     if any(answer is None for answer in answers):
         return None
@@ -161,7 +161,7 @@ def _text(text: str) -> Text | None:
 
 
 def _formula(text: str) -> Answer | None:
-    """What is left is a formula, with or without a unit."""
+    """Parse a text of no other kind as a formula, with or without a unit."""
     bare = _TRAILING_UNIT.sub("", text).strip()
     if bare and bare != text and not bare.endswith(("^", "_", "+", "-", "=", ",")):
         return _with_unit(_read(bare), text[len(bare) :])

@@ -1,4 +1,4 @@
-"""Parts of the real line: intervals, sets, unions of them, and the inequalities that say the same."""
+"""Regions of the real line: intervals, sets and unions of them, and the inequalities that describe them."""
 
 import re
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ _ABSOLUTE = re.compile(r"\|\s*(\\?[a-zA-Z]+)\s*\|")
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Intervals and sets, and the variable that lies in them, or ""."""
+    """A union of intervals and sets, and the name of the variable in them ("" without one)."""
 
     parts: tuple[Answer, ...]
     name: str = ""
 
 
 def to_region(answer: Answer) -> Region | None:
-    """The region that an answer is, if it is one. Intervals between numbers that meet are one interval."""
+    """Convert an answer to a region, or None; adjacent intervals between numbers are merged."""
     if isinstance(answer, Union | Listing):
         items = answer.parts if isinstance(answer, Union) else answer.items
         regions = [to_region(item) for item in items]
@@ -43,7 +43,7 @@ def to_region(answer: Answer) -> Region | None:
 
 
 def _without(points: list[Answer], name: str) -> Region | None:
-    """The line without some numbers."""
+    """Return the real line without some points."""
     if not all(isinstance(point, Number) for point in points):
         return None
     ordered = sorted((point for point in points if isinstance(point, Number)), key=lambda number: number.value)
@@ -52,7 +52,7 @@ def _without(points: list[Answer], name: str) -> Region | None:
 
 
 def _solve(relation: Relation) -> Region | None:
-    """``a < x <= b``, ``x != a``, ``|x| < a`` or ``x in S`` as a region."""
+    """Convert ``a < x <= b``, ``x != a``, ``|x| < a`` or ``x in S`` to a region."""
     sides, signs = list(relation.sides), list(relation.signs)
     if signs == ["in"]:
         whole = read_answer(sides[1])
@@ -82,7 +82,7 @@ def _solve(relation: Relation) -> Region | None:
 
 
 def _solve_absolute(sides: list[str], sign: str) -> Region | None:
-    """``|x| < a`` and ``a < |x|``."""
+    """Convert ``|x| < a`` or ``a < |x|`` to a region."""
     match = _ABSOLUTE.fullmatch(sides[0])
     outside = _ABSOLUTE.fullmatch(sides[1])
     bound = sides[1] if match else sides[0]
@@ -101,7 +101,7 @@ def _is_name(text: str) -> bool:
 
 
 def _merge(parts: tuple[Answer, ...]) -> tuple[Answer, ...]:
-    """Join intervals between numbers that overlap or meet."""
+    """Merge intervals between numbers that overlap or touch."""
     ends = [_ends(part) for part in parts]
     if any(end is None for end in ends):
         return parts
@@ -110,11 +110,11 @@ def _merge(parts: tuple[Answer, ...]) -> tuple[Answer, ...]:
     for group in (parts[place] for place in order):
         assert isinstance(group, Group)
         last = merged[-1] if merged else None
-        gap = None if last is None else _order(group.items[0]) - _order(last.items[1])  # type: ignore[operator]
+        gap = None if last is None else _sort_key(group.items[0]) - _sort_key(last.items[1])  # type: ignore[operator]
         if last is None or gap > 0 or (gap == 0 and (last.closing, group.opening) == (")", "(")):  # type: ignore[operator]
             merged.append(group)
             continue
-        further = max(last, group, key=lambda one: (_order(one.items[1]), one.closing == "]"))
+        further = max(last, group, key=lambda one: (_sort_key(one.items[1]), one.closing == "]"))
         merged[-1] = Group(last.opening, (last.items[0], further.items[1]), further.closing)
     return tuple(merged)
 
@@ -122,12 +122,12 @@ def _merge(parts: tuple[Answer, ...]) -> tuple[Answer, ...]:
 def _ends(part: Answer) -> tuple[Fraction | float, Fraction | float] | None:
     if not isinstance(part, Group) or part.opening == r"\{" or len(part.items) != 2:
         return None
-    low, high = map(_order, part.items)
+    low, high = map(_sort_key, part.items)
     return None if low is None or high is None else (low, high)
 
 
-def _order(end: Answer) -> Fraction | float | None:
-    """Where an end lies among others; None where that takes computing."""
+def _sort_key(end: Answer) -> Fraction | float | None:
+    """Return a key by which the ends of intervals are sorted; None for an end whose value is not a plain number."""
     if isinstance(end, Number):
         return end.value
     infinities = {r"\infty": float("inf"), r"+\infty": float("inf"), r"-\infty": float("-inf")}

@@ -1,4 +1,4 @@
-"""Answers that are made of others: lists, sets, points, intervals, matrices, systems of equations.
+"""Parses answers that consist of others: lists, sets, points, intervals, matrices, systems of equations.
 
 Each reader gets a normalised text and the function that reads its parts.
 """
@@ -38,7 +38,7 @@ _ROWS = re.compile(
 
 
 def read_listing(text: str, read: Read) -> Answer | None:
-    """Answers with commas, "and" or "or" between them; what variables range over is none."""
+    """Parse answers with commas, "and" or "or" between them; parts that state a variable's domain are left out."""
     parts = [part.strip() for part in split_top_level(text, _LIST_SEPARATOR)]
     if len(parts) < 2 or text.startswith("between "):
         return None
@@ -55,7 +55,7 @@ def read_listing(text: str, read: Read) -> Answer | None:
 
 
 def _between(answers: list[Answer | None]) -> Relation | None:
-    """``x > 1 and x < 3`` as ``1 < x < 3``; bounds that leave nothing between them are meant as a union."""
+    """Convert ``x > 1 and x < 3`` to ``1 < x < 3``; None for bounds that exclude each other, which mean a union."""
     bounds: dict[str, tuple[str, str, Number]] = {}
     for answer in answers:
         if not isinstance(answer, Relation) or len(answer.sides) != 2 or answer.signs[0] not in ("<", "<=", ">", ">="):
@@ -72,12 +72,12 @@ def _between(answers: list[Answer | None]) -> Relation | None:
 
 
 def _is_domain(answer: Answer | None) -> bool:
-    """Whether an answer says only what its variable ranges over."""
+    """Return whether an answer states only the domain of its variable."""
     return isinstance(answer, Relation) and answer.signs == ("in",) and _DOMAIN.fullmatch(answer.sides[1]) is not None
 
 
 def join(answers: list[Answer]) -> Answer:
-    """One list of what may be lists themselves, such as the two values of a plus-minus sign."""
+    """Join answers to one flat list, as items may be lists themselves, such as both values of a plus-minus sign."""
     items: list[Answer] = []
     for answer in answers:
         items += answer.items if isinstance(answer, Listing) else [answer]
@@ -85,7 +85,7 @@ def join(answers: list[Answer]) -> Answer:
 
 
 def read_plus_minus(text: str, read: Read) -> Answer | None:
-    """Both values of a plus-minus sign."""
+    """Parse a text with a plus-minus sign to the list of both values."""
     if not re.search(r"\\(?:pm|mp)(?![a-zA-Z])", text):
         return None
     name, equals, value = text.partition("=")
@@ -101,7 +101,7 @@ def read_plus_minus(text: str, read: Read) -> Answer | None:
 
 
 def read_union(text: str, read: Read) -> Answer | None:
-    """Intervals and sets with a union sign between them."""
+    """Parse intervals and sets that a union sign joins."""
     parts = split_top_level(text, _UNION)
     if len(parts) < 2:
         return None
@@ -111,7 +111,7 @@ def read_union(text: str, read: Read) -> Answer | None:
 
 
 def read_group(text: str, read: Read) -> Answer | None:
-    """Answers in one pair of brackets; brackets around a single value mean nothing."""
+    """Parse answers in one pair of brackets; brackets around a single value are dropped."""
     inside = bracketed(text)
     if inside is None:
         return None
@@ -131,7 +131,7 @@ def read_group(text: str, read: Read) -> Answer | None:
 
 
 def read_outward_interval(text: str, read: Read) -> Answer | None:
-    """An interval whose open ends have brackets that face away from it: ``]2, 5]``."""
+    """Parse an interval whose open ends are written with outward brackets: ``]2, 5]``."""
     match = _OUTWARD_INTERVAL.fullmatch(text)
     if match is None or (match[1] != "]" and match[3] != "["):
         return None
@@ -139,13 +139,13 @@ def read_outward_interval(text: str, read: Read) -> Answer | None:
 
 
 def read_set_builder(text: str, read: Read) -> Answer | None:
-    """The condition of a set such as ``{x | x > 2}``."""
+    """Parse the condition of a set such as ``{x | x > 2}``."""
     match = _SET_BUILDER.fullmatch(text)
     return read(normalize(match[1])) if match else None
 
 
 def read_reals_without(text: str, read: Read) -> Answer | None:
-    """The real numbers without some points."""
+    """Parse the set of real numbers without some points."""
     match = _REALS_WITHOUT.fullmatch(text)
     points = read(rf"\{{{match[1]}\}}") if match else None
     if not isinstance(points, Group):
@@ -157,7 +157,7 @@ def read_reals_without(text: str, read: Read) -> Answer | None:
 
 
 def read_matrix(text: str, read: Read) -> Matrix | None:
-    """A matrix with the factor before it."""
+    """Parse a matrix, and multiply its cells by the factor before it."""
     match = _MATRIX.fullmatch(text)
     if match is None:
         return None
@@ -171,7 +171,7 @@ def read_matrix(text: str, read: Read) -> Matrix | None:
 
 
 def read_rows(text: str, read: Read) -> Answer | None:
-    """A system of equations as a list; of a derivation over several lines what its last line says."""
+    """Parse a system of equations to a list; of a derivation over several lines, only the last line."""
     match = _ROWS.fullmatch(text)
     if match is None or (match[1] in ("cases", "array") and "&" in match[2]):
         return None

@@ -1,4 +1,4 @@
-"""Units: the one name of those that have several."""
+"""Maps the names of units, such as ``ft^2`` and ``square feet``, to one canonical name."""
 
 import re
 
@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"[a-z]+\$?|[$¢€£¥₹]|\^-?\d|/")
 
 
 def canonical_unit(text: str) -> str:
-    """The one name of a unit that has several, such as ``ft^2`` or ``mi/h``.
+    """Return the canonical name of a unit, such as ``ft^2`` or ``mi/h``.
 
     It is "" for one that is not known, which cannot tell two numbers apart.
     """
@@ -45,7 +45,7 @@ def canonical_unit(text: str) -> str:
 
 
 def units_differ(one: str, other: str) -> bool:
-    """Whether two canonical units are known and not the same."""
+    """Return whether two canonical units are both known and different."""
     if not one or not other or one == other:
         return False
     (base, _, per), (other_base, _, other_per) = one.partition("/"), other.partition("/")
@@ -53,7 +53,7 @@ def units_differ(one: str, other: str) -> bool:
 
 
 def _read_unit(tokens: list[str]) -> tuple[str, list[str]]:
-    """The unit at the start with its power, and the tokens after it."""
+    """Parse the unit at the start with its power; returns it and the tokens after it."""
     before = _POWERS.get(tokens[0], "") if len(tokens) > 1 else ""
     name, *rest = tokens[bool(before) :] or [""]
     unit = _find_name(name)
@@ -65,7 +65,7 @@ def _read_unit(tokens: list[str]) -> tuple[str, list[str]]:
 
 
 def _find_name(name: str) -> str:
-    """The canonical name of a single word, with its metric prefix."""
+    """Return the canonical name of a single word with its metric prefix."""
     unit = _NAMES.get(name) or _NAMES.get(name.removesuffix("s"), "")
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "") if not unit else ""
     bare = _find_name(name.removeprefix(prefix)) if prefix and len(name) > len(prefix) + 2 else ""
