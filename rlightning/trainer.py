@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.argument_checks import check_arguments, check_value
-from rlightning.cli.checkpoint_search import FOLDER, settle_checkpoint
 from rlightning.console import quieten
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
 from rlightning.module.trainer_options import check_options
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.parallel.checkpoint_search import FOLDER, settle_checkpoint
 from rlightning.parallel.launcher import check_launch
 from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.parallel.strategy import replace_lightning_ddp

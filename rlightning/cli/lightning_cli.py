@@ -20,18 +20,11 @@ from lightning_utilities.core.enums import StrEnum
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
 from rlightning.argument_checks import hint_of, parameters_of
 from rlightning.atomic_save import written_aside
-from rlightning.cli.checkpoint_search import is_rank_0, settle_checkpoint
-from rlightning.cli.config_files import (
-    begin_mappings,
-    load_yaml,
-    mark_files,
-    plain_texts,
-    replace_files,
-    use_strict_yaml,
-)
 from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
+from rlightning.cli.option_texts import begin_mappings, mark_files, replace_files
 from rlightning.cli.parser_messages import summarise
 from rlightning.cli.strategy_names import spell_out_files, spell_out_options
+from rlightning.config_files import load_yaml, plain_texts, use_strict_yaml
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.disk import needed
@@ -42,6 +35,7 @@ from rlightning.foreign_text import without_secrets
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.trainer_options import check_callbacks, check_options
+from rlightning.parallel.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.parallel.stop_signal import stop_signal
 from rlightning.parallel.strategy import replace_lightning_ddp
 from rlightning.plain_text import visible, visible_on_one_line
