@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import set_dumper
-from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
 from jsonargparse.typing import register_type
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
+from rlightning.jsonargparse_internals import get_yaml_default_loader
 from rlightning.python_values import map_items
 
 ROW_SUFFIXES = (".jsonl", ".csv", ".parquet")

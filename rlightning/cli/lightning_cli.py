@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
-from rlightning.argument_checks import hint_of, parameters_of
+from rlightning.argument_checks import parameters_of
 from rlightning.atomic_save import written_aside
 from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
 from rlightning.cli.option_texts import begin_mappings, mark_files, replace_files
@@ -32,6 +32,7 @@ from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError, find_run_error
 from rlightning.foreign_text import without_secrets
+from rlightning.jsonargparse_internals import hint_of, keep_text, parser_actions
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.trainer_options import check_callbacks, check_options
@@ -63,9 +64,9 @@ class RLArgumentParser(LightningArgumentParser):
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
         """Add a class's arguments; of those that take a text, the name of an existing file is one too."""
         added = super().add_class_arguments(*args, **kwargs)
-        for action in self._actions:
+        for action in parser_actions(self):
             if takes_text(hint_of(action)):
-                vars(action)["_enable_path"] = False  # or jsonargparse would read the file as configuration
+                keep_text(action)  # or jsonargparse would read the file as configuration
         return added
 
     def instantiate(self, *args: object, **kwargs: object) -> Namespace:
