@@ -132,7 +132,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
     @property
     def _shows_progress(self) -> bool:
         """Whether this rank shows progress: rank 0, unless the user has turned it off."""
-        return self._enabled and self.refresh_rate > 0
+        return super().is_enabled
 
     def _initialize_train_progress_bar_id(self) -> None:
         total = total_steps(self.trainer)

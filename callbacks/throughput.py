@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from transformers import PreTrainedConfig
 
+from rlightning.lightning_internals import trainer_of
 from rlightning.memory_plan.devices import peak_flops
 from rlightning.models.counts import sequence_flops
 from rlightning.parallel import device as platform
@@ -121,7 +122,8 @@ def log_metrics(module: object, metrics: dict[str, float]) -> None:
     names would be taken for results of that.
     """
     if isinstance(module, LightningModule):
-        if module.fabric is not None or (module._trainer is not None and module.trainer.training):
+        trainer = trainer_of(module)
+        if module.fabric is not None or (trainer is not None and trainer.training):
             module.log_dict(metrics)
     elif has(module, LogsMetrics):
         module.log_dict(metrics)

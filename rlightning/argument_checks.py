@@ -4,7 +4,6 @@ import difflib
 import inspect
 import os
 import warnings
-from argparse import Action
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -18,6 +17,7 @@ from jsonargparse import ArgumentParser
 from rlightning.config_types import flatten_union, is_callable, is_container, is_sequence, item_hints
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
+from rlightning.jsonargparse_internals import hint_of, parser_actions
 from rlightning.peer_names import PEER_NAMES, suggest_name
 from rlightning.python_values import map_items, module_name, to_number, to_python
 
@@ -125,7 +125,7 @@ def _parameters_of_class(kind: type) -> dict[str, object]:
 
 def _parameters_of_parser(parser: ArgumentParser) -> dict[str, object]:
     tree: dict[str, object] = {}
-    for action in parser._actions:
+    for action in parser_actions(parser):
         *groups, name = action.dest.split(".")
         if name == "help":
             continue
@@ -135,11 +135,6 @@ def _parameters_of_parser(parser: ArgumentParser) -> dict[str, object]:
             branch[group] = branch = known if isinstance(known, dict) else {}
         branch.setdefault(name, hint_of(action))
     return tree
-
-
-def hint_of(action: Action) -> object:
-    """Return the type hint of an argument of jsonargparse's; None of another."""
-    return getattr(action, "_typehint", None)
 
 
 def positional_names(kind: type) -> list[str]:

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_device_properties
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -24,6 +26,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as MetricMetadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as Results
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
@@ -40,21 +43,31 @@ __all__ = [
     "ddp_options",
     "detects_anomaly",
     "epoch_results",
+    "epochs_between_saves",
+    "given_checkpoint_io",
     "given_data",
     "has_sync_batchnorm",
     "is_amid_step",
+    "is_checked_at_epoch_end",
+    "is_nothing_to_save",
     "is_of_tuner",
     "last_saved",
     "loaded_checkpoint",
     "logged_metrics",
+    "metrics_to_save_by",
     "model_registry",
     "replace_prepare_data",
     "replace_signal_handling",
     "restore_module_modes",
     "results_of",
+    "save_if_best",
+    "saves_on_train_epoch_end",
     "set_device_mesh",
     "set_received_sigterm",
+    "steps_between_saves",
     "teardown",
+    "time_between_saves",
+    "trainer_of",
     "update_device_properties",
     "without_cuda_rng",
 ]
@@ -160,6 +173,57 @@ def model_registry(trainer: Trainer) -> str | None:
 def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
     """Return the strategy's arguments for ``DistributedDataParallel``."""
     return strategy._ddp_kwargs
+
+
+def trainer_of(module: LightningModule) -> Trainer | None:
+    """Return the Trainer that a module is attached to; None without one, where ``module.trainer`` raises."""
+    return module._trainer
+
+
+def given_checkpoint_io(strategy: object) -> CheckpointIO | None:
+    """Return the plugin that a strategy was given for checkpoints; None where its ``checkpoint_io`` would make one."""
+    found: CheckpointIO | None = getattr(strategy, "_checkpoint_io", None)
+    return found
+
+
+def steps_between_saves(callback: ModelCheckpoint) -> int:
+    """Return the callback's ``every_n_train_steps``; 0 for never by steps."""
+    return callback._every_n_train_steps
+
+
+def epochs_between_saves(callback: ModelCheckpoint) -> int:
+    """Return the callback's ``every_n_epochs``; 0 for never by epochs."""
+    return callback._every_n_epochs
+
+
+def time_between_saves(callback: ModelCheckpoint) -> timedelta | None:
+    """Return the callback's ``train_time_interval``."""
+    return callback._train_time_interval
+
+
+def saves_on_train_epoch_end(callback: ModelCheckpoint) -> bool | None:
+    """Return the callback's ``save_on_train_epoch_end``; None where that follows from the validations."""
+    return callback._save_on_train_epoch_end
+
+
+def is_nothing_to_save(callback: ModelCheckpoint, trainer: Trainer) -> bool:
+    """Return whether the callback saves nothing now: outside of training, or as it has saved this step."""
+    return callback._should_skip_saving_checkpoint(trainer)
+
+
+def metrics_to_save_by(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tensor]:
+    """Return the metrics that a checkpoint of now is named after and chosen by."""
+    return callback._monitor_candidates(trainer)
+
+
+def save_if_best(callback: ModelCheckpoint, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
+    """Save a checkpoint if it is among the best ``save_top_k``."""
+    callback._save_topk_checkpoint(trainer, metrics)
+
+
+def is_checked_at_epoch_end(callback: EarlyStopping, trainer: Trainer) -> bool:
+    """Return whether the callback itself will check its metric at the end of a training epoch, or not at all now."""
+    return bool(callback._check_on_train_epoch_end) or callback._should_skip_check(trainer)
 
 
 def teardown(trainer: Trainer) -> None:

@@ -26,6 +26,8 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "nccl_backends",
     "non_persistent_buffers",
+    "norms",
+    "scale_tensors",
     "set_allocator",
     "set_group_timeout",
     "with_local_tensor",
@@ -80,6 +82,16 @@ def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, many in one kernel."""
     torch._foreach_copy_(targets, sources)
+
+
+def scale_tensors(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a scalar on its device, in place, many in one kernel."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the Euclidean norm of each tensor, computed in ``dtype``, many in one kernel."""
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def set_allocator(settings: str) -> None:

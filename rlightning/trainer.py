@@ -18,13 +18,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
 from rlightning.argument_checks import check_arguments, check_value
-from rlightning.cli.checkpoint_search import FOLDER, settle_checkpoint
 from rlightning.console import quieten
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
 from rlightning.hooks import check_repeated
+from rlightning.lightning_internals import given_checkpoint_io
 from rlightning.module.trainer_options import check_options
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
+from rlightning.parallel.checkpoint_search import FOLDER, settle_checkpoint
 from rlightning.parallel.launcher import check_launch
 from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.parallel.strategy import replace_lightning_ddp
@@ -205,7 +206,7 @@ def settle_lengths(options: dict[str, Any] | Namespace) -> None:
 def add_checkpoint_io(plugins: object, strategy: object) -> list[object]:
     """The Trainer's plugins, and one that saves single files atomically unless there is one for that already."""
     listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins] if plugins else []
-    has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or getattr(strategy, "_checkpoint_io", None)
+    has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or given_checkpoint_io(strategy)
     return listed if has_one else [*listed, AtomicCheckpointIO()]
 
 

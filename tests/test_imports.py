@@ -2,9 +2,8 @@
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,9 @@ def offenders(files: list[Path], *packages: str) -> dict[str, list[str]]:
 
 
 LAYERS = (
-    {"__main__", "cli", "trainer"},
+    {"__main__"},
+    {"cli"},
+    {"trainer"},
     {"callbacks"},
     {"algorithms"},
     {"module"},
@@ -129,13 +130,8 @@ def packages_not_below(path: Path) -> set[str]:
     names = [name for name in imports_any(path.read_text(encoding="utf-8"), "rlightning") if "." in name]
     others = {name.split(".")[1] for name in names} - {package}
     refused = NOT_OF_CALLBACKS if package == "callbacks" else set()
-    return {
-        other
-        for other in others
-        if other in refused
-        or layer(f"rlightning.{other}") > own
-        or 0 < own == layer(f"rlightning.{other}") < len(LAYERS)
-    }
+    levels = {other: layer(f"rlightning.{other}") for other in others}
+    return {other for other, level in levels.items() if other in refused or level > own or 0 < own == level}
 
 
 @pytest.mark.long
@@ -148,22 +144,48 @@ def test_packages_import_only_what_is_below() -> None:
     assert found == set()
 
 
+def dotted_name(path: Path) -> str:
+    """The name that a file of the package, or a callback, is imported by."""
+    inside = Path("callbacks", path.name) if path.parent == CALLBACKS else path.relative_to(PACKAGE)
+    parts = ["rlightning", *inside.with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_files(path: Path, files: Container[str]) -> set[str]:
+    """Those of the package's files, but its first ``__init__``, that a file imports, wherever it does so."""
+    found = set()
+    for name in imports_any(path.read_text(encoding="utf-8"), "rlightning"):
+        while name not in files:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {"rlightning"}
+
+
+def find_circles(graph: Mapping[str, Set[str]]) -> list[set[str]]:
+    """The groups of names that reach each other: an entry for each circle, or for circles that meet."""
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        waiting, seen = [*graph[name]], set()
+        while waiting:
+            if (other := waiting.pop()) not in seen:
+                seen.add(other)
+                waiting += graph[other]
+        reached[name] = seen
+    circles = [{other for other in reached[name] if name in reached[other]} for name in sorted(graph)]
+    return [circle for i, circle in enumerate(circles) if circle and circle not in circles[:i]]
+
+
 def test_page_shows_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     block = text.partition("## Layers\n")[2].partition("```\n")[2].partition("```")[0]
     shown = [{*line.partition("  ")[0].split(", ")} for line in block.splitlines()]
-    assert shown == [packages - {"__main__"} for packages in LAYERS]
+    assert ({"__main__"}, *shown) == LAYERS
 
 
-def test_leaves_import_each_other_in_no_circle() -> None:
-    leaves = {path.stem: path for path in PACKAGE.glob("*.py") if layer(f"rlightning.{path.stem}") == 0}
-    del leaves["__init__"]
-    graph = {
-        name: {other.split(".")[1] for other in imports_any(path.read_text(encoding="utf-8"), "rlightning")}
-        & set(leaves)
-        for name, path in leaves.items()
-    }
-    assert set(TopologicalSorter(graph).static_order()) == set(leaves)
+def test_files_import_each_other_in_no_circle() -> None:
+    # Inside of functions and for types alone, too.
+    files = {dotted_name(path): path for path in [*package_files(), *sorted(CALLBACKS.glob("*.py"))]}
+    assert find_circles({name: imported_files(path, set(files)) - {name} for name, path in files.items()}) == []
 
 
 WORKER_FILES = (
@@ -304,6 +326,19 @@ def test_the_package_itself_imports_nothing_heavy() -> None:
     probe = "import sys, rlightning, rlightning.__main__; print('torch' in sys.modules or 'lightning' in sys.modules)"
     done = run_python("-c", probe, folder=ROOT)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("graph", "circles"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, [{"b", "c"}]),
+        ({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"c"}}, [{"a", "b"}, {"c", "d"}]),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}}, [{"a", "b", "c"}]),
+    ],
+)
+def test_circles_of_imports_are_found(graph: dict[str, set[str]], circles: list[set[str]]) -> None:
+    assert find_circles(graph) == circles
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,63 @@
-"""Private names of Lightning, torch and Ray that this package uses: an upgrade that moves one fails here by name."""
+"""Private names of the libraries: where they stand, and that they are there, so that an upgrade fails here by name."""
 
 import ast
+from collections.abc import Set
 from importlib import import_module
-from inspect import unwrap
+from inspect import getsource, unwrap
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 PACKAGE = Path(__file__).parent.parent / "rlightning"
-LIBRARIES = ("lightning", "torch", "ray")
-INTERNALS = {library: f"{library}_internals.py" for library in LIBRARIES}
-COMPILER = ("memory_plan/activations.py", "models/layers.py")
-"""Files that trace or compile a model by what torch.compile is made of; its parts take seconds to import."""
+CALLBACKS = PACKAGE.parent / "callbacks"
+LIBRARIES = ("lightning", "torch", "ray", "transformers", "jsonargparse", "vllm", "peft", "datasets")
+INTERNALS = {
+    library: f"{library}_internals.py" for library in ("jsonargparse", "lightning", "ray", "torch", "transformers")
+}
+BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
+DOCUMENTED = {"_asdict", "_make", "_replace", "_current_frames", "_exit", "_getframe"}
+"""Of named tuples and of Python's own modules, whose documentation has them."""
+ALLOWED = {
+    "callbacks/progress_bar.py": {
+        "_add_task _update": "Lightning's bar of a run, which has no public way to draw on it",
+        "_enabled": "is_enabled is also false for refresh_rate=0, where log lines still go above the bar",
+    },
+    "cli/lightning_cli.py": {"_subcommand_parsers": "LightningCLI keeps the commands' parsers here alone"},
+    "data/sources.py": {"_fingerprint": "what datasets calls the same rows; it has no public name"},
+    "memory_plan/activations.py": {
+        "_dynamo _functorch _inductor _subclasses": "parts of torch.compile, which take seconds to import",
+        "_python_dispatch _pytree": "torch's documented way to see each operator has no public module",
+        "_grouped_mm": "the operator's only name",
+        "_cdata": "tells storages apart that have no memory, and so no data_ptr()",
+    },
+    "models/adapter_layers.py": {"_disable_adapters": "PEFT's public method also freezes the adapter's weights"},
+    "models/layers.py": {
+        "_dynamo _inductor": "options of torch.compile that torch.compiler does not have",
+        "_is_fsdp_managed_module": "the mark by which torch.compile takes a module's integers for variables",
+    },
+    "optim/optimizer.py": {"_no_weight_decay": "a mark of no library's: state space models set it on their parameters"},
+    "parallel/fsdp.py": {
+        "_setup_distributed": "of the strategy that this one is: setup_environment() makes another mesh, too"
+    },
+    "parallel/launcher.py": {
+        "_call_children_scripts": "of the launcher that this one is: launch() also runs the function"
+    },
+    "report/loggers.py": {"_experiment": "the property opens another file where there is none"},
+    "rollout/vllm/adapters.py": {"_adapter_manager _last_mapping": "vLLM's adapters on a worker have no public names"},
+    "rollout/vllm/scheduler.py": {"_pause_state": "of the scheduler that this one is, which only sets it in public"},
+    "rollout/vllm/weight_receiver.py": {
+        "_custom_ops _supports_onednn": "the switch by which vLLM packs weights on a CPU"
+    },
+    "rollout/weights/transfer_group.py": {
+        "_Options _devices _timeout": "of a gloo group outside the default one, which torch makes by these alone",
+    },
+}
+"""By file, the private names that no file of internals has for it, and why."""
 TRAINER = (
     "_accelerator_connector._layer_sync",
     "_active_loop",
@@ -51,14 +92,27 @@ OBJECTS = {
     LightningModule: ("_device_mesh", "_trainer"),
     DDPStrategy: ("_ddp_kwargs", "_launcher"),
     ModelParallelStrategy: ("_device_mesh", "_setup_distributed"),
-    SingleDeviceStrategy: ("_accelerator", "_checkpoint_io", "_launcher"),
+    SingleDeviceStrategy: ("_checkpoint_io", "_launcher"),
     CSVLogger: ("_experiment",),
+    RichProgressBar: ("_add_task", "_enabled", "_update"),
 }
 ARGUMENTS = {
     EarlyStopping: {"monitor": "val/sums/reward"},
     SingleDeviceStrategy: {"device": "cpu"},
     CSVLogger: {"save_dir": "unused"},
 }
+TRANSFORMERS = (
+    "_init_weights",
+    "_is_stateful",
+    "_keys_to_ignore_on_save",
+    "_supports_attention_backend",
+    "_supports_sdpa",
+)
+WRITTEN_IN = {
+    "_is_hf_initialized": "transformers.initialization",
+    "_weight_conversions": "transformers.core_model_loading",
+}
+"""Attributes of objects, which these modules set or read."""
 MODULES = {
     "torch.cuda.memory": ("_set_allocator_settings",),
     "torch.distributed.distributed_c10d": ("_get_default_store", "_set_pg_timeout", "_world"),
@@ -108,27 +162,129 @@ def test_private_names_of_ray_are_where_they_were() -> None:
     assert moved == [], f"Ray has moved or renamed {moved}: adapt rlightning/ray_internals.py"
 
 
-def private_imports(path: Path) -> list[str]:
-    """The private names that a file imports of the libraries."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            library, *parts = name.split(".")
-            if library in LIBRARIES and any(part.startswith("_") for part in parts):
-                found.append(name)
+def test_private_names_of_transformers_are_where_they_were() -> None:
+    import_module("rlightning.transformers_internals")
+    model = import_module("transformers.modeling_utils").PreTrainedModel
+    moved = [name for name in TRANSFORMERS if not hasattr(model, name)]
+    for name, module in WRITTEN_IN.items():
+        if name not in getsource(import_module(module)):
+            moved.append(name)
+    assert moved == [], f"transformers has moved or renamed {moved}: adapt rlightning/transformers_internals.py"
+
+
+def test_private_names_of_jsonargparse_are_where_they_were() -> None:
+    import_module("rlightning.jsonargparse_internals")
+    parser = import_module("jsonargparse").ArgumentParser()
+    action = parser.add_argument("--folder", type=str)
+    moved = [name for name in ("_typehint", "_enable_path") if name not in vars(action)]
+    moved += [name for name in ("_actions",) if action not in getattr(parser, name, ())]
+    assert moved == [], f"jsonargparse has moved or renamed {moved}: adapt rlightning/jsonargparse_internals.py"
+
+
+def top_level(name: str) -> bool:
+    """Whether a dotted name is of one of the libraries."""
+    return name.split(".")[0] in LIBRARIES
+
+
+def is_private(name: str) -> bool:
+    """Whether a name begins with one underscore."""
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """What a file gives a name to: classes, functions, fields of classes, attributes of ``self`` and ``cls``."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own_object(node.value):
+            found.add(node.attr)
+        if isinstance(node, ast.ClassDef):
+            # A type alone may be that of a library's attribute.
+            fields = [part for part in node.body if isinstance(part, ast.Assign | ast.AnnAssign) and part.value]
+            found |= {name.id for part in fields for name in ast.walk(part) if isinstance(name, ast.Name)}
     return found
 
 
+def is_own_object(owner: ast.expr) -> bool:
+    """Whether an attribute's owner is ``self``, ``cls`` or ``super()``."""
+    return ast.unparse(owner) in ("self", "cls", "super()")
+
+
+def private_names(tree: ast.AST, own: Set[str]) -> set[str]:
+    """The private names of others that a file uses: of imports, and of attributes, those of ``getattr`` included.
+
+    A name of ``self`` is another's where no file of the package gives it, as with a base class of a library's; one of
+    another object where this file does not.
+
+    Args:
+        own: names that the package's files give.
+    """
+    found: set[str] = set()
+    here = defined_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and top_level(node.module):
+            found |= {part for part in node.module.split(".") if is_private(part)}
+            found |= {alias.name for alias in node.names if is_private(alias.name)}
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if top_level(alias.name)]
+            found |= {part for name in names for part in name.split(".") if is_private(part)}
+        else:
+            attribute = read_attribute(node)
+            if attribute is not None and is_private(attribute[1]) and attribute[1] not in DOCUMENTED:
+                owner, name = attribute
+                if name not in (own if is_own_object(owner) else here):
+                    found.add(name)
+    return found
+
+
+def read_attribute(node: ast.AST) -> tuple[ast.expr, str] | None:
+    """The owner and the name of an attribute, if a node is one or a call of ``getattr`` and its like."""
+    if isinstance(node, ast.Attribute):
+        return node.value, node.attr
+    if isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) in BY_NAME:
+        name = node.args[1]
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            return node.args[0], name.value
+    return None
+
+
 @pytest.mark.long
-def test_private_names_are_imported_in_one_file_per_library() -> None:
-    files = {path.relative_to(PACKAGE).as_posix(): private_imports(path) for path in PACKAGE.rglob("*.py")}
-    found = {name: names for name, names in files.items() if names and name not in COMPILER}
-    assert set(found) == set(INTERNALS.values())
-    for library, name in INTERNALS.items():
-        assert {used.partition(".")[0] for used in found[name]} == {library}
+def test_private_names_are_in_one_file_per_library() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "callbacks" not in path.parents]
+    files += [*CALLBACKS.glob("*.py")]
+    roots = {path: CALLBACKS.parent if path.parent == CALLBACKS else PACKAGE for path in files}
+    parsed = {path.relative_to(root).as_posix(): ast.parse(path.read_text("utf-8")) for path, root in roots.items()}
+    own = {name for tree in parsed.values() for name in defined_names(tree)}
+    used = {name: private_names(tree, own) for name, tree in parsed.items() if name not in INTERNALS.values()}
+    allowed = {name: set(" ".join(reasons).split()) for name, reasons in ALLOWED.items()}
+    assert {name: names for name, names in used.items() if names} == allowed
+
+
+@pytest.mark.long
+def test_internals_import_private_names_of_their_library_only() -> None:
+    for library, file in INTERNALS.items():
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and private_names(node, set()):
+                assert str(node.module).split(".")[0] == library
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("trainer._data_connector._datahook_selector", {"_data_connector", "_datahook_selector"}),
+        ("getattr(policy, '_weight_conversions', None)", {"_weight_conversions"}),
+        ("from torch._dynamo import config", {"_dynamo"}),
+        ("from peft.tuners import _buffer_dict", {"_buffer_dict"}),
+        ("import vllm._custom_ops", {"_custom_ops"}),
+        ("class A(ModelCheckpoint):\n    def f(self): self._save_topk_checkpoint()", {"_save_topk_checkpoint"}),
+        ("class A:\n    def f(self, other): self._own = other._own", set()),
+        ("class A(ModelCheckpoint):\n    def _save(self): super()._save()", set()),
+        ("prompt._replace(index=1)", set()),
+        ("from sys import _getframe", set()),
+        ("self.__class__, module.__dict__, _", set()),
+    ],
+)
+def test_private_names_are_found_wherever_they_stand(source: str, found: set[str]) -> None:
+    tree = ast.parse(source)
+    assert private_names(tree, defined_names(tree)) == found

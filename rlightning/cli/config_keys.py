@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from rlightning.argument_checks import parameters_of
-from rlightning.cli.config_files import (
+from rlightning.config_files import (
     WrittenText,
     check_texts,
     load_yaml,

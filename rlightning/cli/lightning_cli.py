@@ -18,20 +18,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
-from rlightning.argument_checks import hint_of, parameters_of
+from rlightning.argument_checks import parameters_of
 from rlightning.atomic_save import written_aside
-from rlightning.cli.checkpoint_search import is_rank_0, settle_checkpoint
-from rlightning.cli.config_files import (
-    begin_mappings,
-    load_yaml,
-    mark_files,
-    plain_texts,
-    replace_files,
-    use_strict_yaml,
-)
 from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
+from rlightning.cli.option_texts import begin_mappings, mark_files, replace_files
 from rlightning.cli.parser_messages import summarise
 from rlightning.cli.strategy_names import spell_out_files, spell_out_options
+from rlightning.config_files import load_yaml, plain_texts, use_strict_yaml
 from rlightning.config_types import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.disk import needed
@@ -39,9 +32,11 @@ from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError, find_run_error
 from rlightning.foreign_text import without_secrets
+from rlightning.jsonargparse_internals import hint_of, keep_text, parser_actions
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.trainer_options import check_callbacks, check_options
+from rlightning.parallel.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.parallel.stop_signal import stop_signal
 from rlightning.parallel.strategy import replace_lightning_ddp
 from rlightning.plain_text import visible, visible_on_one_line
@@ -69,9 +64,9 @@ class RLArgumentParser(LightningArgumentParser):
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
         """Add a class's arguments; a file's name stays a text where an argument takes texts."""
         added = super().add_class_arguments(*args, **kwargs)
-        for action in self._actions:
+        for action in parser_actions(self):
             if takes_text(hint_of(action)):
-                vars(action)["_enable_path"] = False  # or jsonargparse would read the file as configuration
+                keep_text(action)  # or jsonargparse would read the file as configuration
         return added
 
     def instantiate(self, *args: object, **kwargs: object) -> Namespace:

@@ -29,6 +29,7 @@ from rlightning.controller.remote_module import ControllerModule
 from rlightning.controller.strategy import ControllerLauncher, ControllerStrategy
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import check_rules
+from rlightning.lightning_internals import given_checkpoint_io
 from rlightning.parallel.cpu_group import DEFAULT_BARRIER_TIMEOUT
 from rlightning.parallel.execution_mode import check_execution_mode, resolve_execution_mode
 from rlightning.parallel.stacks import run_folder, start_recorder
@@ -162,7 +163,7 @@ class RayController(ControllerStrategy):
 
     def _configure_launcher(self) -> None:
         """Called when the Trainer is made, before any process is started or device is touched."""
-        if self._accelerator is not None and not isinstance(self._accelerator, CPUAccelerator):
+        if self.accelerator is not None and not isinstance(self.accelerator, CPUAccelerator):
             self.accelerator = CPUAccelerator()
         self.check()
         self._launcher = ControllerLauncher(self)
@@ -274,7 +275,7 @@ class RayController(ControllerStrategy):
             precision=trainer.precision,
             settings=settings_of(trainer),
             root_dir=str(Path(trainer.default_root_dir).absolute()),
-            checkpoint_io=self._checkpoint_io,
+            checkpoint_io=given_checkpoint_io(self),
             seed=run_seed(),
             fast_dev_run=trainer.fast_dev_run,  # type: ignore[attr-defined]
             max_store_bytes=self.max_store_bytes,

@@ -34,7 +34,7 @@ from rlightning.controller.rtensor import fetch_tensors
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.lightning_internals import Launcher, teardown, without_cuda_rng
+from rlightning.lightning_internals import Launcher, given_checkpoint_io, teardown, without_cuda_rng
 from rlightning.parallel.checkpoint import LoadsByItself
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, is_whole
 from rlightning.parallel.execution_mode import ExecutionMode
@@ -224,7 +224,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a file or a folder of the workers'."""
-        (self._checkpoint_io or AtomicCheckpointIO()).remove_checkpoint(filepath)
+        (given_checkpoint_io(self) or AtomicCheckpointIO()).remove_checkpoint(filepath)
 
     def model_to_device(self) -> None:
         """There is no model here."""

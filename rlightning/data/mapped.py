@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from rlightning.types import Prompt
 
 if TYPE_CHECKING:
     import pyarrow
-
-    from rlightning.data.formatting import PromptEncoder
 
 COLUMNS = {
     "text": "string",
@@ -42,6 +40,17 @@ ROWS_A_PROCESS = 10_000
 """A further process is worth its start for so many rows."""
 _ROWS_A_BATCH = 1000
 _VERSION = 2  # of how rows become tokens, and of what is written; files of another are not read
+
+
+class RowEncoder(Protocol):
+    """Turns rows into :data:`COLUMNS`; what every process of ``datasets`` gets pickled."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything besides the rows that the tokens follow from."""
+
+    def encode(self, table: RowTable, start: int, stop: int) -> dict[str, list[Any]]:
+        """Return the columns of some rows."""
 
 
 class MappedPrompts(LazySequence[Prompt]):
@@ -99,7 +108,7 @@ class MappedPrompts(LazySequence[Prompt]):
 
 
 def map_prompts(
-    table: RowTable, encoder: "PromptEncoder", max_tokens: int, *, is_dropping: bool
+    table: RowTable, encoder: RowEncoder, max_tokens: int, *, is_dropping: bool
 ) -> tuple[MappedPrompts, Summary]:
     """Tokenise the rows of a large set to a cached folder, unless that is there, and return the mapped prompts.
 
@@ -138,7 +147,7 @@ def map_prompts(
     return MappedPrompts(rows, folder), Summary(**{**saved, "notes": notes})
 
 
-def _map(table: RowTable, encoder: "PromptEncoder", folder: Path) -> None:
+def _map(table: RowTable, encoder: RowEncoder, folder: Path) -> None:
     import datasets
 
     num_rows = len(table.rows)
@@ -162,7 +171,7 @@ def _map(table: RowTable, encoder: "PromptEncoder", folder: Path) -> None:
         )
 
 
-def _encode(batch: dict[str, list[int]], table: RowTable, encoder: "PromptEncoder") -> dict[str, list[object]]:
+def _encode(batch: dict[str, list[int]], table: RowTable, encoder: RowEncoder) -> dict[str, list[object]]:
     return encoder.encode(table, batch["row"][0], batch["row"][-1] + 1)
 
 

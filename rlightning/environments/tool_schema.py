@@ -74,7 +74,9 @@ def describe_tool(function: Callable[..., Any], what: str) -> Message:
 def own_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a function, without the ``self`` of a method."""
     parameters = list(inspect.signature(function).parameters.values())
-    is_method = parameters and parameters[0].name in ("self", "cls") and parameters[0].annotation is inspect._empty
+    is_method = (
+        parameters and parameters[0].name in ("self", "cls") and parameters[0].annotation is inspect.Parameter.empty
+    )
     return parameters[1:] if is_method else parameters
 
 

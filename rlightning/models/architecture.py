@@ -30,6 +30,7 @@ from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
 from rlightning.parallel.device import exact_float32
 from rlightning.parallel.sharding import named_weights
+from rlightning.transformers_internals import is_stateful, supports_attention_backend, supports_sdpa
 from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -60,13 +61,13 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
     reason = None
     if other_layers:
         reason = f"it has layers of the type '{other_layers[0]}'"
-    elif cls._is_stateful:
+    elif is_stateful(cls):
         reason = "its layers carry a recurrent state from token to token"
     elif read_setting(config, "attn_logit_softcapping") is not None:
         reason = "it caps attention scores (attn_logit_softcapping)"
-    elif not cls._supports_sdpa:
+    elif not supports_sdpa(cls):
         reason = "its attention adds to plain dot products (as attention sinks do)"
-    elif not cls._supports_attention_backend:
+    elif not supports_attention_backend(cls):
         reason = "its transformers class takes no attention function"
     elif noise := read_setting(config, "router_jitter_noise"):
         reason = f"its router draws random numbers (router_jitter_noise={noise})"

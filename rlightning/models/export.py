@@ -27,6 +27,7 @@ from rlightning.models.quantized import QuantizedLinear
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.gathering import gather_into
 from rlightning.parallel.sharding import base_name, is_adapter_weight
+from rlightning.transformers_internals import keys_left_out, weight_conversions
 
 MAX_FILE_BYTES = 4 << 30
 """Of one safetensors file, and so of the host memory that the writing rank needs. A larger tensor has its own file."""
@@ -87,7 +88,7 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
             module.reshard()  # after a forward pass some are still gathered, in the dtype of the forward
     tied_names = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
     tied_names -= {name for name, _ in policy.named_parameters()}
-    ignored = tied_names | set(policy._keys_to_ignore_on_save or ())
+    ignored = tied_names | keys_left_out(policy)
     weights = dict(policy.state_dict())
     for name, module in policy.named_modules():
         if isinstance(module, QuantizedLinear):  # its matrix is computed when it is written
@@ -122,7 +123,7 @@ def _is_stored_converted(policy: PreTrainedModel) -> bool:
 
     The way back needs all of them together.
     """
-    conversions = getattr(policy, "_weight_conversions", None)
+    conversions = weight_conversions(policy)
     if conversions is None:
         conversions = get_model_conversion_mapping(policy, add_legacy=False)
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)

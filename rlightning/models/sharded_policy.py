@@ -43,6 +43,7 @@ from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.gathering import local_box
 from rlightning.parallel.sharding import Sharding, local_tensor, named_weights
 from rlightning.torch_internals import non_persistent_buffers
+from rlightning.transformers_internals import initialize_buffers_of
 
 log = logging.getLogger(__name__)
 
@@ -133,9 +134,7 @@ def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.full_like(buffer, math.nan if buffer.is_floating_point() else 0, device=device))
         if non_persistent_buffers(module):
-            for weight in module.parameters(recurse=False):
-                weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
-            policy._init_weights(module)
+            initialize_buffers_of(policy, module)
     saved = policy.state_dict().keys()
     for name, buffer in policy.named_buffers():
         if name not in saved and buffer.is_floating_point() and buffer.isnan().any():

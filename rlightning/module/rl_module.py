@@ -25,6 +25,7 @@ from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.returned_values import returned_tensor
 from rlightning.module.roles import REFERENCE
 from rlightning.module.run_folder import UnlockRun, lock_run_of
+from rlightning.module.start_block import describe_start
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.parallel.collectives import all_reduce, gather_objects, world_size
@@ -182,8 +183,6 @@ class RLModule(EvaluationSteps):
         if self.generates and stage != "predict":
             self.choose_correction(self._engine.max_staleness)
         if self.trainer.is_global_zero:
-            from rlightning.module.start_block import describe_start
-
             log.info(describe_start(self.trainer, self))
 
     def on_train_start(self) -> None:

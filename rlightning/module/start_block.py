@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Trainer
@@ -17,12 +16,10 @@ from rlightning.memory_plan.work import Parallelism
 from rlightning.models.attention import describe_attention
 from rlightning.models.counts import count_weights
 from rlightning.models.layers import should_compile
+from rlightning.module.evaluation import EvaluationSteps
 from rlightning.optim.moments import bytes_per_parameter
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
 from rlightning.protocols import callbacks_of
-
-if TYPE_CHECKING:
-    from rlightning.module.rl_module import RLModule
 
 WIDTH = 118
 """Characters of the longest line."""
@@ -30,7 +27,7 @@ NAME_WIDTH = 8
 """Characters that a row's name takes."""
 
 
-def describe_start(trainer: Trainer, module: "RLModule") -> str:
+def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
     """Return the block: a row for each of what is trained, on what, in which steps, and where it goes.
 
     The callbacks' ``setup`` is done, and no weights are loaded yet.
@@ -61,7 +58,7 @@ def wrap(name: str, text: str) -> str:
     )
 
 
-def describe_model(trainer: Trainer, module: "RLModule", num_parameters: int) -> str:
+def describe_model(trainer: Trainer, module: EvaluationSteps, num_parameters: int) -> str:
     """Return which model it is, its size, and how it is computed."""
     device = trainer.strategy.root_device
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
@@ -87,7 +84,7 @@ def describe_layout(trainer: Trainer) -> str:
     )
 
 
-def describe_memory(trainer: Trainer, module: "RLModule") -> str:
+def describe_memory(trainer: Trainer, module: EvaluationSteps) -> str:
     """Return what each phase is planned to take of a rank's CUDA device; on others nothing is planned."""
     if trainer.strategy.root_device.type != "cuda":
         return ""
@@ -100,7 +97,7 @@ def describe_memory(trainer: Trainer, module: "RLModule") -> str:
     return f"{text}; while the engine is awake, {moved}" if moved else text
 
 
-def describe_output(trainer: Trainer, module: "RLModule", num_parameters: int) -> str:
+def describe_output(trainer: Trainer, module: EvaluationSteps, num_parameters: int) -> str:
     """Return where the run writes what, and how much a checkpoint is."""
     assert trainer.state.fn is not None
     folder, stage = Path(trainer.default_root_dir), trainer.state.fn.value
@@ -115,7 +112,7 @@ def describe_output(trainer: Trainer, module: "RLModule", num_parameters: int) -
     return f"{folder}: {', '.join(parts)}" if parts else str(folder)
 
 
-def describe_checkpoints(trainer: Trainer, module: "RLModule", num_parameters: int, folder: Path) -> str:
+def describe_checkpoints(trainer: Trainer, module: EvaluationSteps, num_parameters: int, folder: Path) -> str:
     """Return where checkpoints go, how large one is, and how much room there is."""
     saver = next((one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint)), None)
     if saver is None:

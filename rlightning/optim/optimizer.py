@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW, fetch_all
 from rlightning.parallel.sharding import local_tensor
+from rlightning.torch_internals import norms, scale_tensors
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple
     if is_finite:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if gradients:
-            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], factor.to(gradients[0].device))
+            scale_tensors([local_tensor(gradient) for gradient in gradients], factor.to(gradients[0].device))
     else:
         log.warning("The gradients' norm is %s: this optimizer step is skipped.", norm.item())
         for parameter in with_gradients:
@@ -239,7 +240,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     total = torch.zeros(())
     for where, parts in spread.items():
         dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
-        squares = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype)).square().sum()
+        squares = torch.stack(norms(parts, dtype)).square().sum()
         if where is not None:
             mesh, split_dims = where
             squares = squares.to(mesh.device_type)  # gradients that are kept on the host are summed on the device

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rlightning import intervals
+from rlightning.rewards.calls import Function, Outcome, failure, to_number
 from rlightning.rewards.lookup import unwrap
-from rlightning.rewards.worker import Function, Outcome, failure, to_number
 from rlightning.rpc.client import LoopThread, background_loop
 from rlightning.rpc.progress import CALL, call_tasks, track_tasks
 

@@ -12,10 +12,11 @@ from rlightning import intervals
 from rlightning.errors import RewardError
 from rlightning.foreign_text import cut, hidden
 from rlightning.processes.managed_process import python_command
+from rlightning.rewards.calls import Function, Outcome
 from rlightning.rewards.config import BoundReward
 from rlightning.rewards.event_loop import MAX_CONCURRENT, LocalPool
 from rlightning.rewards.sources import KeptSources, install
-from rlightning.rewards.worker import ASYNC, SYNC, Function, Outcome, Setup
+from rlightning.rewards.worker import ASYNC, SYNC, Setup
 from rlightning.rpc import ProcessStartError, background_loop
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerHungError, WorkerPool
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import VALUE_CHARACTERS, cut_line, cut_value
+from rlightning.rewards.calls import Outcome
 from rlightning.rewards.lookup import unwrap
-from rlightning.rewards.worker import Outcome
 
 if TYPE_CHECKING:
     from rlightning.types import Prompt

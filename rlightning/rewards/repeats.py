@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rlightning.rewards.worker import Outcome
+from rlightning.rewards.calls import Outcome
 
 REPEATED_CALLS = 8
 """Completions that each function is asked about again."""

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlightning.errors import ConfigError
+from rlightning.rewards.calls import Outcome
 from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.event_loop import MAX_CONCURRENT
 from rlightning.rewards.pool import RewardPool
@@ -16,7 +17,6 @@ from rlightning.rewards.references import choose_evenly, report_unrewarded
 from rlightning.rewards.repeats import REPEAT_SECONDS, REPEATED_CALLS, Repeat, ValueRange, describe_repeat
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
-from rlightning.rewards.worker import Outcome
 
 if TYPE_CHECKING:
     from torch import Tensor

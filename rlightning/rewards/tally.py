@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlightning.errors import RewardError
 from rlightning.foreign_text import cut_line
+from rlightning.rewards.calls import Outcome
 from rlightning.rewards.config import BoundReward
-from rlightning.rewards.worker import Outcome
 
 if TYPE_CHECKING:
     from torch import Tensor

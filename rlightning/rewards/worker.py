@@ -4,17 +4,15 @@ Light, as each worker starts with it: the standard library and msgpack only.
 """
 
 import asyncio
-import inspect
-import numbers
 import pickle
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from rlightning.foreign_text import cut, hide
+from rlightning.foreign_text import hide
+from rlightning.rewards.calls import Function, Outcome, failure, run_call
+from rlightning.rewards.event_loop import CallRunner
 from rlightning.rewards.sources import ModuleSource, install
 from rlightning.rpc.peer import Method
 from rlightning.rpc.worker import Worker
@@ -24,32 +22,6 @@ ASYNC, SYNC = "async", "sync"
 
 
 T = TypeVar("T")
-
-
-class Outcome(NamedTuple):
-    """The result of a call: a finite value, None ("does not apply"), or an error text that ends with its traceback."""
-
-    value: float | None
-    error: str | None = None
-
-    @classmethod
-    def failed(cls, error: str) -> "Outcome":
-        """Return the outcome of a failed call; long error texts are cut."""
-        return cls(None, cut(error))
-
-
-class Function(NamedTuple):
-    """A reward function as its process calls it.
-
-    Attributes:
-        function: to call; an :class:`Outcome` is that of each call, as the function could not be imported.
-        is_async: whether it mostly waits, so that many calls may run at once.
-        timeout: seconds.
-    """
-
-    function: Callable[..., Any] | Outcome
-    is_async: bool
-    timeout: float
 
 
 class Setup(NamedTuple):
@@ -66,46 +38,6 @@ class Setup(NamedTuple):
     modules: dict[str, ModuleSource]
     secrets: dict[str, str]
     search_path: list[str]
-
-
-def to_number(value: object) -> float | None:
-    """Return a reward as a float; None stays None.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not finite.
-    """
-    if value is None:
-        return None
-    if hasattr(value, "item"):  # a numpy or torch scalar
-        value = value.item()
-    if inspect.iscoroutine(value):
-        value.close()  # or Python warns that nothing has awaited it
-        raise TypeError(f"a reward must be a number or None, this one is a coroutine, {value!r}. Make it an async def.")
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"a reward must be a number or None, this one is {value!r}")
-    number = float(value)
-    if number - number != 0:
-        raise ValueError(f"a reward must be finite, this one is {number}")
-    return number
-
-
-def failure(error: BaseException, skip: int = 1) -> Outcome:
-    """Return the outcome of a call that raised; the first ``skip`` frames are rlightning's and left out."""
-    frames: TracebackType | None = error.__traceback__
-    for _ in range(skip):
-        frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
-    return Outcome.failed("".join(traceback.format_exception(type(error), error, frames)).rstrip())
-
-
-def run_call(function: Callable[..., Any] | Outcome, arguments: dict[str, Any]) -> Outcome:
-    """Call a function; any exception, SystemExit included, becomes a failed outcome."""
-    if isinstance(function, Outcome):
-        return function
-    try:
-        return Outcome(to_number(function(**arguments)))
-    except BaseException as error:
-        return failure(error)
 
 
 class RewardWorker:
@@ -131,7 +63,6 @@ class RewardWorker:
             self._loop.run_until_complete(self._worker.connect(one_by_one))
             while True:
                 self._run_job()
-        from rlightning.rewards.event_loop import CallRunner
 
         runner = CallRunner(self._loop, self._worker.progress.show)
 

@@ -367,8 +367,9 @@ class RolloutBatch:
             num_groups += int(batch.group_ids.max()) + 1 if batch.num_trajectories else 0
             num_trajectories += batch.num_trajectories
         lengths = torch.cat([b.lengths for b in batches])
+        supports = align_supports([one.supports for one in batches], [one.token_ids for one in batches])
         return replace(
-            axes.concatenate(align_supports(batches)),
+            axes.concatenate([replace(one, supports=own) for one, own in zip(batches, supports, strict=True)]),
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
             trajectory_ids=torch.cat(trajectory_ids),
             group_ids=torch.cat(group_ids),

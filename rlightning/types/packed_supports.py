@@ -4,8 +4,7 @@ Letters: ``T`` tokens of a batch, ``K`` tokens of the largest support.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,17 +13,40 @@ from torch.nn.functional import pad
 
 from rlightning.errors import RunError
 from rlightning.types.supports import Supports
-from rlightning.types.trajectory import Sample
+from rlightning.types.trajectory import Sample, Trajectory
 
-if TYPE_CHECKING:
-    from rlightning.types.batch import RolloutBatch
-
-Batch = TypeVar("Batch", bound="RolloutBatch")
 NO_TOKEN = -1
 """What fills the row of a smaller support; a row of nothing else is of a distribution that was not truncated."""
 
 
-def pack_supports(batch: "RolloutBatch") -> Tensor | None:
+class PackedTrajectories(Protocol):
+    """A batch, as far as the supports of its tokens are laid out by it."""
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """In the order of the batch."""
+
+    @property
+    def num_trajectories(self) -> int:
+        """How many trajectories there are."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are."""
+
+    @property
+    def turn_ids(self) -> Tensor:
+        """[T], the turn of its trajectory that each token is of."""
+
+    @property
+    def sampled_index(self) -> Tensor:
+        """The places of the sampled tokens."""
+
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Repeat values, one a trajectory, over the tokens of each: [T]."""
+
+
+def pack_supports(batch: PackedTrajectories) -> Tensor | None:
     """Return the supports of a batch's tokens: [T, K] int32, filled up with -1; None if no sample has any.
 
     Args:
@@ -70,15 +92,18 @@ def _check_supports(sample: Sample, supports: Supports) -> None:
         )
 
 
-def align_supports(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return batches whose supports can be laid end to end: all as wide as the widest, if any batch has some."""
-    width = max((one.supports.shape[1] for one in batches if one.supports is not None), default=None)
+def align_supports(supports: Sequence[Tensor | None], token_ids: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return supports of batches that can be laid end to end: all as wide as the widest, if any batch has some.
+
+    Args:
+        supports: [T, K] of each batch, or None.
+        token_ids: [T] of each batch.
+    """
+    width = max((one.shape[1] for one in supports if one is not None), default=None)
     if width is None:
-        return batches
+        return supports
     aligned = []
-    for one in batches:
-        own = one.supports
-        if own is None:
-            own = torch.empty(one.num_tokens, 0, dtype=torch.int32, device=one.token_ids.device)
-        aligned.append(replace(one, supports=pad(own, (0, width - own.shape[1]), value=NO_TOKEN)))
+    for one, ids in zip(supports, token_ids, strict=True):
+        own = torch.empty(len(ids), 0, dtype=torch.int32, device=ids.device) if one is None else one
+        aligned.append(pad(own, (0, width - own.shape[1]), value=NO_TOKEN))
     return aligned

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from cli_project import resolve_config
 
-from rlightning.cli.config_files import dump_yaml, load_yaml, merge_mappings, nest_names, read_config, replace_files
+from rlightning.cli.option_texts import replace_files
+from rlightning.config_files import dump_yaml, load_yaml, merge_mappings, nest_names, read_config
 from rlightning.errors import ConfigError
 
 

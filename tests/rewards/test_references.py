@@ -8,9 +8,9 @@ import pytest
 
 from rlightning.errors import ConfigError
 from rlightning.rewards import RewardFunction, RewardRunner, answer_checker, numeric_answer
+from rlightning.rewards.calls import Outcome
 from rlightning.rewards.config import bind_rewards
 from rlightning.rewards.references import AnswerCheck, choose_evenly, report_unrewarded
-from rlightning.rewards.worker import Outcome
 from rlightning.types import Prompt
 
 

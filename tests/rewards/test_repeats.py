@@ -14,8 +14,8 @@ from scoring import MakeRunner, make_trajectories
 from tiny import in_this_process, make_data, make_grpo, make_trainer, share_of_ones
 
 from rlightning.rewards import RewardFunction
+from rlightning.rewards.calls import Outcome
 from rlightning.rewards.repeats import Repeat, describe_repeat, find_range, join_ranges
-from rlightning.rewards.worker import Outcome
 
 
 def describe(first: list[float], again: list[float | None], seconds: float = 0.1, **options: Any) -> str | None:

@@ -6,19 +6,18 @@ alike.
 """
 
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import set_dumper
-from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
 from jsonargparse.typing import register_type
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
+from rlightning.jsonargparse_internals import get_yaml_default_loader
 from rlightning.python_values import map_items
 
 ROW_SUFFIXES = (".jsonl", ".csv", ".parquet")
@@ -176,24 +175,6 @@ def merge_mappings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict
     return merged
 
 
-def replace_files(options: list[str], contents: list[Any]) -> list[str]:
-    """Return command line options in which each ``--config`` has a content in place of its file.
-
-    Args:
-        contents: one a file; None leaves the file.
-    """
-    rest, replaced = iter(contents), list(options)
-    for i, option in enumerate(options):
-        name, equals, _ = option.partition("=")
-        if name not in ("--config", "-c"):
-            continue
-        content = next(rest)
-        if content is not None:
-            text = dump_yaml(content)
-            replaced[i if equals else i + 1] = f"{name}={text}" if equals else text
-    return replaced
-
-
 def nest_names(values: dict[str, Any], key: str) -> None:
     """Replace ``a.b: x`` by ``a: {b: x}``, in place.
 
@@ -210,35 +191,6 @@ def nest_names(values: dict[str, Any], key: str) -> None:
         if not isinstance(earlier, dict):
             raise ConfigError(f"{key}.{name}: the file sets this key twice. Remove one of them.")
         values[name] = {**earlier, rest: values.pop(written)}
-
-
-def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
-    """Insert options that set each mapping to an empty one before the first option of one of its keys."""
-    begun = list(options)
-    for key in keys:
-        place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
-        begun.insert(place, f"--{key}={{}}")
-    return begun
-
-
-def mark_files(options: list[str]) -> list[str]:
-    """Replace each name of an existing file that YAML would change by a :class:`WrittenText`."""
-
-    def is_marked(text: str) -> bool:
-        try:
-            read = text if text in ("null", "~", "") else load_yaml(text)
-        except yaml.YAMLError:
-            return False
-        return isinstance(read, dict | list | None) and os.path.isfile(text)
-
-    marked: list[str] = []
-    for option in options:
-        name, _, value = option.partition("=")
-        if option.startswith("--"):
-            marked += [name, WrittenText(value)] if is_marked(value) else [option]
-        else:
-            marked.append(WrittenText(option) if is_marked(option) else option)
-    return marked
 
 
 def _load_json(text: str, path: str) -> object:

@@ -11,9 +11,9 @@ import yaml
 from cli_project import fit_here
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from rlightning.cli.checkpoint_search import Place, check_checkpoints, find_last, find_places
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import last_checkpoint
+from rlightning.parallel.checkpoint_search import Place, check_checkpoints, find_last, find_places
 
 
 class OwnCheckpoint(ModelCheckpoint):

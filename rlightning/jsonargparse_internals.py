@@ -1,0 +1,23 @@
+"""Private names of jsonargparse, where it has no public ones; tests/test_library_internals.py looks for each."""
+
+from argparse import Action, ArgumentParser
+from collections.abc import Sequence
+
+from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
+
+__all__ = ["get_yaml_default_loader", "hint_of", "keep_text", "parser_actions"]
+
+
+def parser_actions(parser: ArgumentParser) -> Sequence[Action]:
+    """Return a parser's arguments, in their order."""
+    return parser._actions
+
+
+def hint_of(action: Action) -> object:
+    """Return the type hint of an argument of jsonargparse's; None of another."""
+    return getattr(action, "_typehint", None)
+
+
+def keep_text(action: Action) -> None:
+    """Have an argument take the name of an existing file as a text, not as a file of configuration to read."""
+    vars(action)["_enable_path"] = False
