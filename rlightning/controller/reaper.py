@@ -1,4 +1,4 @@
-"""Ends what is left of a run's own Ray cluster when its controller or its raylet was killed, and says the latter.
+"""Cleans up a run's own Ray cluster after its controller or raylet was killed, and reports a killed raylet.
 
 The raylet ends with the controller; its agents stay, and wait for a cluster that is gone. They are killed by
 ``python -m rlightning.controller.reaper LOGS CONTROLLER RAYLET AGENT...``, once the raylet or the controller, which
@@ -27,7 +27,7 @@ ENDED_BY_RAY = re.compile(r"Terminate the process|Raylet IPC connection failed|l
 
 @dataclass(frozen=True)
 class OwnNode:
-    """The node of a Ray cluster that this process has started.
+    """The Ray node that this process has started.
 
     Attributes:
         identity: the raylet's, by :func:`~rlightning.processes.process_table.identify_process`.
@@ -40,12 +40,12 @@ class OwnNode:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the raylet has."""
+        """Whether the node's raylet has ended."""
         return identify_process(self.raylet) != self.identity
 
 
 def watch_own_node(session: str) -> OwnNode | None:
-    """Start a process that kills what the newest raylet of this process leaves; None where none can be found.
+    """Start a process that kills the remains of this process's newest raylet; return None if there is no raylet.
 
     Args:
         session: Ray's folder.
@@ -64,20 +64,20 @@ def watch_own_node(session: str) -> OwnNode | None:
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is the controller's
     )
-    atexit.register(_say_goodbye, reaper)
+    atexit.register(_report_normal_exit, reaper)
     return OwnNode(raylet, identify_process(raylet), reaper)
 
 
 def describe_loss(raylet: int) -> str:
-    """What a run ends with whose raylet was killed."""
+    """Return the error message of a run whose raylet was killed."""
     return (
         f"The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed, or ran out of "
         "memory. The workers have ended with it; go on from the last checkpoint by --ckpt_path last."
     )
 
 
-def _say_goodbye(reaper: "subprocess.Popen[bytes]") -> None:
-    """Tell the reaper that this process ends by itself, and has said why."""
+def _report_normal_exit(reaper: "subprocess.Popen[bytes]") -> None:
+    """Tell the reaper that this process exits normally, so that the reaper reports no lost raylet."""
     assert reaper.stdin is not None
     with contextlib.suppress(OSError):  # it was killed
         reaper.stdin.write(b".")
@@ -85,9 +85,9 @@ def _say_goodbye(reaper: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """Wait for the end of the raylet and the controller, whichever is first."""
+    """Wait until the raylet or the controller ends, then kill the agents and report a killed raylet."""
     logs, controller, raylet, *agents = sys.argv[1:]
-    has_said_goodbye, end = False, -1
+    has_exited_normally, end = False, -1
     with contextlib.suppress(ProcessLookupError):
         end = os.pidfd_open(int(raylet))
     awaited = [0] if end < 0 else [0, end]
@@ -96,18 +96,18 @@ def main() -> None:
         if 0 not in ready:  # the raylet's end alone
             awaited.remove(end)
         elif os.read(0, 1):
-            has_said_goodbye = True
+            has_exited_normally = True
         else:
             awaited.remove(0)
         if len(awaited) < 2:
             for identity in agents:
                 kill_process(identity)
-    if not has_said_goodbye and (end not in awaited or _was_ended_by_ray(Path(logs), controller)):
+    if not has_exited_normally and (end not in awaited or _was_ended_by_ray(Path(logs), controller)):
         sys.stderr.write(f"error: {describe_loss(int(raylet))}\n")
 
 
 def _was_ended_by_ray(logs: Path, controller: str) -> bool:
-    """Whether Ray has ended the controller: else its raylet has ended with it, and was no cause."""
+    """Return whether Ray ended the controller because of its raylet; else the raylet ended with the controller."""
     paths = logs.glob(f"python-core-driver-*_{controller}.log")
     return any(ENDED_BY_RAY.search(path.read_text(errors="replace")) for path in paths)
 

@@ -1,4 +1,4 @@
-"""The blocks that a policy repeats: found, compiled, and their activations computed twice where memory asks for it.
+"""A policy's decoder layers: finding them, compiling them, and recomputing their activations to save memory.
 
     hooks of FSDP (gather, cast) -> checkpoint -> compiled forward
 
@@ -31,7 +31,7 @@ code of its own for each of several ranges."""
 
 
 def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
-    """Return the blocks that a policy repeats."""
+    """Return the decoder layers of a policy."""
     num_layers = policy.config.get_text_config().num_hidden_layers
     for module in policy.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -43,7 +43,7 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
 
 
 def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
-    """Return whether layers are to be compiled, and the sentence that says so in the log.
+    """Return whether layers should be compiled, and the reason for the log.
 
     A ConfigError if that is ``wanted`` and cannot be; None of it is where it pays, on CUDA.
     """
@@ -68,7 +68,7 @@ def compiler_obstacle(device: torch.device) -> str | None:
 
 
 def cache_folder() -> str:
-    """Return where compiled code is kept; torch's own default is in TMPDIR, maybe a job's own."""
+    """Return the folder for compiled code; torch's default is in TMPDIR, which may be deleted with the job."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name) in (None, default_cache_dir()):  # torch may have written its default there
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -77,7 +77,7 @@ def cache_folder() -> str:
 
 
 def compile_layers(policy: PreTrainedModel) -> None:
-    """Have each layer compiled when it runs first; before :func:`checkpoint_layers`.
+    """Compile each layer on its first call; must come before :func:`checkpoint_layers`.
 
     The policy has packed attention, and is whole or sharded, on the meta device or a real one.
     """
@@ -92,7 +92,7 @@ def compile_layers(policy: PreTrainedModel) -> None:
 
 
 def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
-    """Let the first ``count`` layers keep their inputs only, and compute the rest again in the backward pass.
+    """Let the first ``count`` layers save only their inputs and recompute the rest in the backward pass.
 
     The last layers' activations are the first that the backward lets go of, so those of the first layers pay most.
     """

@@ -1,4 +1,4 @@
-"""What a run is about to do, in one block of lines when it starts."""
+"""The summary of a run's plan that is logged when the run starts."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ NAME_WIDTH = 8
 
 
 def describe_start(trainer: Trainer, module: "RLModule") -> str:
-    """Return the block: a row for each of what is trained, on what, in which steps, and where it goes.
+    """Return the summary: a row each for the model, the devices, the steps, the memory and the output.
 
     The callbacks' ``setup`` is done, and no weights are loaded yet.
     """
@@ -51,7 +51,7 @@ def describe_start(trainer: Trainer, module: "RLModule") -> str:
 
 
 def wrap(name: str, text: str) -> str:
-    """Return a row, whose further lines stand below its text."""
+    """Return a row of the summary, with further lines indented to the start of its text."""
     return fill(
         f"{name:<{NAME_WIDTH}}{text}",
         WIDTH,
@@ -62,7 +62,7 @@ def wrap(name: str, text: str) -> str:
 
 
 def describe_model(trainer: Trainer, module: "RLModule", num_parameters: int) -> str:
-    """Return which model it is, its size, and how it is computed."""
+    """Return the model's name, its size and the way in which its layers are computed."""
     device = trainer.strategy.root_device
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
@@ -77,7 +77,7 @@ def describe_model(trainer: Trainer, module: "RLModule", num_parameters: int) ->
 
 
 def describe_layout(trainer: Trainer) -> str:
-    """Return how many ranks there are, of which devices, and what each holds."""
+    """Return the number of ranks, their devices, and which part of the model each rank holds."""
     parallelism, device = Parallelism.of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     num_ranks = trainer.world_size
@@ -88,7 +88,7 @@ def describe_layout(trainer: Trainer) -> str:
 
 
 def describe_memory(trainer: Trainer, module: "RLModule") -> str:
-    """Return what each phase is planned to take of a rank's CUDA device; on others nothing is planned."""
+    """Return the memory planned for each phase on a rank's CUDA device; "" on other devices."""
     if trainer.strategy.root_device.type != "cuda":
         return ""
     try:
@@ -101,7 +101,7 @@ def describe_memory(trainer: Trainer, module: "RLModule") -> str:
 
 
 def describe_output(trainer: Trainer, module: "RLModule", num_parameters: int) -> str:
-    """Return where the run writes what, and how much a checkpoint is."""
+    """Return which files the run writes where, and the size of a checkpoint."""
     assert trainer.state.fn is not None
     folder, stage = Path(trainer.default_root_dir), trainer.state.fn.value
     if execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
@@ -116,7 +116,7 @@ def describe_output(trainer: Trainer, module: "RLModule", num_parameters: int) -
 
 
 def describe_checkpoints(trainer: Trainer, module: "RLModule", num_parameters: int, folder: Path) -> str:
-    """Return where checkpoints go, how large one is, and how much room there is."""
+    """Return the folder of the checkpoints, the size of one, and the free space on the disk."""
     saver = next((one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint)), None)
     if saver is None:
         return "no checkpoints"
@@ -129,12 +129,12 @@ def describe_checkpoints(trainer: Trainer, module: "RLModule", num_parameters: i
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that is there."""
+    """Return a folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def relative(path: str | Path, folder: Path) -> str:
-    """Return a path below the run's folder as seen from there, any other whole."""
+    """Return a path relative to the run's folder if it is inside of it, else the path itself."""
     whole, root = Path(path).absolute(), folder.absolute()
     return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(path)
 

@@ -1,4 +1,4 @@
-"""The supports of a batch's tokens as one tensor, which the trainer truncates its own distributions by.
+"""The supports of a batch's tokens as one tensor, by which the trainer truncates its own distributions.
 
 Letters: ``T`` tokens of a batch, ``K`` tokens of the largest support.
 """
@@ -21,7 +21,7 @@ NO_TOKEN = -1
 
 
 def pack_supports(batch: "RolloutBatch") -> Tensor | None:
-    """Return the supports of a batch's tokens: [T, K] int32, filled up with -1; None if no sample has any.
+    """Return the supports of a batch's tokens: [T, K] int32, padded with -1; None if no sample has any.
 
     Args:
         batch: each sampled token of its trajectories is trained in one branch.
@@ -43,7 +43,7 @@ def pack_supports(batch: "RolloutBatch") -> Tensor | None:
 
 
 def align_supports(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return batches whose supports can be laid end to end: all as wide as the widest, if any batch has some."""
+    """Return batches whose supports have the width of the widest, so that they can be concatenated."""
     width = max((one.supports.shape[1] for one in batches if one.supports is not None), default=None)
     if width is None:
         return batches

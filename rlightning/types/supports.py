@@ -1,4 +1,4 @@
-"""The tokens that a truncated distribution was left with: its support, for each token of a sample.
+"""Supports of truncated sampling: for each token of a sample, the tokens that top-k or top-p left to choose from.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class Supports:
-    """Of each token of a sample, the tokens that it was drawn from.
+    """For each token of a sample, the ids of the tokens that it was drawn from.
 
     Args:
         token_ids: int32, the tokens of each support, those of one token after those of the token before.
@@ -30,9 +30,9 @@ class Supports:
     __hash__ = None  # type: ignore[assignment]  # as of any record that can change
 
     def __repr__(self) -> str:
-        """Return all of them."""
+        """Return a text with all supports."""
         return f"Supports({self.token_ids!r}, {self.sizes!r})"
 
     def to_plain(self) -> list[list[int]]:
-        """Return them in plain types: the arguments of the class."""
+        """Return the supports in plain types: the arguments of the class."""
         return [self.token_ids.tolist(), self.sizes.tolist()]
