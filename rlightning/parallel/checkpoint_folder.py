@@ -31,8 +31,8 @@ META, INDEX = "meta.pt", ".metadata"
 """The names that Lightning gives these files too."""
 FORMAT = "rlightning_checkpoint"
 """The key in it that marks a folder of this module."""
-VERSION = 1
-"""Of such folders; grows when this code could not read them any more."""
+VERSION = 2
+"""Of such folders; grows when earlier code cannot read new ones."""
 
 Stored = Mapping[str, TensorStorageMetadata]
 
@@ -96,7 +96,7 @@ def write_meta(
     folder: Path, checkpoint: dict[str, Any], tied: Mapping[str, str], files: Checksums | None = None
 ) -> None:
     """Write the part of a checkpoint without tensors, the names of tied parameters and the checksums."""
-    own = {"version": VERSION, "twins": dict(tied), "files": dict(files or {})}
+    own = {"version": VERSION, "tied": dict(tied), "files": dict(files or {})}
     torch.save({**checkpoint, FORMAT: own}, folder / META)
     seal_file(folder / META)
 
@@ -223,7 +223,8 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
     with _alone_on_purpose():
         state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
     weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    tied = meta.pop(FORMAT)["twins"]
+    own = meta.pop(FORMAT)
+    tied = own["twins" if own["version"] == 1 else "tied"]
     meta["state_dict"] = weights | {name: weights[first] for name, first in tied.items()}
     for number, named in enumerate(meta.get("optimizer_states", [])):
         prefix = f"optimizer/{number}/"
