@@ -23,7 +23,7 @@ def to_python(value: T) -> T:
     return map_items(_to_list, value)
 
 
-def map_items(convert: Callable[[Any], object], value: T) -> T:
+def map_items(convert: Callable[[object], object], value: T) -> T:
     """Apply a function to a value, or to the items of lists, tuples, mappings and namespaces at any depth.
 
     Containers stay what they are, and so, for a type checker, do the values in them.

@@ -49,7 +49,7 @@ def import_ray() -> ModuleType:
     return ray
 
 
-def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
+def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
     """Connect this process to a Ray cluster, or start one, unless it is connected already.
 
     Args:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlightning.errors import ConfigError
 
@@ -59,7 +58,7 @@ class DriverContext:
         )
 
     @property
-    def actor_options(self) -> dict[str, Any]:
+    def actor_options(self) -> dict[str, object]:
         """Return the options of a Ray actor that set the environment variables."""
         return {"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {}
 

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -229,12 +229,12 @@ class Relay:
         self._fire(first, [merge(column, first.hook) for column in columns])
 
 
-def merge(values: Sequence[Any], hook: str) -> object:
+def merge(values: Sequence[object], hook: str) -> object:
     """Combine the ranks' values of one argument of a hook."""
-    if isinstance(values[0], BatchPart):
-        return RemoteBatch(values, has_global_groups=hook in GLOBAL_GROUPS)
-    if isinstance(values[0], list):
-        return [item for value in values for item in value]
+    if parts := [value for value in values if isinstance(value, BatchPart)]:
+        return RemoteBatch(parts, has_global_groups=hook in GLOBAL_GROUPS)
+    if lists := [value for value in values if isinstance(value, list)]:
+        return [item for one in lists for item in one]
     return values[0]
 
 

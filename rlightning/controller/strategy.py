@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 
 from rlightning.atomic_save import find_saved
 from rlightning.controller.cluster import check_own_node
@@ -196,11 +197,13 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
     # Checkpoints
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return an empty state: the workers add theirs when a checkpoint is written."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
+    ) -> None:
         """Have the workers write a checkpoint in their strategy's format, which runs without controller can load.
 
         The controller's part has loops, callbacks and the position in the data.
@@ -210,7 +213,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         if "optimizer_states" in checkpoint:  # without, there are only weights
             self.saved.append(path)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
         """Have the workers load their part of a checkpoint, and return the controller's part.
 
         Returns:

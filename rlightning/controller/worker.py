@@ -208,7 +208,7 @@ class Worker:
                 call = methodcaller(command.method, *command.arguments, **command.named)
                 return store_tensors(call(self.module), label=command.method)
 
-    def _load(self, command: Load) -> dict[str, Any]:
+    def _load(self, command: Load) -> dict[str, object]:
         trainer, connector = self.trainer, checkpoint_connector(self.trainer)
         connector.resume_start(command.path, command.weights_only)
         loaded = loaded_checkpoint(connector)

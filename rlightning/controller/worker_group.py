@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
+    from rlightning.controller.worker import Worker
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -57,7 +59,7 @@ class WorkerGroup:
         self._runs: dict[Ref, int] = {}
         self._engines: list[Ref] = []
         self._place = placement_group([dict(each)] * num_workers, strategy=placement)
-        self.actors: list[ActorHandle[Any]] = []
+        self.actors: list[ActorHandle[Worker]] = []
         if not self._place.wait(intervals.PLACEMENT_TIMEOUT):
             self.kill()
             free = ray.available_resources()
@@ -175,11 +177,11 @@ class WorkerGroup:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             remove_placement_group(self._place)
 
-    def _each(self, shares: Sequence[T]) -> Iterator[tuple[int, "ActorHandle[Any]", T]]:
+    def _each(self, shares: Sequence[T]) -> Iterator[tuple[int, "ActorHandle[Worker]", T]]:
         assert len(shares) == self.num_workers
         return zip(range(self.num_workers), self.actors, shares, strict=True)
 
-    def _call(self, actor: "ActorHandle[Any]", method: str, *arguments: object, group: str = "commands") -> Ref:
+    def _call(self, actor: "ActorHandle[Worker]", method: str, *arguments: object, group: str = "commands") -> Ref:
         called: Ref = getattr(actor, method).options(concurrency_group=group).remote(*arguments)
         return called
 

@@ -222,7 +222,7 @@ def make_trainer(
     return trainer
 
 
-def settings_of(trainer: Trainer) -> dict[str, Any]:
+def settings_of(trainer: Trainer) -> dict[str, object]:
     """Return a Trainer's arguments for numerics and length of a run; the first two are global state in torch."""
     deterministic: bool | str = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ BACKEND = "inductor"
 OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
 """Inductor's, where it has them. Otherwise it decides by the number of tokens how a norm's backward is fused, and has
 code of its own for each of several ranges."""
+
+T = TypeVar("T")
 
 
 def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
@@ -101,12 +103,12 @@ def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(forward: Callable[..., T]) -> Callable[..., T]:
     options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
     compiled = torch.compile(forward, dynamic=True, backend=BACKEND, options=options if BACKEND == "inductor" else None)
 
     @functools.wraps(forward)
-    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(hidden_states: Tensor, *args: object, **kwargs: object) -> T:
         if hidden_states.shape[1] == 1:  # torch.compile takes that for a constant: the filler would cost a graph
             return forward(hidden_states, *args, **kwargs)
         # A layer's own numbers, such as the scale of attention, never change: found out later, it is traced again.

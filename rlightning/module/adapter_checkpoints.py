@@ -1,7 +1,7 @@
 """Checkpoints of an actor with an adapter: they hold the adapter's weights and a digest of the frozen base."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
@@ -13,18 +13,20 @@ KEY = "adapter"
 PREFIX = "actor."
 """Of the actor's weights in a module."""
 
+T = TypeVar("T")
+
 
 def is_base_weight(name: str) -> bool:
     """Return whether a weight of the module, by its name, belongs to the actor's frozen base."""
     return name.startswith(PREFIX) and not is_adapter_weight(name)
 
 
-def without_base(state: dict[str, Any]) -> dict[str, Any]:
+def without_base(state: Mapping[str, T]) -> dict[str, T]:
     """Return a module's state dict without the weights of the frozen base, which the model's folder holds."""
     return {name: value for name, value in state.items() if not is_base_weight(name)}
 
 
-def with_base(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def with_base(state: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
     """Return a checkpoint's state dict with the base weights that the module has loaded added to it."""
     return {name: value for name, value in own.items() if is_base_weight(name)} | dict(state)
 

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from pydoc import locate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,11 +29,11 @@ class _NotPlainError(Exception):
     """An object cannot be expressed as plain values."""
 
 
-def bind_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(cls: type, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments of a call of a class by parameter name."""
     signature = inspect.signature(cls.__init__)  # type: ignore[misc]
     bound = signature.bind_partial(None, *args, **kwargs)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     for name, value in list(bound.arguments.items())[1:]:
         match signature.parameters[name].kind:
             case inspect.Parameter.VAR_KEYWORD:
@@ -46,17 +46,17 @@ def bind_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return arguments
 
 
-def to_plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain(arguments: Mapping[str, object]) -> dict[str, object]:
     """Return arguments as plain values, without secrets and without objects that have no plain form."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, value in arguments.items():
         with suppress(_NotPlainError):
             values[name] = _plain(_named(value) if name == "rewards" else value)
-    masked: dict[str, Any] = conceal(mask_secrets(values)[0])
+    masked: dict[str, object] = conceal(mask_secrets(values)[0])
     return masked
 
 
-def make_module(cls: type[Module], values: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Module:
+def make_module(cls: type[Module], values: Mapping[str, object], given: Mapping[str, object], where: str) -> Module:
     """Make a module from the plain arguments that :func:`to_plain` returned.
 
     Args:
@@ -87,7 +87,7 @@ def _required(cls: type) -> list[str]:
     return [name for name in names if name in own or not is_taken_otherwise(cls, name)]
 
 
-def _parameters(kind: type) -> dict[str, Any]:
+def _parameters(kind: type) -> dict[str, object]:
     """Return the defaults of the parameters that a class's own ``__init__`` takes by name."""
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]  # type: ignore[misc]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -29,7 +29,7 @@ KEYS = ("optimizer", "lr_scheduler", "monitor")
 SCHEDULE_KEYS = tuple(field.name for field in fields(LRSchedulerConfig))
 
 
-def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
+def checked(configure_optimizers: Callable[..., object]) -> Callable[..., object]:
     """Wrap ``configure_optimizers`` so that its return value is checked: Lightning would fail with a KeyError, or
     later.
     """

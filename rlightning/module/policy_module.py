@@ -251,7 +251,7 @@ class PolicyModule(Ranks, SavedModule):
             self, self.trainer.optimizers, self.trainer.lr_scheduler_configs, max_steps=self.trainer.max_steps
         )
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Refuse to save weights that are not finite."""
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
@@ -278,7 +278,7 @@ class PolicyModule(Ranks, SavedModule):
         return super().load_state_dict(state_dict, strict, assign)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The configuration in force by key, as far as known: the optimizers' settings and the config files' keys."""
         values = {f"model.{name}": vars(self)[name] for name in OPTIMIZER_KEYS}
         values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}

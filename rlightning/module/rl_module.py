@@ -136,12 +136,12 @@ class RLModule(EvaluationSteps):
             self.rewarder.check_answers(prompts, where)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The settings of the policy module, and a digest of the reward functions' source."""
         digest = self.rewarder.sources.digest
         return super().settings | ({"model.rewards.source": digest[:12]} if digest else {})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state for copies of the module, without the trainer and the engine, which belong to the run."""
         return super().__getstate__() | {"generator": None}
 
@@ -191,7 +191,7 @@ class RLModule(EvaluationSteps):
         if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Save the number of updates in the checkpoint."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version

@@ -34,7 +34,7 @@ class SavedModule(PromptBatchModule):
     configuration: Mapping[str, Any] = {}
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The configuration in force by key, as far as the module knows it."""
         return dict(self.configuration)
 
@@ -93,7 +93,7 @@ class SavedModule(PromptBatchModule):
         module.load_state_dict(checkpoint["state_dict"], strict=strict)
         return module.to(map_location)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state for copies; refuse to pickle the module for a process that a strategy spawns."""
         check_not_spawned()
         return super().__getstate__()

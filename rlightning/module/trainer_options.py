@@ -119,7 +119,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     check_unused_options(options)
 
 
-def check_unused_options(options: Mapping[str, Any]) -> None:
+def check_unused_options(options: Mapping[str, object]) -> None:
     """Refuse float16 and Trainer options that would have no effect."""
     check_precision(options["precision"])
     for name, (default, reason) in _REFUSED_OPTIONS.items():

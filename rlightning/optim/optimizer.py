@@ -76,7 +76,7 @@ def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         parameter: whole or sharded.
     """
     is_norm = "norm" in type(module).__name__.lower() or "norm" in name
-    is_excluded = getattr(parameter, "_no_weight_decay", False)  # set by transformers' state space models
+    is_excluded = bool(vars(parameter).get("_no_weight_decay"))  # set by transformers' state space models
     return not (is_norm or "bias" in name or is_excluded or parameter.ndim < 2)
 
 

@@ -66,7 +66,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
     too. Messages between the ranks go over the CPU group.
     """
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, tied ones once, as this rank's shards and without copies."""
         assert self.lightning_module is not None
         tied = find_tied(self.lightning_module)

@@ -35,7 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Trainer(plugins=[AtomicCheckpointIO()], ...)
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
         """Write a single file; called on rank 0 only.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from lightning.pytorch import Trainer
@@ -50,7 +50,7 @@ class MeshStrategy(ModelParallelStrategy):
         return self.num_nodes * self.num_processes // self.tensor_parallel_size
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Arguments of Lightning's distributed sampler; tensor-parallel neighbours get the same share."""
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 

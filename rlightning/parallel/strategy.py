@@ -142,7 +142,7 @@ class ConnectedRanks(ParallelStrategy):
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
         """Load the checkpoint that rank 0 chose: only rank 0 has verified the newest ones."""
         return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 

@@ -1,11 +1,12 @@
 """Changes to stages of Lightning's Trainer: data preparation, validation within a fit, exceptions in an evaluation."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from rlightning.lightning_internals import replace_prepare_data, restore_module_modes
 from rlightning.parallel.barrier import barrier
@@ -46,7 +47,7 @@ class LeaveEvaluation(Callback):
         restore_module_modes(trainer, pl_module)
 
 
-def validate_in_fit(trainer: Trainer) -> list[Any]:
+def validate_in_fit(trainer: Trainer) -> list[dict[str, Tensor]]:
     """Run validation within a fit, as Lightning does between two training batches.
 
     Lightning's own run before training is a sanity check, whose results it throws away.

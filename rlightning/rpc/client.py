@@ -174,7 +174,7 @@ class LoopThread:
         """The thread's identifier, as returned by :func:`threading.get_ident`."""
         return self._thread.ident or 0
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    def run(self, work: Coroutine[object, object, T], timeout: float | None = None) -> T:
         """Run a coroutine on the loop and wait for it; return its result or raise its exception.
 
         Args:
@@ -214,7 +214,7 @@ class LoopThread:
                 "runs on it blocks. Environments that block belong into worker processes (WorkerEnvironment)"
             ) from None
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    def submit(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
         """Start a coroutine on the loop and return its future at once. Cancelling the future cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         self._submitted.add(future)

@@ -6,7 +6,7 @@ import logging
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from rlightning import intervals
@@ -162,14 +162,14 @@ class Peer:
                 self._slots.release()
             raise
 
-    async def _send(self, message: list[Any]) -> None:
+    async def _send(self, message: Sequence[object]) -> None:
         try:
             await self._connection.send(message)
         except ConnectionLostError as error:
             lost = self.closed.result() if self.closed.done() else error
             raise lost.with_traceback(None) from None  # many callers get the same one
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine in a task that is cancelled when the connection ends."""
         task = asyncio.ensure_future(_ignore_lost(work))
         self._tasks.add(task)
@@ -191,13 +191,13 @@ class Peer:
         except (TypeError, ValueError) as error:
             self.abort(f"it sent what is no message ({error})")
 
-    def _begin(self, number: int, method: str, arguments: list[Any]) -> None:
+    def _begin(self, number: int, method: str, arguments: list[object]) -> None:
         handler = asyncio.ensure_future(self._handle(number, method, arguments))
         self._handlers[number] = handler
         handler.add_done_callback(lambda _: self._handlers.pop(number, None))
 
-    async def _handle(self, number: int, method: str, arguments: list[Any]) -> None:
-        reply: list[Any]
+    async def _handle(self, number: int, method: str, arguments: list[object]) -> None:
+        reply: list[object]
         try:
             if len(self._handlers) > 2 * MAX_CALLS:
                 raise RuntimeError(f"more than {2 * MAX_CALLS} calls are in flight")
@@ -214,7 +214,7 @@ class Peer:
             except (TypeError, ValueError, OverflowError) as error:  # of a result that is not plain data
                 await self._send(_describe(number, error))
 
-    async def _handle_notification(self, method: str, arguments: list[Any]) -> None:
+    async def _handle_notification(self, method: str, arguments: list[object]) -> None:
         try:
             await self._find(method)(*arguments)
         except ConnectionLostError:
@@ -288,7 +288,7 @@ async def limit(work: Awaitable[T], seconds: float) -> T:
         raise TimeoutError from None
 
 
-def _describe(number: int, error: Exception) -> list[Any]:
+def _describe(number: int, error: Exception) -> list[object]:
     return [ERROR, number, type(error).__name__, str(error), traceback.format_exc()]
 
 

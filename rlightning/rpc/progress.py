@@ -63,9 +63,7 @@ class ProgressFile:
 
 
 def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
-    """Call ``show`` before each step of a call's task, with its key in :data:`CALL` and True, and after with 0 and
-    False.
-    """
+    """Call ``show`` around each step of a call's task: first with its key (:data:`CALL`) and True, then 0 and False."""
 
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         call = CALL.get()
@@ -82,7 +80,7 @@ def call_tasks(loop: asyncio.AbstractEventLoop) -> "set[asyncio.Task[Any]]":
 class _Steps(Coroutine[Any, Any, Any]):
     """A coroutine wrapper that shows, for the duration of each step, which call the task belongs to."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], call: int, show: Callable[[int, bool], None]) -> None:
+    def __init__(self, work: Coroutine[object, object, object], call: int, show: Callable[[int, bool], None]) -> None:
         self._work, self._call, self._show = work, call, show
 
     def send(self, value: object) -> object:
@@ -94,7 +92,7 @@ class _Steps(Coroutine[Any, Any, Any]):
     def close(self) -> None:
         self._work.close()
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[object, None, object]:
         return self._work.__await__()
 
     def __getattr__(self, name: str) -> object:

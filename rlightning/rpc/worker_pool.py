@@ -266,7 +266,7 @@ class _Call:
         self.place: asyncio.Future[_Worker]
         self._requests: set[asyncio.Task[Any]] = set()
 
-    async def serve(self, method: str, *arguments: object) -> Any:
+    async def serve(self, method: str, *arguments: object) -> object:
         """Run the method that the worker requested for this call."""
         request = asyncio.ensure_future(self.methods[method](*arguments))
         self._requests.add(request)
@@ -346,7 +346,7 @@ class _Worker:
             self._has_news.set()
         self.calls[call.key] = call
 
-    async def start(self, setup: Sequence[Any], timeout: float) -> Peer:
+    async def start(self, setup: Sequence[object], timeout: float) -> Peer:
         """Start the process; return its peer when it has been set up.
 
         Raises:
@@ -376,7 +376,7 @@ class _Worker:
         self.peer = self._connected
         return self.peer
 
-    async def _serve(self, key: int, method: str, *arguments: object) -> Any:
+    async def _serve(self, key: int, method: str, *arguments: object) -> object:
         """Run the method that the worker requests for one of its calls."""
         if key not in self.calls:
             raise LookupError("the call has ended")

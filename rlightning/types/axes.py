@@ -53,7 +53,7 @@ def axis(name: Axis, *, fill: float | bool = 0) -> dict[str, AxisOf]:
     return {KEY: AxisOf(name, fill)}
 
 
-def axis_fields(batch: "Dataclass") -> list[tuple["Field[Any]", AxisOf]]:
+def axis_fields(batch: "Dataclass") -> list[tuple["Field[object]", AxisOf]]:
     """Return the fields of a batch, or of its class, that have an axis, with their metadata."""
     return [(f, f.metadata[KEY]) for f in fields(batch) if KEY in f.metadata]
 

@@ -177,7 +177,7 @@ class RolloutBatch:
             groups.append([Trajectory.single_turn(Prompt(number, "", list(tokens[:1]), {}), sample)])
         return cls.pack(groups)
 
-    def token_arrays(self) -> dict[str, NDArray[Any]]:
+    def token_arrays(self) -> dict[str, NDArray[np.generic]]:
         """Return the per-token values, [T] each, by the names of a branch's attributes."""
         values = field_values(self)
         return {source: values[name].cpu().numpy() for name, source, _ in TOKEN_FIELDS}
