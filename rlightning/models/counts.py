@@ -106,9 +106,9 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
 
 
 def path_share(config: PreTrainedConfig) -> float:
-    """Return an upper bound of the share that key and value have in a layer's activations of a token.
+    """Return an upper bound on the share of key and value in what a layer keeps of a token for the backward pass.
 
-    Of these at least its key and value, query, attention's result, four hidden states and three inner ones are kept.
+    It keeps at least key and value, query, attention's result, four hidden states and three inner ones.
     """
     text_config = config.get_text_config()
     heads, hidden_size = int(text_config.num_attention_heads), int(text_config.hidden_size)
