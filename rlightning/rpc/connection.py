@@ -14,12 +14,9 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgpack
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 MAX_BODY_BYTES = 256 << 20
 """Of a message without its buffers; text and numbers of a batch are far below."""
@@ -61,7 +58,7 @@ class Buffer:
         data: contiguous; it must not change before the message is sent.
     """
 
-    def __init__(self, data: "ReadableBuffer") -> None:
+    def __init__(self, data: Any) -> None:
         self.view = memoryview(data)
 
 
