@@ -13,7 +13,7 @@ _FILES = {"RLModule": "module", "Trainer": "trainer"}
 
 
 def __getattr__(name: str) -> object:
-    """Import a class when it is asked for: the command's ``--help`` needs no torch."""
+    """Import a class on first access, so that the command's ``--help`` does not import torch."""
     if name in _FILES:
         return resolve_name(f"{__name__}.{_FILES[name]}:{name}")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

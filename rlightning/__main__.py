@@ -1,4 +1,4 @@
-"""``rlightning`` and ``python -m rlightning``: answers what needs no imports, then hands over to the command line.
+"""``rlightning`` and ``python -m rlightning``: answers what needs no imports, then runs the command line.
 
 Nothing heavy may be imported here at the top: ``rlightning --help`` answers in a moment, and a rollout engine's child
 process imports this module again.
@@ -115,7 +115,7 @@ def run(args: list[str]) -> None:
 
 
 def check_options(args: list[str]) -> None:
-    """Raise a ConfigError for a misspelled key before anything heavy is imported."""
+    """Raise a ConfigError for a misspelled key before slow imports."""
     from rlightning.cli.config_precheck import check_early
 
     command, options = args[0], args[1:]
@@ -135,7 +135,7 @@ def check_options(args: list[str]) -> None:
 
 
 def load(args: list[str]) -> Callable[[], object]:
-    """Import what runs the command of ``args``."""
+    """Import the module that runs the command in ``args``."""
     if args[0] == "plan":
         from rlightning.cli.plan import plan
 
@@ -159,7 +159,7 @@ def load(args: list[str]) -> Callable[[], object]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Within, Ctrl-C ends the process then and there: a library whose import it breaks may raise anything else."""
+    """Context in which Ctrl-C ends the process immediately: an interrupted import could raise any other error."""
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_ours or threading.current_thread() is not threading.main_thread():
         yield
@@ -178,7 +178,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def end(error: BaseException) -> int:
-    """Say how the run ended, on the rank that failed first; the exit code."""
+    """Show the error that ended the run, on the rank that failed first, and return the exit code."""
     watch = active_watch()
     if watch is not None:
         first = watch.give_up(error)
@@ -191,13 +191,13 @@ def end(error: BaseException) -> int:
 
 
 def active_watch() -> "FailureWatch | None":
-    """The failure watch that the ranks keep, once they have met."""
+    """Return the failure watch of this rank, if the ranks have connected."""
     failure = sys.modules.get("rlightning.parallel.failure")
     return failure.active_watch() if failure is not None else None
 
 
 def is_of_peer(error: BaseException) -> bool:
-    """Whether ``error`` is the consequence of another rank's, which says so itself."""
+    """Return whether ``error`` is the consequence of another rank's error, which that rank shows itself."""
     failure = sys.modules.get("rlightning.parallel.failure")
     return failure is not None and isinstance(error, failure.PeerFailure)
 

@@ -1,4 +1,4 @@
-"""Checks what an object is built with from Python as the parser checks YAML: by the names and types of its class."""
+"""Checks the arguments of objects made in Python as the parser checks YAML: by names and type hints."""
 
 import difflib
 import inspect
@@ -35,7 +35,7 @@ class CheckedArguments:
     """Base of classes whose arguments are checked before ``__init__`` runs."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Raise a ConfigError for an argument whose name or type the class does not have."""
+        """Raise a ConfigError for an argument of an unknown name or a wrong type."""
         check_arguments(cls, args, kwargs)
         return super().__new__(cls)
 
@@ -44,7 +44,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def checked(kind: Kind) -> Kind:
-    """Have a dataclass check what it is built with, as :class:`CheckedArguments`, which would make it another class's.
+    """Class decorator by which a dataclass checks its arguments as :class:`CheckedArguments` does, without a new base.
 
     jsonargparse takes only what has no other bases for a dataclass.
     """
@@ -60,7 +60,7 @@ def checked(kind: Kind) -> Kind:
 
 
 def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """Refuse arguments that a class does not take; those that are missing are left to Python.
+    """Refuse arguments that a class does not accept; missing arguments are left to Python.
 
     Args:
         kind: the class.
@@ -87,7 +87,7 @@ def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, o
 
 
 def accepts(kind: type, name: str) -> bool:
-    """Return whether a class may take an argument: a user's ``**kwargs`` may be for any name but a mistaken one."""
+    """Return whether a class may accept an argument: ``**kwargs`` may take any name that is not a likely mistake."""
     hints = hints_of(kind)
     if hints is None or name in hints or is_taken_otherwise(kind, name):
         return True
@@ -98,7 +98,7 @@ def accepts(kind: type, name: str) -> bool:
 
 @cache
 def hints_of(kind: type) -> dict[str, object] | None:
-    """Return the type hints of what a class takes, by name; None where they cannot be found out."""
+    """Return the type hints of a class's arguments by name; None if they cannot be determined."""
     try:
         parameters = parameters_of(kind)
     except Exception:  # of a class of the user's, which Python may still make
@@ -108,7 +108,7 @@ def hints_of(kind: type) -> dict[str, object] | None:
 
 
 def parameters_of(source: type | ArgumentParser) -> dict[str, object]:
-    """The parameters of a class's ``__init__``, those passed on through ``**kwargs`` included, with their type hints.
+    """Return the parameters of a class's ``__init__`` with type hints, including those passed on by ``**kwargs``.
 
     Returns:
         Type hints by name; a dict in place of a hint for a group of keys.
@@ -138,7 +138,7 @@ def _parameters_of_parser(parser: ArgumentParser) -> dict[str, object]:
 
 
 def positional_names(kind: type) -> list[str]:
-    """Return the names of what a class takes by position; those of ``*args`` are the next base's."""
+    """Return the names of a class's positional arguments; ``*args`` stands for those of the next base."""
     names: list[str] = []
     for init in _inits(kind):
         names += [name for name in _own_positional_names(init) if name not in names]
@@ -149,7 +149,7 @@ def positional_names(kind: type) -> list[str]:
 
 
 def is_taken_otherwise(kind: type, name: str) -> bool:
-    """Return whether an ``__init__`` with ``**kwargs`` has a name in its code, as in ``kwargs.pop(name)``."""
+    """Return whether an ``__init__`` with ``**kwargs`` reads a name in its code, as in ``kwargs.pop(name)``."""
     for init in _inits(kind):
         function = inspect.unwrap(init)
         if isinstance(function, FunctionType) and name in _constants(function.__code__):
@@ -160,7 +160,7 @@ def is_taken_otherwise(kind: type, name: str) -> bool:
 
 
 def check_value(kind: str, name: str, value: object, hint: object) -> None:
-    """Refuse a value that is not of a type hint. Numbers are what they are: neither 4.0 nor "4" is an int.
+    """Refuse a value of another type than the hint. Numbers are not converted: neither 4.0 nor "4" is an int.
 
     Args:
         kind: the class that it is given to, by its name.
@@ -179,7 +179,7 @@ def check_value(kind: str, name: str, value: object, hint: object) -> None:
 
 
 def _find_reasons(value: object, hint: object) -> list[str]:
-    """Pydantic's messages about a value; none if it is of the type."""
+    """Return pydantic's messages on why a value is not of a type; an empty list if it is."""
     import pydantic  # a tenth of a second
 
     validator = _find_validator(hint)
@@ -198,32 +198,32 @@ def _find_reasons(value: object, hint: object) -> list[str]:
 
 
 def _fits(value: object, hint: object) -> bool:
-    """Whether a value is known to be of a type."""
+    """Return whether a value is certainly of a type."""
     return _find_validator(hint) is not None and not _find_reasons(value, hint)
 
 
 def _spellings(value: object) -> Iterator[object]:
-    """A value, and what else Python code writes for it."""
+    """Yield a value, then the same value with Python objects converted to their YAML form."""
     yield value
     yield map_items(_spell_out, to_python(value))
 
 
 def _spell_out(value: object) -> object:
-    """The text of a path, and the value of a word or a number that is one of an enumeration's."""
+    """Return the text of a path, or the value of a string or number enumeration's member; else the value."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.value if isinstance(value, Enum) and isinstance(value, str | int) else value
 
 
 def _describe(reasons: list[str]) -> str:
-    """One rule of several: that of a union has one for each of its types."""
+    """Return the reasons as one rule: a union has one reason for each of its types."""
     rules = [reason.removeprefix(_RULE) for reason in reasons if reason.startswith(_RULE)]
     rules = [_WORDS.get(rule, rule) for rule in rules]
     return f"it should be {' or '.join(dict.fromkeys(rules))}" if rules else reasons[0]
 
 
 def _find_validator(hint: object) -> "SchemaValidator | None":
-    """What checks a value of a type hint, as the one item of a tuple: a dataclass alone would take no settings."""
+    """Return the validator of a type hint, as a 1-tuple's item: a bare dataclass would allow no settings."""
     if hint in (None, inspect.Parameter.empty):
         return None
     try:
@@ -246,7 +246,7 @@ def _make_validator(hint: Hashable) -> "SchemaValidator | None":
 
 
 def _relax(schema: object) -> Any:
-    """Pydantic's schema of a type, which takes the kinds in _RELAXED in the other spellings of them, too."""
+    """Return pydantic's schema of a type, in which the kinds in _RELAXED also accept other spellings."""
     if isinstance(schema, list):
         return [_relax(part) for part in schema]
     if not isinstance(schema, dict):
@@ -256,7 +256,7 @@ def _relax(schema: object) -> Any:
 
 
 def _annotation(kind: type, name: str) -> object:
-    """The class of an argument, as it is written; None where that is not to be found."""
+    """Return the annotation of an argument in the class's source; None if it cannot be found."""
     for init in _inits(kind):
         if name in inspect.signature(init).parameters:
             with suppress(NameError, AttributeError, TypeError):
@@ -266,7 +266,7 @@ def _annotation(kind: type, name: str) -> object:
 
 
 def _inits(kind: type) -> Iterator[FunctionType]:
-    """Each ``__init__`` of a class and its bases."""
+    """Yield the ``__init__`` of a class and of each of its bases."""
     yield from (init for base in kind.__mro__ if inspect.isfunction(init := vars(base).get("__init__")))
 
 
@@ -276,12 +276,12 @@ def _own_positional_names(init: Callable[..., object]) -> list[str]:
 
 
 def _has(init: Callable[..., object], kind: object) -> bool:
-    """Whether an ``__init__`` has a parameter of a kind, such as ``**kwargs``."""
+    """Return whether an ``__init__`` has a parameter of a kind, such as ``**kwargs``."""
     return any(parameter.kind is kind for parameter in inspect.signature(init).parameters.values())
 
 
 def _constants(code: CodeType) -> Iterator[object]:
-    """What is written in a function's code, and in that of the functions inside it."""
+    """Yield the constants in a function's code, including those of its inner functions."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _constants(constant)
@@ -290,7 +290,7 @@ def _constants(code: CodeType) -> Iterator[object]:
 
 
 def _is_mistaken(name: str, known: Iterable[str]) -> bool:
-    """Whether an unknown name is another library's, or nearly a known one, and not made of that and a word."""
+    """Return whether an unknown name is another library's name, or a misspelling of a known one."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=_NEAR)
     is_made_of = any(name.endswith(f"_{one}") or name.startswith(f"{one}_") for one in near)
     return name in PEER_NAMES or (bool(near) and not is_made_of)
@@ -304,7 +304,7 @@ def _too_many(kind: type, number: int, args: tuple[object, ...], name: str | Non
 
 
 def _way_out(value: object, hint: object) -> str:
-    """A sentence about what to write instead, where that is known."""
+    """Return a sentence on what to write instead, if that is known."""
     if value is None:
         return "Leave it out for its default."
     for number in _near_numbers(to_number(value)):
@@ -328,7 +328,7 @@ def _way_out(value: object, hint: object) -> str:
 
 
 def _near_numbers(value: object) -> Iterator[int | float]:
-    """What may have been meant by a value of the wrong type."""
+    """Yield the numbers that a value of the wrong type may have been meant as."""
     if isinstance(value, str):
         for kind in (int, float):
             with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Saving a file or a folder so that a crash at any moment leaves a whole one, and that one is found.
+"""Saves files and folders such that after a crash at any moment a complete version is found.
 
 ``.name.partial`` is written first, with the process in its name where no other takes part. A file then takes the place
 of the old one in one step. No call of Python's replaces a folder, so there the old one becomes ``name.previous``, the
@@ -23,7 +23,7 @@ _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Give a name to write a file or a folder to; it becomes ``path`` when the block ends well.
+    """Context that gives a temporary path to write to; on success it is renamed to ``path``.
 
     Readers of ``path`` get the old content until then, never half of the new one. A block that raises leaves nothing;
     what a kill leaves is removed the next time. The name is this process's own: of several that write the same
@@ -40,17 +40,17 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def partial_of(path: Path) -> Path:
-    """Where what will be ``path`` is written first: beside it, and hidden from who reads the whole folder."""
+    """Return the hidden temporary path beside ``path`` to which it is written first."""
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
 def own_partial_of(path: Path, process: int | None = None) -> Path:
-    """Where this process alone, or another of this host, writes what will be ``path``."""
+    """Return a temporary path for ``path`` that no other process uses."""
     return partial_of(path.with_name(f"{path.name}.{_HOST}-{process or os.getpid()}"))
 
 
 def remove_dead_partials(path: Path) -> None:
-    """Remove what killed processes of this host, or this one, have left of ``path``."""
+    """Remove temporary files of ``path`` that this process or ended processes of this host have left."""
     remove(partial_of(path))
     for left in path.parent.glob(f".{glob.escape(path.name)}.{_HOST}-*{PARTIAL}"):
         process = left.name.removesuffix(PARTIAL).rpartition("-")[2]
@@ -59,7 +59,7 @@ def remove_dead_partials(path: Path) -> None:
 
 
 def prepare_partial(path: Path) -> Path:
-    """Where to write what will be ``path``; nothing is there, but the folder around it is."""
+    """Return the temporary path for ``path``, with its folder made and earlier content removed."""
     partial = partial_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(partial)
@@ -67,7 +67,7 @@ def prepare_partial(path: Path) -> Path:
 
 
 def swap_in(partial: Path, path: Path) -> None:
-    """Give what was written to ``partial`` its name; whatever had that name is gone then."""
+    """Rename ``partial`` to its final path, in place of any earlier file or folder."""
     previous = Path(f"{path}{PREVIOUS}")
     _flush(partial)
     if _is_folder(path) or (partial.is_dir() and os.path.lexists(path)):
@@ -79,13 +79,13 @@ def swap_in(partial: Path, path: Path) -> None:
 
 
 def find_saved(path: Path) -> Path:
-    """``path``, or what a crash left of it: its predecessor under another name. If there is neither, ``path``."""
+    """Return ``path``, or if a crash left only its predecessor, the predecessor's path."""
     previous = Path(f"{path}{PREVIOUS}")
     return previous if previous.exists() and not path.exists() else path
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder; a folder is renamed first, so that no reader finds half of it."""
+    """Remove a file, a link or a folder; a folder is renamed first, so that no reader finds it incomplete."""
     if _is_folder(path):
         if path.suffix != PARTIAL:
             path = path.rename(prepare_partial(path))
@@ -95,7 +95,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, suffix: str) -> None:
-    """Remove what crashes left in ``folder``: parts, and predecessors of what is there itself.
+    """Remove the remains of crashes in ``folder``: partial files, and predecessors of existing files.
 
     Args:
         folder: may hold other files, which stay.
@@ -123,7 +123,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _flush(path: Path) -> None:
-    """Bring it to the disk: in a power cut, what has a name must have its data too."""
+    """Flush a file or folder to the disk, so that after a power failure no name lacks its data."""
     for part in [*path.rglob("*"), path] if path.is_dir() else [path]:
         _flush_entry(part)
 

@@ -1,4 +1,4 @@
-"""Checksums of the files that a run saves, which tell a damaged copy from a good one before anything is made of it.
+"""Checksums of the files that a run saves, by which a damaged copy is detected before it is loaded.
 
 A single file, such as ``torch.save`` writes, holds its own at its end, in the comment that a zip file may have: it is
 renamed, copied and linked with it. A folder for others holds those of its files in ``checksums.json``.
@@ -33,7 +33,7 @@ Checksums = Mapping[str, tuple[int, str]]
 
 
 class DamagedError(ConfigError):
-    """What was saved is not what is there.
+    """A saved file or folder differs from its checksum, or is incomplete.
 
     Args:
         path: the file or the folder.
@@ -49,7 +49,7 @@ class DamagedError(ConfigError):
 
 
 def checksum(path: Path, num_bytes: int | None = None) -> str:
-    """Return the checksum of a file's first ``num_bytes``, by default of all, in hexadecimal digits."""
+    """Return the checksum of a file, or of its first ``num_bytes``, in hexadecimal digits."""
     if num_bytes is None:
         num_bytes = path.stat().st_size
     starts = range(0, num_bytes, CHUNK_BYTES)
@@ -70,7 +70,7 @@ def _digest_chunk(descriptor: int, end: int, start: int) -> bytes:
 
 
 def seal_file(path: Path) -> None:
-    """Write the checksum of a zip file into its comment; it has none yet."""
+    """Write a zip file's checksum into its comment, which must be empty."""
     with path.open("r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(struct.pack("<H", _SEAL_BYTES))  # how long the comment is
@@ -80,7 +80,7 @@ def seal_file(path: Path) -> None:
 
 
 def verify_file(path: Path) -> None:
-    """Compare a file that ``torch.save`` has written with its checksum; without one, with those of its records.
+    """Verify a file of ``torch.save`` by the checksum in its comment; without one, by the CRCs of its records.
 
     Raises:
         DamagedError: it is not what was written.
@@ -98,7 +98,7 @@ def verify_file(path: Path) -> None:
 
 
 def _verify_records(path: Path, *, has_comment: bool) -> None:
-    """Compare a zip file with the CRC-32 of each of its records, which ``torch.save`` has always written.
+    """Verify a zip file by the CRC-32 of each record, which ``torch.save`` always writes.
 
     Args:
         path: the file.
@@ -117,12 +117,12 @@ def _verify_records(path: Path, *, has_comment: bool) -> None:
 
 
 def checksums_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of files in a folder by their names."""
+    """Return size and checksum of a folder's files by name."""
     return {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names}
 
 
 def verify_files(folder: Path, expected: Checksums) -> None:
-    """Compare files of a folder with their checksums.
+    """Verify files of a folder by their sizes and checksums.
 
     Raises:
         DamagedError: names the first file that is missing, or not what was written.
@@ -139,14 +139,14 @@ def verify_files(folder: Path, expected: Checksums) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the checksums of all files of a folder beside them."""
+    """Write a file with the checksums of all files of a folder into the folder."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     text = json.dumps({"xxh3_128_of_16_mib_chunks": checksums_of(folder, names)}, indent=2)
     (folder / MANIFEST).write_text(f"{text}\n", encoding="utf-8")
 
 
 def verify_manifest(folder: Path) -> None:
-    """Compare a folder's files with its manifest; without one, nothing is known of them.
+    """Verify a folder by its manifest; a folder without one passes.
 
     Raises:
         DamagedError: names the first file that is missing, or not what was written.

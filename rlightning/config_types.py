@@ -1,4 +1,4 @@
-"""What the type hint of a configuration's key accepts: a text, a class and its arguments, several of them."""
+"""Questions about the type hint of a configuration key: does it accept text, a class, or several items?"""
 
 import inspect
 import os
@@ -23,7 +23,7 @@ def flatten_union(hint: object) -> Iterator[Any]:
 
 
 def takes_text(hint: object) -> bool:
-    """Return whether a type hint accepts a string as it is, alone or as an item of a container at any depth.
+    """Return whether a type hint accepts a string, alone or as an item of a container at any depth.
 
     The name of an existing file is such a string, so a key of this type is never replaced by the content of a file.
     """
@@ -34,7 +34,7 @@ def takes_text(hint: object) -> bool:
 
 
 def is_text(hint: object) -> bool:
-    """Return whether a type hint without alternatives is that of a text, a path or a word."""
+    """Return whether a type hint, which is no union, is a string, a path or a literal."""
     if get_origin(hint) is Literal:
         return any(isinstance(word, str) for word in get_args(hint))
     return inspect.isclass(hint) and issubclass(hint, str | os.PathLike | Enum)
@@ -48,33 +48,33 @@ def is_configurable(hint: object) -> bool:
 
 
 def is_callable(hint: object) -> bool:
-    """Return whether a type hint is that of a function, for which an object of any class may stand."""
+    """Return whether a type hint is a function type, for which any callable object may be given."""
     return get_origin(hint) is Callable
 
 
 def is_sequence(hint: object) -> bool:
-    """Return whether a type hint is that of several items."""
+    """Return whether a type hint is a sequence."""
     return is_container(hint) and not is_mapping(hint)
 
 
 def is_mapping(hint: object) -> bool:
-    """Return whether a type hint is that of named items."""
+    """Return whether a type hint is a mapping."""
     origin = get_origin(hint)
     return inspect.isclass(origin) and issubclass(origin, Mapping)
 
 
 def is_container(hint: object) -> bool:
-    """Return whether a type hint is that of items, named or not."""
+    """Return whether a type hint is a sequence or a mapping."""
     origin = get_origin(hint)
     return inspect.isclass(origin) and issubclass(origin, Iterable)
 
 
 def item_hints(hint: object) -> list[object]:
-    """Return the type hints of a container's items; of named ones without that of their names."""
+    """Return the type hints of a container's items; for a mapping, only those of its values."""
     hints = [item for item in get_args(hint) if item is not Ellipsis]
     return hints[1:] if is_mapping(hint) else hints
 
 
 def takes_null(options: Iterable[object]) -> bool:
-    """Return whether one of a type hint's alternatives accepts None, or is not known."""
+    """Return whether a type hint accepts None, or is unknown."""
     return any(option in (None, type(None), Any, object, inspect.Parameter.empty) for option in options)

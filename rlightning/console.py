@@ -1,4 +1,4 @@
-"""What reaches the user's terminal."""
+"""The package's output to the user's terminal: log lines and warnings."""
 
 import logging
 import sys
@@ -31,7 +31,7 @@ IGNORED_WARNINGS = (
 
 
 def is_live_terminal() -> bool:
-    """Whether standard output can redraw a line: a terminal that is not a dumb one, or a notebook with ipywidgets."""
+    """Return whether standard output can redraw a line: a capable terminal, or a notebook with ipywidgets."""
     console = get_console()
     if console.is_jupyter:
         return find_spec("ipywidgets") is not None  # without it rich draws nothing in a notebook that changes
@@ -39,15 +39,15 @@ def is_live_terminal() -> bool:
 
 
 class _VisibleFormatter(logging.Formatter):
-    """Shows control characters, which a message may have from a model or a file, in place of sending them."""
+    """A log formatter that escapes control characters, which texts of a model or a file may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of ``record``."""
+        """Return the line of ``record``, with control characters escaped."""
         return visible(super().format(record))
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is at that moment: lines appear above a live progress bar, not in it.
+    """A stream to the current ``sys.stderr``, so that lines appear above a live progress bar, not inside it.
 
     Rank 0 logs all lines, the other ranks warnings and errors alone.
     """
@@ -63,7 +63,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 def show_log_lines() -> None:
-    """Send the package's log lines from INFO on to standard error, as bare messages.
+    """Show the package's log lines, from level INFO, on standard error as bare messages.
 
     Does nothing to a program that has configured logging itself, except that INFO counts as wanted if no level was set.
     """
@@ -75,15 +75,15 @@ def show_log_lines() -> None:
 
 
 class _OfCallbacks(logging.Filter):
-    """Drops what Lightning says of devices, ranks and itself; what callbacks were asked to say stays."""
+    """A log filter that drops Lightning's messages up to INFO, except those that its callbacks log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether ``record`` is shown."""
+        """Return whether ``record`` is shown."""
         return record.levelno > logging.INFO or "callbacks" in Path(record.pathname).parts
 
 
 def quieten() -> None:
-    """Show the run's own log, without what Lightning says of itself and of its usual loop.
+    """Show the run's own log without Lightning's messages about itself and its default loop.
 
     The run's start says in one block (:mod:`rlightning.module.start_block`) what Lightning's lines about devices, ranks
     and the model would.
@@ -101,6 +101,6 @@ def quieten() -> None:
 
 
 def ignore_warnings() -> None:
-    """Leave out warnings of Lightning's that do not apply to the modules of this package, in any training loop."""
+    """Ignore Lightning's warnings that do not apply to this package's modules, in any training loop."""
     for message in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

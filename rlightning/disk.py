@@ -1,4 +1,4 @@
-"""Files that cannot be written: what a run needs ends it in one line, what only observes it is left out meanwhile."""
+"""Handling of disk errors: for files that a run needs, one line ends the run; other files are skipped meanwhile."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TORCH_FAILURES = ("inline_container", "PytorchStreamWriter", "iostream error", "
 
 
 class BestEffort:
-    """Writes what only observes a run: what fails is said once, for as long as it goes on, and the run goes on.
+    """Writes files that a run can do without: a failure is logged once while it lasts, and the run continues.
 
     Args:
         what: what is written, in the plural, as a log line begins with it.
@@ -31,7 +31,7 @@ class BestEffort:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Within, an error of the disk ends the block alone."""
+        """Context in which a disk error ends the block, with a log line, but not the run."""
         try:
             yield
         except Exception as error:
@@ -48,7 +48,7 @@ class BestEffort:
                 )
 
     def settle(self) -> None:
-        """Say that all is written again, if nothing has failed since the last call and something had before."""
+        """Log that writing works again, if nothing has failed since the last call, but something had before."""
         if self._is_failing and not self.has_failed:
             self._is_failing = False
             log.info("%s are written again.", self.what)
@@ -56,7 +56,7 @@ class BestEffort:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Within, all is written that there is to write: :meth:`attempt`, and then :meth:`settle`."""
+        """Context for all of a callback's writing at once: :meth:`attempt`, then :meth:`settle`."""
         with self.attempt():
             yield
         self.settle()
@@ -64,7 +64,7 @@ class BestEffort:
 
 @contextmanager
 def needed(what: str, path: Path, way_out: str) -> Iterator[None]:
-    """Within, an error of the disk becomes a line that ends the run.
+    """Context in which a disk error becomes a one-line error that ends the run.
 
     Args:
         what: what is written.
@@ -84,7 +84,7 @@ def needed(what: str, path: Path, way_out: str) -> Iterator[None]:
 
 
 def find_disk_error(error: BaseException) -> str | None:
-    """Why something could not be written, if that is what an error is about: of Python, torch or safetensors.
+    """Return the disk problem behind an error of Python, torch or safetensors; None if it is something else.
 
     Errors without a number of the operating system's are of other things, such as a barrier that timed out.
     """
@@ -104,6 +104,6 @@ def find_disk_error(error: BaseException) -> str | None:
 
 
 def describe(error: OSError) -> str:
-    """An error of the operating system's as a part of a line."""
+    """Return an operating system error as part of a log line."""
     place = f": '{error.filename}'" if error.filename is not None else ""
     return cut_line(f"{error.strerror}{place}" if error.strerror else str(error))

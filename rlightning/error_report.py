@@ -1,4 +1,4 @@
-"""How the command line says that a run has failed: a line on standard error, and the trace in the run's folder."""
+"""How the command line reports a failed run: one line on standard error, and the traceback in the run's folder."""
 
 import os
 import sys
@@ -22,13 +22,13 @@ _folder: Path | None = None
 
 
 def set_run_folder(folder: Path | None) -> None:
-    """Name the folder that traces go to, once it is known to be this run's."""
+    """Set the folder for tracebacks, once it is known to be this run's."""
     global _folder
     _folder = folder
 
 
 def exit_code(error: BaseException) -> int:
-    """Return what a process ends with after ``error``."""
+    """Return the exit code of a process that ends with ``error``."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):
@@ -38,7 +38,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def show_error(error: BaseException) -> None:
-    """Write to standard error what ended the run.
+    """Write the error that ended the run to standard error.
 
     Of a foreseen error this is its line, after one that names the file with the trace, unless it is a mistake in what
     the user wrote; of any other error the trace.
@@ -65,7 +65,7 @@ def _shows_trace() -> bool:
 
 
 def _write(trace: str) -> Path | None:
-    """Write a trace to the run's folder, and return the file; None if there is no folder, or it cannot be written."""
+    """Write a traceback to the run's folder and return the file; None without a folder or if writing fails."""
     if _folder is None:
         return None
     path = _folder / FILE
@@ -78,11 +78,11 @@ def _write(trace: str) -> Path | None:
 
 
 def is_other_rank() -> bool:
-    """Return whether the launcher's variables say that this is another rank than rank 0."""
+    """Return whether the launcher's variables give this process a rank other than 0."""
     return any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
 def yield_to_rank_0() -> None:
-    """Let rank 0 say first what is probably wrong on all ranks: its end is the end of the others, too."""
+    """Wait briefly so that rank 0 reports an error common to all ranks first, which ends the others."""
     if is_other_rank():
         time.sleep(intervals.RANK_0_GRACE)

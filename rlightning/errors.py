@@ -1,4 +1,4 @@
-"""The errors that reach a user."""
+"""The package's exceptions that are shown to the user."""
 
 import difflib
 import errno
@@ -12,7 +12,7 @@ MAX_CHOICES = 8
 
 
 class RunError(Exception):
-    """Ends a run, and was foreseen: what happened and what to do about it is said in one line.
+    """Base of foreseen errors that end a run: one line says what happened and what to do about it.
 
     The command line shows that line alone (:mod:`rlightning.error_report`).
 
@@ -35,18 +35,18 @@ class RunError(Exception):
 
     @property
     def line(self) -> str:
-        """The message without the details."""
+        """The message without its details."""
         return super().__str__()
 
 
 class ConfigError(RunError, ValueError):
-    """A mistake of the user's: the message holds the value, the rule and the way out."""
+    """A mistake in the user's configuration: the message has the value, the rule and the way out."""
 
     exit_code = 2
 
 
 def cause_chain(error: BaseException, *, with_context: bool = False) -> Iterator[BaseException]:
-    """Yield an exception, what it was raised from, and so on.
+    """Yield an exception, then the one that it was raised from, and so on.
 
     Args:
         error: the exception.
@@ -62,19 +62,19 @@ def cause_chain(error: BaseException, *, with_context: bool = False) -> Iterator
 
 
 class EngineError(RunError, RuntimeError):
-    """The rollout engine failed; where it ended by itself, the details are the engine's own last log lines."""
+    """The rollout engine failed; if its process ended, the details are its last log lines."""
 
 
 class EngineStartError(EngineError, ConfigError):
-    """The rollout engine cannot start as it is configured; the message is a line with the engine's reason."""
+    """The rollout engine cannot start with this configuration; the message has the engine's reason."""
 
 
 class EngineDiedError(EngineError):
-    """The engine is gone or answers no more; whatever it had finished before has been kept."""
+    """The engine has ended or does not answer; its finished samples are kept."""
 
 
 class RequestRefusedError(EngineError):
-    """The engine could not do what it was asked for; the details are the reason.
+    """The engine could not process a request; the details are the reason.
 
     Args:
         reason: the engine's traceback.
@@ -87,31 +87,31 @@ class RequestRefusedError(EngineError):
 
 
 class StreamLostError(RequestRefusedError):
-    """An engine has died whose tokens were being streamed: another one need not sample the same."""
+    """An engine died while its tokens were streamed: another engine may sample different ones."""
 
 
 class RewardError(RunError, RuntimeError):
-    """Too large a share of rewards failed; the details are the first failure's traceback."""
+    """Too many rewards failed; the details are the first failure's traceback."""
 
 
 class EnvironmentFailedError(RunError, RuntimeError):
-    """Environments fail too often, or their worker processes end again and again; the details are how one did."""
+    """Environments or their worker processes failed too often; the details are one failure."""
 
 
 class VerificationError(RunError, RuntimeError):
-    """Trajectories would train on other tokens, or in other contexts, than were sampled."""
+    """Trajectories would be trained with other tokens or contexts than were sampled."""
 
 
 class DeviceMemoryError(RunError, RuntimeError):
-    """A device has no memory left."""
+    """A device has run out of memory."""
 
 
 class HostError(RunError, OSError):
-    """The host lacks something that a run needs, such as room on a disk."""
+    """The host lacks something that the run needs, such as disk space."""
 
 
 class SaveError(HostError):
-    """What a run is for, such as a checkpoint, cannot be written; the message is a line with the reason."""
+    """A file that the run needs, such as a checkpoint, cannot be written; the message has the reason."""
 
 
 HOST_LIMITS = {
@@ -128,14 +128,14 @@ class WeightError(RunError, RuntimeError):
 
 
 def check_rules(rules: Mapping[str, bool]) -> None:
-    """Raise a ConfigError with the first rule, which names the value too, that does not hold."""
+    """Raise a ConfigError with the first rule that does not hold; the rule's text includes the value."""
     for rule, holds in rules.items():
         if not holds:
             raise ConfigError(f"{rule}.")
 
 
 def find_run_error(error: BaseException) -> RunError | None:
-    """Return the foreseen error behind ``error``: itself or what it was raised from; None if it was not foreseen.
+    """Return the RunError that ``error`` is, was raised from, or corresponds to; None if it was not foreseen.
 
     jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too. Errors of other libraries that
     users meet often become errors of this package.
@@ -164,7 +164,7 @@ def find_run_error(error: BaseException) -> RunError | None:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A sentence to end an error about an unknown name: the nearest choice, or all; of many the nearest."""
+    """Return a sentence for an error about an unknown name: the nearest choices, or all if there are few."""
     known = sorted(choices) if isinstance(choices, Set) else list(choices)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if nearest:

@@ -1,4 +1,4 @@
-"""Text that comes from outside of the package, such as exceptions' messages and processes' logs, cut to a length.
+"""Cuts text from outside the package, such as exception messages and process logs, to a length, without secrets.
 
 Whatever quotes such text in a log line or an error passes it through one of these functions. Secrets that
 :func:`hide` was given are left out. Standard library only.
@@ -20,7 +20,7 @@ _references: dict[str, str] = {}
 
 
 def hide(references: Mapping[str, str]) -> None:
-    """Write references in place of secrets from now on, in this process.
+    """Replace these secrets by references in all texts of this process from now on.
 
     Args:
         references: by the secret; of several words, the last is hidden alone too, as that of "Bearer ...".
@@ -30,7 +30,7 @@ def hide(references: Mapping[str, str]) -> None:
 
 
 def hidden() -> dict[str, str]:
-    """Return what :func:`hide` was given, for another process."""
+    """Return the secrets given to :func:`hide`, to pass them to another process."""
     return dict(_references)
 
 
@@ -42,7 +42,7 @@ def without_secrets(text: str) -> str:
 
 
 def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
-    """Return a text without its middle where it is longer than ``limit`` characters.
+    """Return a text with its middle left out if it is longer than ``limit`` characters.
 
     The start and the end stay: a traceback has its cause last, a long message what it is about first. Characters that
     no file can hold (lone surrogates) are written as escapes.
@@ -63,10 +63,10 @@ def cut_line(text: object, limit: int = LINE_CHARACTERS) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's class and message in one line: some messages, such as KeyError's, say little alone."""
+    """Return an exception's class and message in one line: a KeyError's message, say, is unclear alone."""
     return cut_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def cut_value(value: object, limit: int = VALUE_CHARACTERS) -> str:
-    """Return how Python writes a value, in one line of at most ``limit`` characters."""
+    """Return a value's repr in one line of at most ``limit`` characters."""
     return cut_line(repr(value), limit)

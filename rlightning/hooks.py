@@ -1,4 +1,4 @@
-"""The RL hooks, and the one function that fires them.
+"""The RL hooks of callbacks, and the function that calls them.
 
 A training step fires them in this order; those in brackets only when an engine is waited for, when there is something
 to send, and if it shares a device and sleeps. The first three lines come again for each refill, the weights being there
@@ -53,56 +53,56 @@ class RLCallback(CheckedArguments, Callback):
     only_one: ClassVar[str] = ""
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
-        """Return the file or folder that it writes in a stage, if there is one; no other callback writes there."""
+        """Return the file or folder that this callback alone writes in a stage; None if it writes nothing."""
         return None
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: "list[Prompt]") -> None:
         """Called before completions are generated for ``prompts``."""
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
-        """Called when all completions are there; ``batch`` has no rewards yet."""
+        """Called when all completions have been sampled; ``batch`` has no rewards yet."""
 
     def on_reward_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called before the rewards are computed."""
 
     def on_reward_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
-        """Called when ``batch.rewards`` is there, NaN where a reward failed; those trajectories are dropped next."""
+        """Called when ``batch.rewards`` is set, NaN for a failed reward; those trajectories are dropped next."""
 
     def on_update_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
-        """Called before the first optimizer step of a rollout; ``batch.advantages`` is there."""
+        """Called before the first optimizer step of a rollout; ``batch.advantages`` is set."""
 
     def on_update_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called after the last optimizer step of a rollout."""
 
     def on_engine_start(self, trainer: Loop, module: object) -> None:
-        """Called before an engine is waited for that has been started and is not up yet."""
+        """Called before the run waits for an engine that has been started and is not ready."""
 
     def on_engine_ready(self, trainer: Loop, module: object) -> None:
-        """Called when it is waited for no longer: it is up, or has died."""
+        """Called when that wait ends: the engine is ready or has died."""
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Called before the actor's weights of ``weight_version`` are sent to the engine."""
 
     def on_engine_wake(self, trainer: Loop, module: object) -> None:
-        """Called within a sync when an engine that sleeps has the weights, before it takes its KV cache's memory."""
+        """Called within a weight sync when a sleeping engine has the weights, before it allocates its KV cache."""
 
     def on_engine_sleep(self, trainer: Loop, module: object) -> None:
-        """Called when the engine has given its memory back: after a rollout, a validation, a test, a prediction."""
+        """Called when the engine has released its memory: after a rollout, a validation, a test, a prediction."""
 
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: "Prompt", trajectories: "list[Trajectory]"
     ) -> None:
-        """Called in a prediction when all trajectories of a prompt are there, and others of its batch are not.
+        """Called in a prediction when a prompt's trajectories are complete, before its batch is.
 
         Not for every prompt: an engine that belongs to another rank gives a batch's completions at once.
         """
 
     def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Called when the engine has the weights and, where it was due, has been verified."""
+        """Called when the engine has the weights and, if a check was due, they have been verified."""
 
 
 class RunCallback(RLCallback):
-    """Base of callbacks that keep something from step to step, so that one object serves several runs.
+    """Base of callbacks with state from step to step, so that one object can be used in several runs.
 
     A run begins with ``setup``, unless ``trainer.global_step`` says that the loop goes on, or a state has been loaded.
     """
@@ -110,13 +110,13 @@ class RunCallback(RLCallback):
     _is_loaded = False
 
     def begin_run(self) -> None:
-        """Called before a run's first step: drop what is left of the run before."""
+        """Called before a run's first step: reset the state of an earlier run."""
 
     def drop_step(self) -> None:
-        """Called when the step under way, if there is one, will not be finished: it is begun again, or was the last."""
+        """Called when the current step will not be finished: it is repeated, or the run ends."""
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Refuse a callback that is listed twice; begin anew, and show the run's lines where logging is not set up."""
+        """Refuse a callback that is listed twice, reset its state, and show log lines if logging is not set up."""
         show_log_lines()
         check_repeated(callbacks_of(trainer))
         check_outputs(trainer, stage)
@@ -125,11 +125,11 @@ class RunCallback(RLCallback):
             self.begin_run()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the run that has saved the state."""
+        """Restore the state of the run that saved it."""
         self._is_loaded = True
 
     def on_exception(self, trainer: Loop, pl_module: object, exception: BaseException) -> None:
-        """Drop the step that was cut short. A loop that is not Lightning's fires this hook where it goes on after."""
+        """Drop the interrupted step. Loops other than Lightning's fire this hook if they continue after an error."""
         self._is_loaded = False
         self.drop_step()
 
@@ -139,7 +139,7 @@ class RunCallback(RLCallback):
 
 
 def check_outputs(trainer: Loop, stage: str) -> None:
-    """Refuse two callbacks of a run that write to the same place, however it is spelled.
+    """Refuse two callbacks that write to the same path, however it is spelled.
 
     Raises:
         ConfigError: names the callbacks and the place.
@@ -156,7 +156,7 @@ def check_outputs(trainer: Loop, stage: str) -> None:
 
 
 def check_repeated(callbacks: Iterable[object]) -> None:
-    """Refuse two callbacks of which each would do the other's work: of this package, or with state.
+    """Refuse duplicate callbacks that would do the same work twice: of this package, or with state.
 
     Args:
         callbacks: of a run; they are told apart by their ``state_key``, as Lightning does where they have a state.

@@ -1,4 +1,4 @@
-"""How often the processes of a run poll, and how long they wait for each other where no argument of the user's says so.
+"""Poll intervals and timeouts between the processes of a run that no argument of the user sets.
 
 All in seconds, and read when they are used, so that a test can set them.
 """

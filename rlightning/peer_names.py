@@ -1,4 +1,4 @@
-"""What other libraries call the keys of this one: TRL 1.16, verl 0.9 and OpenRLHF 0.9."""
+"""Names that other libraries (TRL 1.16, verl 0.9, OpenRLHF 0.9) use for this library's configuration keys."""
 
 from collections.abc import Iterable
 
@@ -77,7 +77,7 @@ PARTS = {"fn": "function", "reward_fn": "function", "reward_function": "function
 
 
 def suggest_name(name: str, choices: Iterable[str]) -> str:
-    """Return a sentence to end an error about an unknown name: what it is called here, or the nearest choices.
+    """Return a sentence for an error about an unknown name: this library's name for it, or the nearest choices.
 
     Args:
         name: as it was given.

@@ -1,4 +1,4 @@
-"""The seconds of each phase of a step, measured by the hooks alone."""
+"""Measures the seconds of each phase of a step, by hooks alone."""
 
 from time import perf_counter
 
@@ -12,7 +12,7 @@ PHASES = ("generate", "reward", "update", "sync", "engine_start")
 
 
 class PhaseTimer(RunCallback):
-    """Base of callbacks that need to know how long each phase of a step took.
+    """Base of callbacks that need the duration of each phase of a step.
 
     A step lasts from ``on_train_batch_start`` to ``on_train_batch_end``, in a loop without these from the first
     ``on_rollout_start`` to ``on_update_end``. When it is over, :meth:`on_step_timed` is called.
@@ -46,27 +46,27 @@ class PhaseTimer(RunCallback):
 
     @property
     def timings(self) -> dict[str, float]:
-        """The last step's seconds and its tokens a second, by the names of docs/metrics.md."""
+        """The last step's seconds and tokens per second, by the names in docs/metrics.md."""
         timings = {"time/step": self.step_seconds} | {f"time/{phase}": s for phase, s in self.phase_seconds.items()}
         if self.num_tokens:
             timings["throughput/tokens_per_second"] = self.num_tokens / max(self.step_seconds, 1e-9)
         return timings
 
     def on_step_timed(self, trainer: Loop, module: object) -> None:
-        """Called when a step is over and its times are there."""
+        """Called when a step is over and its times are available."""
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
-        """Open the step."""
+        """Start to measure the step."""
         self.open_step()
         self._is_batch_open = True
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Close the step."""
+        """Stop measuring the step."""
         self._close_step(trainer, module)
         self._is_batch_open = False
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: list[Prompt]) -> None:
-        """Begin to generate."""
+        """Start the rollout phase."""
         indices = [p.index for p in prompts if isinstance(p, Prompt)] if isinstance(prompts, list) else []
         is_again = bool(self._begun) or (bool(indices) and indices == self._prompt_indices)
         if self._is_batch_open:
@@ -77,20 +77,20 @@ class PhaseTimer(RunCallback):
         self._begin("generate")
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """End of generating."""
+        """End the rollout phase."""
         self._end("generate")
         self._num_rollout_tokens += batch.num_tokens
 
     def on_reward_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Begin to reward."""
+        """Start the reward phase."""
         self._begin("reward")
 
     def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """End of rewarding."""
+        """End the reward phase."""
         self._end("reward")
 
     def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Begin to update."""
+        """Start the update phase."""
         is_again = "update" in self._begun and not self._is_batch_open and "generate" not in self._sums
         if self._opened is None or is_again:
             self.open_step()
@@ -99,38 +99,38 @@ class PhaseTimer(RunCallback):
         self._num_update_tokens += batch.num_tokens
 
     def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """End of updating, and of the step in a loop that has no batches."""
+        """End the update phase, and the step too in a loop without batches."""
         self._end("update")
         if not self._is_batch_open:
             self._close_step(trainer, module)
 
     def on_engine_start(self, trainer: Loop, module: object) -> None:
-        """Begin to wait for an engine."""
+        """Start to measure the wait for an engine."""
         self._begin("engine_start")
 
     def on_engine_ready(self, trainer: Loop, module: object) -> None:
-        """End of waiting."""
+        """End the wait for an engine."""
         self._end_within("engine_start")
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Begin to send weights."""
+        """Start the weight sync phase."""
         self._begin("sync")
 
     def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """End of sending weights."""
+        """End the weight sync phase."""
         self._end_within("sync")
 
     def begin_run(self) -> None:
-        """Forget the last step of the run before."""
+        """Discard the times of an earlier run."""
         self.step_seconds, self.phase_seconds, self.num_tokens = 0.0, {}, 0
 
     def open_step(self) -> None:
-        """Measure from here."""
+        """Start to measure a step now."""
         self.drop_step()
         self._opened = perf_counter()
 
     def drop_step(self) -> None:
-        """Measure nothing of the step under way."""
+        """Discard the times of the current step."""
         self._opened = None
         self._is_batch_open = False
         self._begun.clear()
@@ -152,18 +152,18 @@ class PhaseTimer(RunCallback):
         self._begun[phase] = perf_counter()
 
     def _end_update(self) -> None:
-        """End that of the step's micro-batch before, in a loop that says only of the last one that it is over."""
+        """End the update of the previous micro-batch, in a loop that reports only the last micro-batch's end."""
         if "update" in self._begun:
             self._end("update")
 
     def _end_within(self, phase: str) -> None:
-        """End a phase whose seconds a rollout or an update around it does not count."""
+        """End a phase, and exclude its seconds from the rollout or update that contains it."""
         seconds = self._end(phase)
         for outer in self._begun:
             self._begun[outer] += seconds
 
     def _end(self, phase: str) -> float:
-        """Seconds since the phase began; none for one that was under way before this callback was there."""
+        """End a phase, add its seconds to the step's, and return them; 0 if the callback has not seen it begin."""
         begun = self._begun.pop(phase, None)
         seconds = 0.0 if begun is None else perf_counter() - begun
         self._sums[phase] = self._sums.get(phase, 0.0) + seconds

@@ -1,4 +1,4 @@
-"""Text of a model or a data set where people look: shown as it was written, whatever shows it."""
+"""Makes the text of a model or a data set safe to display, with control characters and markup shown as written."""
 
 import re
 
@@ -25,7 +25,7 @@ def visible_on_one_line(text: str) -> str:
 
 
 def markdown_cell(text: str) -> str:
-    """Return Markdown for a table's cell that is rendered as the text, its line breaks and spaces included."""
+    """Return Markdown for a table cell that renders as the text, including line breaks and spaces."""
     spaced = _SPACES.sub(lambda found: "\xa0" * (4 if found[0] == "\t" else 1), visible(text))
     escaped = _MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", spaced)
     return escaped.replace("\n", "<br>")

@@ -1,4 +1,4 @@
-"""What callbacks ask of a training loop and of a module, each capability a protocol.
+"""Protocols for the capabilities of training loops and modules that callbacks use, one for each capability.
 
 Lightning's Trainer, a Fabric, transformers' Trainer (by its adapter) and a loop of the user's have different ones, and
 so have RLModule and a plain network. Hooks take any loop and any module, and :func:`has` tells what it can do::
@@ -32,7 +32,7 @@ P = TypeVar("P")
 
 
 def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
-    """Return whether an object has all members of a protocol, those of its ``__getattr__`` included."""
+    """Return whether an object has all members of a protocol, including members that its ``__getattr__`` provides."""
     return all(hasattr(owner, name) for name in members(protocol))
 
 
@@ -84,21 +84,21 @@ class HasMetrics(CountsSteps, Protocol):
 
 
 class HasStrategy(Protocol):
-    """A loop of Lightning's."""
+    """A Lightning Trainer or another loop with a strategy."""
 
     @property
     def strategy(self) -> object: ...
 
 
 class HasRootDevice(Protocol):
-    """A strategy that knows its rank's device."""
+    """A strategy that knows the device of its rank."""
 
     @property
     def root_device(self) -> "torch.device": ...
 
 
 class HasWorkerCallbacks(Protocol):
-    """A controller's strategy: some callbacks are in its workers alone."""
+    """A controller's strategy, some of whose callbacks run only in its workers."""
 
     @property
     def worker_callbacks(self) -> Sequence[object]: ...
@@ -119,14 +119,14 @@ class HasAccelerator(Protocol):
 
 
 class HasFitLoop(Protocol):
-    """Lightning's Trainer, with the progress of its training."""
+    """Lightning's Trainer, whose fit loop has the progress of training."""
 
     @property
     def fit_loop(self) -> "FitLoop": ...
 
 
 class HasCheckpoint(Protocol):
-    """A loop that goes on from a checkpoint."""
+    """A loop that may resume from a checkpoint."""
 
     @property
     def ckpt_path(self) -> str | Path | None: ...
@@ -140,7 +140,7 @@ class HasData(Protocol):
 
 
 class HasOptimizers(Protocol):
-    """A loop with several optimizers, in the wrappers of Lightning, Fabric or accelerate or without."""
+    """A loop with several optimizers, plain or wrapped by Lightning, Fabric or accelerate."""
 
     @property
     def optimizers(self) -> "Sequence[Optimizer]": ...
@@ -164,21 +164,21 @@ class HasEnvironment(Protocol):
 
 
 class HasPromptFormat(Protocol):
-    """Data that says how its rows become prompts: ``rlightning.data.formatting.PromptFormat``."""
+    """A data module with the format that makes prompts of its rows: ``rlightning.data.formatting.PromptFormat``."""
 
     @property
     def format(self) -> object: ...
 
 
 class HasPromptLimit(Protocol):
-    """A data module with the length of its longest prompt; None is whatever the model allows."""
+    """A data module with a limit on prompt length in tokens; None is the model's limit."""
 
     @property
     def max_prompt_tokens(self) -> int | None: ...
 
 
 class HasValidationSets(Protocol):
-    """A data module with sets to validate."""
+    """A data module with validation sets."""
 
     @property
     def validation_sets(self) -> "Sequence[NamedSet]": ...
@@ -195,28 +195,28 @@ class NamedSet(Protocol):
 
 
 class HasLongestLimit(Protocol):
-    """A data module with the largest limit of a prompt's own on its completions; 0 where none has one."""
+    """A data module that knows the largest completion limit that a row sets for itself; 0 if no row has one."""
 
     @property
     def longest_limit(self) -> int: ...
 
 
 class HasPredictPrompts(Protocol):
-    """A data module whose prompts of a prediction are known."""
+    """A data module that has read the prompts of a prediction."""
 
     @property
     def predict_prompts(self) -> "Sequence[Prompt] | None": ...
 
 
 class HasValidationPrompts(Protocol):
-    """A data module that has read the validation sets; that of a controller's worker does not."""
+    """A data module that has read the validation sets; a controller's worker does not read them."""
 
     @property
     def validation_prompts(self) -> "Sequence[Sequence[Prompt]] | None": ...
 
 
 class LeavesOutPrompts(Protocol):
-    """A data module that can leave out prompts."""
+    """A data module that can skip prompts, such as those already completed."""
 
     def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None: ...
 
@@ -225,7 +225,7 @@ class LeavesOutPrompts(Protocol):
 
 
 class HasBackend(Protocol):
-    """A tokenizer of transformers on the tokenizers library."""
+    """A tokenizer of transformers that is based on the tokenizers library."""
 
     @property
     def backend_tokenizer(self) -> "Tokenizer": ...
@@ -235,7 +235,7 @@ class HasBackend(Protocol):
 
 
 class SampledPolicy(Protocol):
-    """A module whose policy is sampled from: what rollout callbacks need. ``examples/plain_loop.py`` has a small one.
+    """A module whose policy rollout callbacks can sample from. ``examples/plain_loop.py`` has a small one.
 
     Attributes:
         weight_version: of the actor's weights; the training loop counts it up when it changes them.
@@ -268,21 +268,21 @@ class HasWeightVersion(Protocol):
 
 
 class TrustsRemoteCode(Protocol):
-    """A module that says whether its model may bring code of its own."""
+    """A module that says whether its model may run Python code of its own."""
 
     @property
     def trust_remote_code(self) -> bool: ...
 
 
 class StandsForModule(Protocol):
-    """A controller's module, in place of the one that the user configured."""
+    """A controller's module, which replaces the module that the user configured."""
 
     @property
     def configured(self) -> object: ...
 
 
 class AdapterSettings(Protocol):
-    """An adapter (LoRA), as far as others than its module need to know it."""
+    """The settings of an adapter (LoRA) that code outside of its module needs."""
 
     @property
     def rank(self) -> int: ...
@@ -319,105 +319,105 @@ class HasAdapter(Protocol):
 
 
 def adapter_of(module: object) -> AdapterSettings | None:
-    """Return what a module trains beside a frozen base; None if it trains the weights themselves."""
+    """Return the adapter that a module trains; None if it trains all weights."""
     return module.adapter if has(module, HasAdapter) else None
 
 
 class Generates(Protocol):
-    """A module that may train on the data's own completions."""
+    """A module that may train on the data set's completions instead of sampled ones."""
 
     @property
     def generates(self) -> bool: ...
 
 
 class SelectsSampled(Protocol):
-    """A module that says which trajectories count as sampled."""
+    """A module that selects which trajectories count as sampled."""
 
     def select_sampled(self, batch: "RolloutBatch") -> "RolloutBatch": ...
 
 
 class HasTensorParallelRank(Protocol):
-    """A module whose neighbouring ranks share one batch."""
+    """A module whose tensor-parallel ranks share one batch."""
 
     @property
     def tensor_parallel_rank(self) -> int: ...
 
 
 class HasTensorParallelSize(Protocol):
-    """A module that neighbouring ranks compute together."""
+    """A module that several tensor-parallel ranks compute together."""
 
     @property
     def tensor_parallel_size(self) -> int: ...
 
 
 class HasModel(Protocol):
-    """A module that knows where its model came from."""
+    """A module that knows the path or hub name of its model."""
 
     @property
     def model_path(self) -> str: ...
 
 
 class HasSampling(Protocol):
-    """A module that says how its completions are sampled."""
+    """A module with the settings by which its completions are sampled."""
 
     @property
     def sampling(self) -> "DataclassInstance": ...
 
 
 class HasGroupSize(Protocol):
-    """A module that says how large groups are."""
+    """A module with the number of trajectories in a group."""
 
     @property
     def samples_per_prompt(self) -> int: ...
 
 
 class HasConfig(Protocol):
-    """A module whose network's configuration is known."""
+    """A module with the configuration of its network."""
 
     @property
     def model_config(self) -> "PreTrainedConfig": ...
 
 
 class HasPlan(Protocol):
-    """A module that has a plan of a step."""
+    """A module with the plan of a training step's sizes."""
 
     @property
     def plan(self) -> "BatchPlan": ...
 
 
 class HasCosts(Protocol):
-    """A module that knows what its update takes."""
+    """A module that estimates the computation of an update."""
 
     def costs(self, batch: "RolloutBatch") -> "Tensor": ...
 
 
 class HasRoles(Protocol):
-    """A module of several models."""
+    """A module with several models, by role."""
 
     @property
     def roles(self) -> Mapping[str, object]: ...
 
 
 class SumsOverRanks(Protocol):
-    """A module that adds up over ranks."""
+    """A module that can sum a tensor over ranks."""
 
     def world_sum(self, values: "Tensor") -> "Tensor": ...
 
 
 class LogsMetrics(Protocol):
-    """A module that logs."""
+    """A module that logs metrics."""
 
     def log_dict(self, metrics: Mapping[str, float], /) -> None: ...
 
 
 class Closes(Protocol):
-    """Something that holds processes, or other things that it has to release."""
+    """An object that holds processes or other resources until it is closed."""
 
     def close(self) -> None: ...
 
 
 class HasUsualOptimizers(Protocol):
-    """A module that knows whether its optimizers are the package's own, which need no check before an engine starts."""
+    """A module that knows whether its optimizers are the package's own, which need no check."""
 
     @property
     def has_usual_optimizers(self) -> bool: ...
@@ -436,10 +436,10 @@ class SavesAdapter(HasAdapter, Protocol):
 
 
 def generates(module: object) -> bool:
-    """Return whether training samples completions, so that an engine is needed; a module that does not say so does."""
+    """Return whether training samples completions, which needs an engine; True for a module that does not say."""
     return module.generates if has(module, Generates) else True
 
 
 def callbacks_of(loop: object) -> Sequence[object]:
-    """Return a loop's callbacks; none of one that has none."""
+    """Return a loop's callbacks; empty for a loop without callbacks."""
     return loop.callbacks if has(loop, CallsHooks) else ()

@@ -1,4 +1,4 @@
-"""Python's own values in place of what NumPy and torch have for numbers, and those that a dataclass holds."""
+"""Converts NumPy and torch numbers to Python's, and reads the fields of dataclasses."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 def to_number(value: object) -> Any:
-    """Return the number of a NumPy number, or of an array or a tensor without dimensions; all else as it is."""
+    """Return a Python number for a NumPy number or a zero-dimensional array or tensor; other values unchanged."""
     if isinstance(value, type) or not hasattr(value, "ndim") or not hasattr(value, "item"):
         return value
     return value.item() if value.ndim == 0 else value
 
 
 def to_python(value: T) -> T:
-    """Return numbers and lists in place of NumPy's numbers and of arrays and tensors; all else as it is."""
+    """Return numbers and lists in place of NumPy numbers, arrays and tensors; other values unchanged."""
     return map_items(_to_list, value)
 
 
-def map_items(convert: Callable[[Any], object], value: T) -> T:
+def map_items(convert: Callable[[object], object], value: T) -> T:
     """Apply a function to a value, or to the items of lists, tuples, mappings and namespaces at any depth.
 
     Containers stay what they are, and so, for a type checker, do the values in them.
@@ -48,11 +48,11 @@ def _to_list(value: object) -> object:
 
 
 def field_values(record: "DataclassInstance") -> dict[str, Any]:
-    """Return the values of a dataclass's fields by name, as they are; not those that are unset."""
+    """Return the values of a dataclass's fields by name, without copying; unset fields are left out."""
     return {field.name: getattr(record, field.name) for field in fields(record) if hasattr(record, field.name)}
 
 
 def module_name(thing: object) -> str:
-    """Return the name of the module of a class, a function or an object's class; "" where none is known."""
+    """Return the name of the module that defines a class, a function or an object's class; "" if unknown."""
     name = getattr(thing, "__module__", None)
     return name if isinstance(name, str) else ""

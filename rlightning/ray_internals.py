@@ -1,4 +1,4 @@
-"""Private names of Ray, where it has no public ones; tests/test_library_internals.py looks for each."""
+"""Private names of Ray that have no public equivalent; tests/test_library_internals.py checks each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ _worker: Any = global_worker  # this process's end of Ray, without types
 
 
 def is_pickled_for_call() -> bool:
-    """Whether an object that is being pickled goes into a Ray call, where Ray counts the references in it."""
+    """Return whether an object is being pickled for a Ray call, where Ray counts the references in it."""
     return bool(_worker.get_serialization_context().is_in_band_serialization())
 
 
 def call_when_unreferenced(ref: "ray.ObjectRef[Any]", callback: Callable[[], object]) -> None:
-    """Have ``callback()`` called when no process refers to a stored object any more; Ray Data counts blocks so."""
+    """Call ``callback()`` when no process refers to a stored object any more, as Ray Data does."""
     _worker.core_worker.add_object_out_of_scope_callback(ref, lambda _: callback())
 
 
 def session_folder() -> str:
-    """Return the folder of the cluster's sockets and logs on this host."""
+    """Return the folder of the Ray cluster's sockets and logs on this host."""
     return str(_worker.node.get_session_dir_path())

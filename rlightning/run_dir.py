@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind."""
+"""The folder to which a run writes."""
 
 import os
 import time
@@ -18,7 +18,7 @@ _chosen: list[str] = []
 
 
 def run_dir(trainer: object) -> Path:
-    """The run's folder: ``trainer.default_root_dir``.
+    """Return the run's folder: ``trainer.default_root_dir``.
 
     Args:
         trainer: a Lightning ``Trainer``, or any object with a ``default_root_dir``.
@@ -34,7 +34,7 @@ def run_dir(trainer: object) -> Path:
 
 
 def new_run_folder() -> str:
-    """Choose ``runs/<date>-<time>`` below the current folder, one that is not there yet; in other ranks, rank 0's."""
+    """Return a new folder ``runs/<date>-<time>`` below the current one; on other ranks, that of rank 0."""
     launched = [env for env in (TorchElasticEnvironment, SLURMEnvironment) if env.detect() and env().world_size() > 1]
     if launched:
         raise ConfigError(
@@ -54,7 +54,7 @@ def new_run_folder() -> str:
 
 
 def _folder_of_rank_0() -> str:
-    """What rank 0 chose for as many Trainers as this process has made, before it started this process."""
+    """Return the folder that rank 0 chose for this process's n-th Trainer, passed on when ranks are started."""
     folders = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
     number = len(_chosen)
     if number >= len(folders) or not folders[number]:

@@ -1,4 +1,4 @@
-"""The run's key: the secret that an engine and trainers on other hosts share. Light: it imports no torch."""
+"""The run's key, a secret shared by engines and trainers on other hosts. Does not import torch."""
 
 import ipaddress
 import os
@@ -23,7 +23,7 @@ def read_key() -> bytes | None:
 
 
 def environment_without_key() -> dict[str, str]:
-    """Return the variables of this environment but the key, for programs that have no use for it."""
+    """Return the environment variables without the key, for programs that do not need it."""
     return {name: value for name, value in os.environ.items() if name != RUN_KEY_VARIABLE}
 
 
@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_key(host: str, name: str) -> None:
-    """Refuse to talk to other hosts without a key; ``name`` is the option that names ``host``."""
+    """Refuse connections to other hosts without a key; ``name`` is the option that names ``host``."""
     if read_key() is None and not is_loopback(host):
         raise ConfigError(
             f"{name}={host} is no loopback address, and whoever reaches it could use what is served there. Set the "

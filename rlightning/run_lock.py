@@ -1,4 +1,4 @@
-"""Keeps a run's folder to one run at a time: two would overwrite each other's checkpoints, completions and report."""
+"""Locks a run's folder, so that no two runs overwrite each other's checkpoints, completions and report."""
 
 import contextlib
 import errno
@@ -22,11 +22,11 @@ _held: dict[Path, tuple[int, bool]] = {}
 
 
 class FolderTakenError(ConfigError):
-    """Another run is at work in the folder."""
+    """Another run uses the folder."""
 
 
 def lock_run(folder: Path) -> bool:
-    """Take a run's folder, which is made if need be, until :func:`unlock_run` or the end of this process.
+    """Lock a run's folder, made if necessary, until :func:`unlock_run` or the end of this process.
 
     Args:
         folder: of the run; rank 0 alone, or the controller, takes it.
@@ -54,7 +54,7 @@ def lock_run(folder: Path) -> bool:
 
 
 def relock_run(folder: Path) -> None:
-    """Take a run's folder again if it, or its lock file, was removed since this process took it; warn of that.
+    """Lock a run's folder again, with a warning, if the folder or its lock file was removed.
 
     Args:
         folder: of the run; one that this process has not taken is left alone.
@@ -84,7 +84,7 @@ def relock_run(folder: Path) -> None:
 
 
 def unlock_run(folder: Path) -> None:
-    """Let other runs into a folder; it is removed if this process has made it, and nothing is in it."""
+    """Unlock a run's folder; it is removed if this process has made it and it is empty."""
     path = folder.absolute() / LOCK
     descriptor, is_new = _held.pop(path, (None, False))
     if descriptor is None:
@@ -97,13 +97,13 @@ def unlock_run(folder: Path) -> None:
 
 
 def unlock_all() -> None:
-    """Let other runs into every folder that this process has."""
+    """Unlock every folder that this process has locked."""
     for path in list(_held):
         unlock_run(path.parent)
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Refuse a folder in which nothing can be made, without making anything.
+    """Refuse a folder that cannot be written, without making it.
 
     Args:
         folder: need not be there.
@@ -152,7 +152,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _write_holder(path: Path, descriptor: int) -> None:
-    """Write down who has a lock; where the disk does not take that, the lock is given back."""
+    """Write which process holds a lock into the lock file; if writing fails, release the lock."""
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -177,7 +177,7 @@ def _holder(path: Path) -> str:
 
 
 def _forget_in_child() -> None:
-    """Close the locks of a forked child, which would keep them after the death of the run."""
+    """Close a forked child's copies of the locks, which would outlive the run."""
     for descriptor, _ in _held.values():
         os.close(descriptor)
     _held.clear()

@@ -1,4 +1,4 @@
-"""A run's settings: what differs from those that a checkpoint was written with."""
+"""Compares a run's settings with those of a checkpoint."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ OF_ONE_COMMAND = ("config", "ckpt_path")
 
 
 def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Give nested settings dotted keys, as on the command line: without ``init_args``, list entries by their number."""
+    """Return nested settings by dotted keys as on the command line: without ``init_args``, list items by index."""
     flat: dict[str, object] = {}
     for name, value in settings.items():
         key = prefix if name == "init_args" else f"{prefix}.{name}" if prefix else str(name)
@@ -27,7 +27,7 @@ def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, objec
 
 
 def describe_changes(old: Mapping[str, object], new: Mapping[str, object]) -> str | None:
-    """Return a block of the keys whose values differ, with the old and the new one; None where none does.
+    """Return a text block of the keys whose values differ, with both values; None if none differs.
 
     Args:
         old: of the checkpoint.

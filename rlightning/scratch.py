@@ -1,4 +1,4 @@
-"""Temporary folders that no killed process leaves for ever: whichever starts next on the host removes them.
+"""Temporary folders whose remains after a kill are removed by the next process on the host.
 
 A folder belongs to the process that holds its lock, which the kernel releases however that process ends.
 """
@@ -21,7 +21,7 @@ VLLM_NAME = "vllm_dist_*"
 
 
 class ScratchFolder:
-    """A folder of this process; what dead processes have left of the same kind is removed when it is made.
+    """A temporary folder of this process; making one removes those that ended processes have left.
 
     Args:
         kind: what it is for; in its name.
@@ -57,7 +57,7 @@ class ScratchFolder:
         return str(self.path)
 
     def remove(self) -> None:
-        """Remove it, and the shared memory that belongs to it. May be called twice."""
+        """Remove the folder and its shared memory. May be called twice."""
         remove_scratch(self.path)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -65,7 +65,7 @@ class ScratchFolder:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a scratch folder whose users are gone, with the shared memory that vLLM has named after a file in it."""
+    """Remove a scratch folder that is no longer used, with the shared memory that vLLM named after a file in it."""
     names = [path.name for path in folder.glob(VLLM_NAME)]
     shutil.rmtree(folder, ignore_errors=True)
     for name in names:
@@ -75,7 +75,7 @@ def remove_scratch(folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder; returns the descriptor that holds the lock.
+    """Lock a folder; return the file descriptor that holds the lock.
 
     Raises:
         BlockingIOError: another process has it.

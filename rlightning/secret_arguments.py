@@ -1,4 +1,4 @@
-"""Secrets of a configuration, such as a reward's ``api_key``: in no file, and read from the environment at the start.
+"""Secrets in a configuration, such as a reward's ``api_key``: written to no file, and read from the environment.
 
 A secret is told by its name, or by its place in a URL. A name counts by its words: ``openaiApiKey`` is a key of an API,
 ``answer_key`` and ``stop_token`` are none. Numbers are never secrets.
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class _Secret(NamedTuple):
-    """A secret, what it is called, and what it belongs to, such as a reward's name."""
+    """A secret value, its key, and the name of the reward or class that it belongs to."""
 
     value: str
     name: str
@@ -52,13 +52,13 @@ class _Secret(NamedTuple):
 
 
 def is_secret(name: str) -> bool:
-    """Return whether values of this name are secrets."""
+    """Return whether a key of this name holds a secret."""
     words = "_".join(_WORD.findall(name)).lower()
     return bool(_SECRET.search(words)) and not _OTHER.search(words)
 
 
 def mask_secrets(config: T) -> tuple[T, dict[str, str]]:
-    """Replace the secrets of a configuration by references to environment variables, such as ``${ENV:API_KEY}``.
+    """Replace the secrets of a configuration with references to environment variables, such as ``${ENV:API_KEY}``.
 
     What has a reference in it stays. A variable has the name of the secret; where several have that name and differ,
     that of the reward or class comes before it, and a number behind it if that is not enough.
@@ -84,12 +84,12 @@ def mask_secrets(config: T) -> tuple[T, dict[str, str]]:
 
 
 def hide_secrets(variables: Mapping[str, str]) -> None:
-    """Write references to variables in place of their values in messages and hyperparameters from now on."""
+    """From now on, write references in place of these secrets in messages and hyperparameters."""
     hide({value: f"${{ENV:{name}}}" for name, value in variables.items()})
 
 
 def conceal(value: object) -> Any:
-    """Return a value with references in place of the secrets that are known, in whatever texts they are.
+    """Return a value with references in place of known secrets in all of its texts.
 
     Args:
         value: a text, or mappings, lists, tuples and dataclasses with some; it is left as it is. Dataclasses become
@@ -107,7 +107,7 @@ def conceal(value: object) -> Any:
 
 
 def check_references(config: object, known: Mapping[str, str]) -> None:
-    """Raise if a configuration refers to a variable that is neither set nor known.
+    """Raise an error if a configuration refers to a variable that is neither set nor known.
 
     Args:
         config: mappings, namespaces and lists.
@@ -122,7 +122,7 @@ def check_references(config: object, known: Mapping[str, str]) -> None:
 
 
 def resolve_secrets(value: T, where: str, known: Mapping[str, str] | None = None) -> T:
-    """Return a value with environment variables in place of each ``${ENV:NAME}`` in it.
+    """Return a value with each ``${ENV:NAME}`` in it replaced by the environment variable.
 
     Args:
         value: a text, or mappings, namespaces, lists and tuples with some.
@@ -150,7 +150,7 @@ def _read_variable(name: str, where: str, known: Mapping[str, str]) -> str:
 def _replace(
     value: object, give: Callable[[_Secret], str], name: str = "", owner: str = "", *, inside: str = ""
 ) -> object:
-    """Return a value with what ``give`` returns in place of each secret.
+    """Return a value with each secret replaced by the result of ``give``.
 
     Args:
         value: any part of a configuration.
@@ -187,13 +187,13 @@ def _replace(
 
 
 def _owner(entries: Mapping[str, object]) -> str:
-    """The name of the reward or class whose arguments a mapping has."""
+    """Return the name of the reward or class that a mapping configures."""
     path = entries.get("name") or entries.get("function") or entries.get("class_path")
     return path.rpartition(".")[2] if isinstance(path, str) else ""
 
 
 def _variables(secret: _Secret, is_unique: bool) -> Iterator[str]:
-    """Names for a secret's variable, the best first."""
+    """Return possible names of a secret's environment variable, the best first."""
     name, owner = (re.sub(r"\W", "_", part).upper() for part in (secret.name, secret.owner))
     long_name = f"{owner}_{name}" if owner else name
     yield from (name, long_name) if is_unique else (long_name,)
@@ -204,7 +204,7 @@ def _variables(secret: _Secret, is_unique: bool) -> Iterator[str]:
 
 
 def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts of a configuration, each after its key."""
+    """Yield the texts in a configuration, each with its key."""
     if isinstance(value, str):
         yield key, value
     entries: Iterable[tuple[object, object]] = vars(value).items() if isinstance(value, Namespace) else ()

@@ -1,4 +1,4 @@
-"""Seeds of a run's random streams: prompt order, mini-batches, engines, requests, and the rounding of optimizer states.
+"""Seeds of a run's random streams: prompt order, mini-batches, engines, requests, and stochastic rounding.
 
 Each stream has a seed of its own, a hash of the run's seed and of what the stream is for. A stream of seed 0 then has
 nothing in common with its neighbours, nor with the same stream of seed 1.
@@ -9,13 +9,13 @@ import os
 
 
 def run_seed() -> int | None:
-    """Return what ``seed_everything`` has seeded this process with, or None."""
+    """Return the seed that ``seed_everything`` has set in this process, or None."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     return None if seed is None else int(seed)
 
 
 def mix_seed(*parts: int | str) -> int:
-    """Return the seed of the random stream that ``parts`` name, the same in every process.
+    """Return the seed of the random stream named by ``parts``, which is the same in every process.
 
     Args:
         parts: the run's seed, the stream's name, and what tells its random numbers apart, such as a step.

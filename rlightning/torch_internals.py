@@ -1,4 +1,4 @@
-"""Private names of torch, where it has no public ones; tests/test_library_internals.py looks for each."""
+"""Private names of torch that have no public equivalent; tests/test_library_internals.py checks each."""
 
 import contextlib
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def default_store() -> Store:
 
 
 def nccl_backends() -> "list[dist.ProcessGroupNCCL]":
-    """Return NCCL's parts of all process groups."""
+    """Return the NCCL backends of all process groups."""
     found: list[dist.ProcessGroupNCCL] = []
     if not dist.is_available() or not dist.is_initialized() or not dist.is_nccl_available():
         return found
@@ -58,7 +58,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def inner_tensors(tensor: object) -> dict[str, Any]:
-    """Return what a tensor that wraps others is made of, by name; nothing for a plain one."""
+    """Return the tensors that a wrapper tensor consists of, by name; empty for a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return {}
     names, _ = tensor.__tensor_flatten__()
@@ -66,7 +66,7 @@ def inner_tensors(tensor: object) -> dict[str, Any]:
 
 
 def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a DTensor like ``tensor`` with other values on this rank, perhaps on another device than the mesh's.
+    """Return a DTensor like ``tensor`` with another local shard, which may be on another device than the mesh's.
 
     Its full shape may be another one. For a plain tensor ``local`` is returned.
     """
@@ -80,7 +80,7 @@ def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, many in one kernel."""
+    """Copy each source tensor into its target, many with one kernel."""
     torch._foreach_copy_(targets, sources)
 
 
@@ -95,7 +95,7 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def set_allocator(settings: str) -> None:
-    """Replace all settings of the CUDA caching allocator, from the next block on."""
+    """Replace all settings of the CUDA caching allocator; they apply to later allocations."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change(settings)
 

@@ -9,7 +9,7 @@ from rlightning.hooks import fire
 
 
 class TransformersAdapter(TrainerCallback):
-    """Tells rlightning's callbacks what a transformers ``Trainer`` does, and tells them of it what they ask for::
+    """Connects rlightning's callbacks to a transformers ``Trainer``: passes on its events and answers their queries::
 
         adapter = TransformersAdapter(trainer, [EmptyCacheAfterUpdate(), OffloadDuringRollout()])
         trainer.add_callback(adapter)
@@ -30,14 +30,14 @@ class TransformersAdapter(TrainerCallback):
         self.trainer, self.callbacks = trainer, list(callbacks)
 
     def __getattr__(self, name: str) -> Any:
-        """What is not here is the Trainer's."""
+        """Return the attribute of the transformers ``Trainer``."""
         if name == "trainer":  # a copy that is not initialised yet
             raise AttributeError(name)
         return getattr(self.trainer, name)
 
     @property
     def global_step(self) -> int:
-        """Finished optimizer steps."""
+        """The number of finished optimizer steps."""
         return int(self.trainer.state.global_step)
 
     @property
@@ -47,12 +47,12 @@ class TransformersAdapter(TrainerCallback):
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """The rank of this process."""
         return int(self.trainer.args.process_index)
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return int(self.trainer.args.world_size)
 
     def on_train_begin(self, args: object, state: object, control: object, **given: object) -> None:
@@ -60,7 +60,7 @@ class TransformersAdapter(TrainerCallback):
         fire(self, given["model"], "setup", "fit")
 
     def on_substep_end(self, args: object, state: object, control: object, **given: object) -> None:
-        """Called after a micro-batch but the last of a step, with ``gradient_accumulation_steps`` above 1."""
+        """Called after a micro-batch other than a step's last, with ``gradient_accumulation_steps`` above 1."""
         fire(self, given["model"], "on_update_end", None)
 
     def on_step_end(self, args: object, state: object, control: object, **given: object) -> None:
@@ -68,6 +68,6 @@ class TransformersAdapter(TrainerCallback):
         fire(self, given["model"], "on_update_end", None)
 
     def on_train_end(self, args: object, state: object, control: object, **given: object) -> None:
-        """Called when all is over."""
+        """Called when training has ended."""
         fire(self, given["model"], "on_train_end")
         fire(self, given["model"], "teardown", "fit")

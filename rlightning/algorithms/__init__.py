@@ -1,4 +1,4 @@
-"""The named algorithms, one a file; docs/algorithms.md has them side by side.
+"""The named algorithms, one in each file; docs/algorithms.md compares them.
 
 Each is an :class:`~rlightning.module.RLModule` that names its advantage and its loss and has its paper's defaults for
 everything that makes the algorithm. The size of a step (prompts, samples, updates) is the hardware's and the user's

@@ -8,7 +8,8 @@ from rlightning.objectives import Aggregation, CappedWeight
 
 
 class CISPO(GroupModule):
-    """CISPO (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5): clip the importance weight, never the update.
+    """CISPO (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5): clips the importance weight, so that no token loses its
+    gradient.
 
     Every token keeps its gradient, so that rare tokens at which reasoning forks still learn in later updates.
 

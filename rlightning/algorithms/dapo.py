@@ -53,7 +53,7 @@ class DAPO(GroupModule):
         self.overlong_cache = overlong_cache
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The reward functions' rewards and the overlong penalty: [M]."""
+        """Return the rewards of the reward functions plus the overlong penalty: [M]."""
         rewards = super().compute_rewards(batch)
         limit = self.sampling.max_new_tokens
         cache = limit // 5 if self.overlong_cache is None else self.overlong_cache
@@ -70,11 +70,11 @@ class DAPO(GroupModule):
         return rewards + penalty
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Completions of groups that say something about what is better: [M] bool."""
+        """Return which completions are in a group whose rewards differ: [M] bool."""
         return find_signal(batch, self.compared_rewards(batch))
 
     def compared_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards before the overlong penalty: [M]."""
+        """Return the rewards before the overlong penalty: [M]."""
         penalty = batch.scores.get(OVERLONG)
         rewards = super().compared_rewards(batch)
         return rewards if penalty is None else rewards - penalty

@@ -1,4 +1,4 @@
-"""What algorithms that compare the completions of one prompt have in common."""
+"""The common base of algorithms that compare the completions of one prompt."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rlightning.types import RolloutBatch
 
 
 class GroupModule(RLModule):
-    """An RLModule whose advantages are taken against other completions of the same prompt, GRPO's unless overridden.
+    """An RLModule whose advantages compare the completions of a prompt; GRPO's advantages by default.
 
     A group of which one trajectory alone is left, since others failed, has nothing to compare it with and is left out.
 
@@ -33,7 +33,7 @@ class GroupModule(RLModule):
         self.turn_baseline = turn_baseline
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse to train on groups of one, whose advantages are all 0; prediction may well sample once a prompt."""
+        """Refuse to train with groups of one completion, whose advantages are all 0; prediction may use them."""
         if self.trainer.state.fn == "fit" and self.samples_per_prompt < 2:
             raise ConfigError(
                 f"samples_per_prompt={self.samples_per_prompt}: {type(self).__name__} compares completions of one "
@@ -42,19 +42,19 @@ class GroupModule(RLModule):
         return super().configure_callbacks()
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Trajectories of groups of two or more: [M] bool."""
+        """Return which trajectories are in groups of two or more: [M] bool."""
         group = torch.unique(batch.group_ids, return_inverse=True)[1]
         return torch.bincount(group)[group] > 1
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards less their trajectory's divergence: [M]; as they are where each turn is charged for its own."""
+        """Return the rewards minus the trajectories' KL: [M]; unchanged if each turn is penalized separately."""
         if self.turn_discount is None:
             return super().penalize_rewards(batch)
         assert batch.rewards is not None
         return batch.rewards
 
     def returns(self, batch: RolloutBatch) -> Returns:
-        """What is compared: trajectories or their agents by rewards, or with ``turn_discount`` turns by returns."""
+        """Return the values to compare: rewards of trajectories or agents; with ``turn_discount``, turns' returns."""
         if self.turn_discount is None:
             return Returns.of_trajectories(batch)
         turns = Turns.of_batch(batch)
@@ -63,7 +63,7 @@ class GroupModule(RLModule):
         return Returns.of_turns(batch, turns, self.turn_discount, self.turn_baseline)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards less their group's mean, over its standard deviation unless ``scale_by_std`` is off: [T]."""
+        """Return rewards minus the group mean, divided by the group's standard deviation with ``scale_by_std``: [T]."""
         returns = self.returns(batch)
         advantages = group_advantages(returns.values, returns.group_ids, scale_by_std=self.scale_by_std)
         return returns.to_tokens(batch, advantages)

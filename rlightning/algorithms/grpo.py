@@ -8,7 +8,7 @@ from rlightning.objectives import Aggregation, ClippedSurrogate
 
 
 class GRPO(GroupModule):
-    """GRPO (arXiv:2402.03300): a group's mean and standard deviation in place of a critic, and PPO's clip.
+    """GRPO (arXiv:2402.03300): PPO's clip, with a group's mean and standard deviation in place of a critic.
 
     With ``samples_per_prompt=64, prompts_per_step=16`` and one update that is the paper's section 4.2. The paper does
     not name its clip; 0.2 is PPO's.

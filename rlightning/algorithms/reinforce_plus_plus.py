@@ -71,12 +71,12 @@ class REINFORCEPlusPlus(RLModule):
         self.discount = discount
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards as they are: [M]. :meth:`compute_advantages` charges each token for its own divergence."""
+        """Return the rewards unchanged: [M]; :meth:`compute_advantages` subtracts the KL token by token."""
         assert batch.rewards is not None
         return batch.rewards
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Returns to go, whitened over the batch and all ranks: [T]."""
+        """Return each token's sum of rewards to go, whitened over the batch and all ranks: [T]."""
         if self.turn_discount is not None:
             turns = Turns.of_batch(batch)
             returns = turns.to_tokens(turns.discount_rewards(self.turn_discount))
@@ -118,7 +118,7 @@ class REINFORCEPlusPlusBaseline(GroupModule):
         self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards less their group's mean, whitened over the tokens of the batch and all ranks: [T]."""
+        """Return rewards minus the group mean, whitened over the tokens of the batch and all ranks: [T]."""
         returns = self.returns(batch)
         centred = returns.to_tokens(batch, group_advantages(returns.values, returns.group_ids, scale_by_std=False))
         return whiten(centred, batch.is_sampled, self.all_sum)

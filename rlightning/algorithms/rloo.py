@@ -12,7 +12,7 @@ from rlightning.types import RolloutBatch
 
 
 class RLOO(GroupModule):
-    """RLOO (arXiv:2402.14740): the plain policy gradient, each completion against the mean of its siblings.
+    """RLOO (arXiv:2402.14740): plain policy gradient, with the mean reward of a group's other completions as baseline.
 
     A completion is one action: its KL is taken off its reward, and its tokens' losses are summed. The sum is divided
     by the limit on completion tokens, a constant, so that learning rate and gradient norm mean what they do elsewhere.
@@ -55,7 +55,7 @@ class RLOO(GroupModule):
             )
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Rewards less the mean of the others in their group: [T]."""
+        """Return each reward minus the mean of the others in its group: [T]."""
         returns = self.returns(batch)
         advantages = leave_one_out(returns.values, returns.group_ids, returns.trajectory_ids)
         return returns.to_tokens(batch, advantages)

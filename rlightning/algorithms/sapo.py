@@ -8,7 +8,7 @@ from rlightning.objectives import Aggregation, SoftGate
 
 
 class SAPO(GroupModule):
-    """SAPO (arXiv:2511.20347): a sigmoid gate in place of the clip; off-policy tokens fade instead of dropping out.
+    """SAPO (arXiv:2511.20347): a sigmoid gate in place of the clip, so that off-policy tokens lose gradient gradually.
 
     Args:
         model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.

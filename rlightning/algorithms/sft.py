@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a warm start for what follows."""
+"""Supervised fine-tuning, such as a warm start for RL."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 
 class SFT(RLModule):
-    """Learns completions that the data holds, with the loss over their tokens only.
+    """Trains on completions from the data set; the loss is over their tokens only.
 
     It generates nothing: no engine is started and no reward function asked. Validation reports the mean loss a
     token, ``val/<set>/loss``.
@@ -47,7 +47,7 @@ class SFT(RLModule):
             )
 
     def read_columns(self, columns: Sequence[str]) -> list[str]:
-        """Return the column that is learned."""
+        """Return the data set's column that holds the completions."""
         return [self.completion_column]
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
@@ -62,7 +62,7 @@ class SFT(RLModule):
         return torch.zeros(batch.num_trajectories, dtype=torch.float32)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Ones [T]: every token of the data is as good as any other."""
+        """Return ones [T]: all tokens have the same weight."""
         return torch.ones(batch.num_tokens, dtype=torch.float32)
 
     def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""The Ray controller: Lightning's Trainer in a process without a device, the actor in workers of Ray's."""
+"""The Ray controller: Lightning's Trainer in a process without a device, and the actor in Ray workers."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ __all__ = ["RayController"]
 
 
 def __getattr__(name: str) -> object:
-    """Import RayController when it is asked for: other parts of this package do without Lightning and Ray."""
+    """Import RayController on first access: other parts of this package need neither Lightning nor Ray."""
     if name == "RayController":
         from rlightning.controller.ray_controller import RayController
 

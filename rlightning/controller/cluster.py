@@ -1,4 +1,4 @@
-"""A Ray cluster as a run needs it: joined or started, and with room for what is to run on it."""
+"""The Ray cluster of a run: joining or starting it, and checking that it has the resources for the workers."""
 
 import atexit
 import logging
@@ -33,7 +33,7 @@ _own_nodes: dict[str, OwnNode] = {}
 
 
 def import_ray() -> ModuleType:
-    """Import Ray.
+    """Import Ray, or raise a ConfigError if it is missing.
 
     Raises:
         ConfigError: it is not installed.
@@ -49,8 +49,8 @@ def import_ray() -> ModuleType:
     return ray
 
 
-def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
-    """Make this process a driver of a cluster, unless it is one.
+def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
+    """Connect this process to a Ray cluster, or start one, unless it is connected already.
 
     Args:
         address: "auto" for the cluster that this machine is a node of, or "host:port". None is the one that RAY_ADDRESS
@@ -99,7 +99,7 @@ def join_cluster(address: str | None, options: Mapping[str, Any]) -> bool:
 
 
 def check_own_node() -> None:
-    """Refuse to go on in a cluster of this process's own whose raylet is gone, whatever else has failed.
+    """Raise an error if this process's own cluster has lost its raylet, the cause of any other failure.
 
     Raises:
         ClusterLostError: it is.
@@ -111,7 +111,7 @@ def check_own_node() -> None:
 
 
 def _make_session_folder() -> str:
-    """A folder for the sockets and logs of a cluster of this process, which Ray itself would leave behind."""
+    """Make the folder for the sockets and logs of this process's cluster, which is removed at its end."""
     folder = ScratchFolder("ray")
 
     def end() -> None:
@@ -123,7 +123,7 @@ def _make_session_folder() -> str:
 
 
 def release_sigterm(handler: Callable[[int, FrameType | None], object] | int | None) -> None:
-    """Put ``handler`` in the place of Ray's for SIGTERM, which exits with 15 at once.
+    """Install ``handler`` for SIGTERM in place of Ray's, which exits with code 15 at once.
 
     Lightning calls the handlers that it finds after its own: a fit would end before its last state is saved.
     """
@@ -134,7 +134,7 @@ def release_sigterm(handler: Callable[[int, FrameType | None], object] | int | N
 
 
 def check_reachable(address: str) -> None:
-    """Refuse an address where nothing accepts a connection: Ray itself would try for minutes."""
+    """Refuse an address that accepts no connection; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), intervals.CONNECT_TIMEOUT).close()
@@ -145,7 +145,7 @@ def check_reachable(address: str) -> None:
 
 
 def check_admitted(where: str, address: str) -> None:
-    """Refuse a cluster that does not answer this process, by the cause: ``ray.init`` names none."""
+    """Refuse a cluster that does not answer this process, and name the cause, which ``ray.init`` does not."""
     ray = import_ray()
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
@@ -158,7 +158,7 @@ def check_admitted(where: str, address: str) -> None:
 
 
 def _refused(where: str, error: Exception) -> ConfigError:
-    """The mistake behind what Ray has raised, in Ray's own words where they are about something else."""
+    """Return the configuration error behind Ray's exception; other causes keep Ray's own message."""
     if type(error).__name__ == "AuthenticationError":  # a class that earlier releases of Ray do not have
         return ConfigError(
             f"trainer.strategy: the Ray cluster at address={where} asks for its authentication token, and this process "
@@ -173,7 +173,7 @@ def _refused(where: str, error: Exception) -> ConfigError:
 
 @dataclass(frozen=True)
 class Resources:
-    """What each worker takes of the cluster.
+    """The cluster resources of each worker.
 
     Attributes:
         cpus: cores.
@@ -186,7 +186,7 @@ class Resources:
     placement: str = "PACK"
 
     def check(self) -> None:
-        """Refuse numbers and names that mean nothing."""
+        """Refuse invalid amounts and names of resources."""
         check_rules(
             {
                 f"cpus_per_worker={self.cpus} must be at least 0. Use 1": self.cpus >= 0,
@@ -197,7 +197,7 @@ class Resources:
         )
 
     def settle(self, num_workers: int | None, accelerator: str) -> "tuple[int, dict[str, float]]":
-        """Return how many workers there are, by default one a GPU of the cluster, and what each takes.
+        """Return the number of workers, by default one for each GPU of the cluster, and each worker's resources.
 
         Raises:
             ConfigError: if the cluster has less.

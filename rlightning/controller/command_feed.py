@@ -1,4 +1,4 @@
-"""The controller's commands for the loops of a worker's Trainer, and the batches in them for its loaders.
+"""Feeds the controller's commands to the loops of a worker's Trainer, and their batches to its loaders.
 
 Between two batches no collective is under way, and all hooks of the step have been fired. All other commands are
 executed there, in the thread of the run, on all ranks in the same order::
@@ -34,7 +34,7 @@ ENDLESS = 1 << 30
 
 
 class CommandFeed:
-    """The batches of a worker's fit, and what is executed between them.
+    """Gives a worker's fit its batches, and executes the commands that come between them.
 
     Args:
         queue: of the worker.
@@ -66,12 +66,12 @@ class CommandFeed:
         self._batch: object = None
 
     def begin_fit(self) -> None:
-        """Execute the commands that come before training, up to its start."""
+        """Execute the commands before training, up to the one that starts it."""
         self.is_over = False
         self.num_batches = self._serve_until(StartTraining).num_batches
 
     def begin_epoch(self) -> bool:
-        """Execute commands until an epoch begins, or goes on from a checkpoint; returns False at the fit's end."""
+        """Execute commands until one starts an epoch or resumes it; return False if the fit ends."""
         self._rest_between_epochs()
         command = self.queue.peek()
         if isinstance(command, StartEpoch | End):
@@ -82,12 +82,12 @@ class CommandFeed:
         return not self.is_over
 
     def answer_start(self) -> None:
-        """Answer that training, or an epoch, has started, and all hooks of that were called."""
+        """Answer the command that started training or an epoch, after all its hooks have been called."""
         self._report_stop()
         self.queue.answer(None)
 
     def await_batch(self) -> Train | None:
-        """Execute commands until the next step; returns None when the epoch is over."""
+        """Execute commands until the next training step; return None at the end of the epoch."""
         while not isinstance(command := self.queue.take(), Train | EndEpoch):
             self._serve(command)
         if isinstance(command, EndEpoch):
@@ -96,7 +96,7 @@ class CommandFeed:
         return command
 
     def end_epoch(self) -> None:
-        """Answer that all other hooks have been called, and execute what the controller's last callbacks ask for."""
+        """Answer that all other hooks have been called, and execute the commands of the controller's last callbacks."""
         self.answer_step()
         self._rest_between_epochs()
 
@@ -121,7 +121,7 @@ class CommandFeed:
         return self.num_loaders
 
     def begin_evaluation(self, command: Evaluate) -> None:
-        """From here on batches are those of an evaluation."""
+        """Switch to the batches of an evaluation."""
         self.num_loaders, self._is_evaluating = command.num_loaders, True
         self.queue.answer(None)
 
@@ -162,7 +162,7 @@ class CommandFeed:
 
 
 class FeedLoader:
-    """A loader of batches that arrive by command; the loops know when an epoch or a set is over."""
+    """A data loader whose batches arrive by command; commands, not the loader, end an epoch or a set."""
 
     def __init__(self, batches: Callable[[], Iterator[object]]) -> None:
         self._batches = batches
@@ -174,15 +174,15 @@ class FeedLoader:
         return self._batches()
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing, the position is the controller's; without this method Lightning warns of an inexact resume."""
+        """Return an empty state: the controller keeps the position. Without this method Lightning would warn."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Nothing to load."""
+        """Do nothing: the controller keeps the position."""
 
 
 class WorkerData(LightningDataModule):
-    """Stands for the user's data module in a worker: batches come by command, all else is as it was configured.
+    """Replaces the user's data module in a worker: batches come by command, other attributes are the user's.
 
     The user's own, ``configured``, is never set up here.
     """
@@ -198,12 +198,12 @@ class WorkerData(LightningDataModule):
         return getattr(self.configured, name)
 
     def take(self, num_prompts: int) -> object:
-        """Further training prompts for this rank; every rank must take as many."""
+        """Return further training prompts for this rank; every rank must take the same number."""
         self.feed.queue.record(PromptRequest(num_prompts))
         return self.feed.queue.await_prompts()
 
     def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
-        """As the user's data module does it."""
+        """Move a batch to the device as the user's data module does."""
         assert self.configured is not None
         return self.configured.transfer_batch_to_device(batch, device, dataloader_idx)
 

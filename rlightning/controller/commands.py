@@ -1,4 +1,4 @@
-"""Commands of a controller to its workers, and the queue of one worker in which each command is executed once.
+"""The commands that a controller sends to its workers, and the queue in which a worker executes each of them once.
 
 ::
 
@@ -24,15 +24,15 @@ from rlightning.errors import ConfigError, RunError
 
 
 class WorkerError(RuntimeError):
-    """A worker raised: the message has its rank and its traceback."""
+    """An exception in a worker; the message has its rank and its traceback."""
 
 
 class ForeseenWorkerError(RunError, WorkerError):
-    """A worker raised an error of ours: the message is its line, the details are the worker's traceback."""
+    """A worker raised one of this package's errors: the message is its line, the details are the traceback."""
 
 
 class WorkerDiedError(RunError, RuntimeError):
-    """A worker's process is gone."""
+    """A worker's process has ended."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class WorkerDiedError(RunError, RuntimeError):
 
 
 class ClusterLostError(WorkerDiedError):
-    """The cluster is gone, and workers cannot be started again in it."""
+    """The Ray cluster has ended, so that no workers can be started in it."""
 
 
 # Commands
@@ -55,14 +55,14 @@ class StartTraining:
 
 @dataclass(frozen=True)
 class StartEpoch:
-    """Run ``on_train_epoch_start``; ``num_batches`` differs from the epoch before where loaders are made anew."""
+    """Run ``on_train_epoch_start``; ``num_batches`` changes if the loaders are made again for each epoch."""
 
     num_batches: float
 
 
 @dataclass(frozen=True)
 class Train:
-    """Take a training step on this rank's share of a batch, the epoch's last or not; returns a :class:`StepResult`."""
+    """Run a training step on this rank's share of a batch; returns a :class:`StepResult`."""
 
     batch: object
     is_last: bool = False
@@ -70,7 +70,7 @@ class Train:
 
 @dataclass(frozen=True)
 class EndEpoch:
-    """Run ``on_train_epoch_end``; returns a :class:`StepResult` of what was logged in it."""
+    """Run ``on_train_epoch_end``; returns a :class:`StepResult` with the metrics that it logged."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class EvaluateBatch:
-    """Take a step on this rank's share of a batch of set ``loader``; returns what a prediction's returned."""
+    """Evaluate this rank's share of a batch of set ``loader``; returns the result of a prediction step."""
 
     batch: object
     loader: int
@@ -96,7 +96,7 @@ class EndEvaluation:
 
 @dataclass(frozen=True)
 class Load:
-    """Go on from a checkpoint; returns all of it but weights and the optimizers' state."""
+    """Load a checkpoint; returns its contents except weights and optimizer state."""
 
     path: str
     weights_only: bool | None
@@ -104,7 +104,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Write a checkpoint, of which ``checkpoint`` has the controller's part."""
+    """Write a checkpoint that includes the controller's part, ``checkpoint``."""
 
     checkpoint: dict[str, Any]
     path: str
@@ -147,7 +147,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class FiredHook:
-    """An RL hook that a worker's training step has fired, with the worker's counts at that moment."""
+    """An RL hook that a worker's training step has called, with the worker's step count and weight version."""
 
     hook: str
     arguments: tuple[object, ...]
@@ -157,7 +157,7 @@ class FiredHook:
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """The step needs ``num_prompts`` further prompts for each rank."""
+    """A worker's step needs ``num_prompts`` further prompts for each rank."""
 
     num_prompts: int
 
@@ -169,14 +169,14 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Completed:
-    """The command has been executed, with this result."""
+    """A command has been executed, with this result."""
 
     result: Any
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker's run has ended by an exception.
+    """The worker's run has ended with an exception.
 
     Attributes:
         summary: type and message, in one line.
@@ -196,7 +196,7 @@ Entry = FiredHook | PromptRequest | StopRequest | Completed | Failed
 
 
 class CommandQueue:
-    """The commands of one worker: threads of the controller's calls fill and read it, that of the fit executes them."""
+    """The commands of one worker: threads of the controller's calls fill and read it; the fit's thread executes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -211,7 +211,7 @@ class CommandQueue:
     # Called by the controller
 
     def submit(self, number: int, command: Command) -> None:
-        """Accept a command, unless it has come before.
+        """Accept a command, unless it is a repetition of one that was accepted before.
 
         Raises:
             RuntimeError: if it has been executed and its entries are forgotten.
@@ -227,7 +227,7 @@ class CommandQueue:
             self._changed.notify_all()
 
     def collect(self, number: int, seen: int) -> list[Entry]:
-        """Return the entries of a command beyond the first ``seen``; waits for one.
+        """Return a command's entries after the first ``seen``; wait until there is one.
 
         The last of all is :class:`Completed` or :class:`Failed`.
         """
@@ -237,12 +237,12 @@ class CommandQueue:
             return entries[seen:] or [self.await_failure()]
 
     def forget(self, number: int) -> None:
-        """Delete a command's entries, and the results in them."""
+        """Delete a command's entries, and with them its results."""
         with self._changed:
             self._entries.pop(number, None)
 
     def supply(self, number: int, prompts: object) -> None:
-        """Answer the fit's request for prompts of this ``number``; a second answer is ignored."""
+        """Answer the fit's prompt request with this ``number``; a second answer is ignored."""
         with self._changed:
             if number == self._num_supplies:
                 self._num_supplies += 1
@@ -250,7 +250,7 @@ class CommandQueue:
                 self._changed.notify_all()
 
     def await_failure(self) -> Failed:
-        """Return how the fit has ended, once it has by an exception."""
+        """Wait for the fit to end with an exception, and return the failure."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None)
             assert self._failure is not None
@@ -259,45 +259,45 @@ class CommandQueue:
     # Called by the fit
 
     def peek(self) -> Command:
-        """Return the next command, which stays the next one; waits for it."""
+        """Wait for the next command and return it without taking it."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             return self._waiting[0][1]
 
     def take(self) -> Command:
-        """Return the next command, which is the current one until it is answered."""
+        """Wait for the next command and take it; it is the current command until it is answered."""
         self.peek()
         with self._changed:
             self._current, command = self._waiting.popleft()
             return command
 
     def record(self, entry: Entry) -> None:
-        """Add an entry to the current command; without one it is dropped."""
+        """Add an entry to the current command; without a current command the entry is dropped."""
         with self._changed:
             if self._current in self._entries:
                 self._entries[self._current].append(entry)
                 self._changed.notify_all()
 
     def answer(self, result: object) -> None:
-        """End the current command."""
+        """Answer the current command with its result, which ends it."""
         self.record(Completed(result))
         self._current = None
 
     def fail(self, failure: Failed) -> None:
-        """Answer all commands, those to come too, by ``failure``."""
+        """Answer all commands, future ones included, with ``failure``."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
 
     def await_prompts(self) -> object:
-        """Return what :meth:`supply` brought."""
+        """Wait for the prompts of :meth:`supply` and return them."""
         with self._changed:
             self._changed.wait_for(lambda: self._prompts)
             return self._prompts.popleft()
 
 
 def raise_failure(failure: Failed) -> NoReturn:
-    """Raise in the controller what happened in a worker."""
+    """Raise in the controller the error of a worker."""
     if failure.exit_code == ConfigError.exit_code:
         raise ConfigError(failure.summary)
     if failure.exit_code is not None:

@@ -1,4 +1,4 @@
-"""What Ray actors take over from the controller's process: its folder, its import paths, named variables.
+"""The state of the controller's process that Ray actors copy: its folder, import paths and named variables.
 
 A cluster that was started from another folder, or by another user or service, runs its actors in that folder and with
 that environment. Relative paths of a configuration have to mean the same there as in the controller.
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlightning.errors import ConfigError
 
@@ -28,7 +27,7 @@ LONGEST_LIST = 12
 
 @dataclass(frozen=True)
 class DriverContext:
-    """The controller's process, as far as actors have to be like it.
+    """The properties of the controller's process that Ray actors must share.
 
     Attributes:
         folder: that relative paths start from.
@@ -44,7 +43,7 @@ class DriverContext:
 
     @classmethod
     def here(cls, names: Sequence[str], *, starts_cluster: bool = False) -> "DriverContext":
-        """Describe this process.
+        """Return the context of this process.
 
         Args:
             names: of variables that actors need.
@@ -59,18 +58,18 @@ class DriverContext:
         )
 
     @property
-    def actor_options(self) -> dict[str, Any]:
-        """Options of a Ray actor that give it the variables."""
+    def actor_options(self) -> dict[str, object]:
+        """Return the options of a Ray actor that set the environment variables."""
         return {"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {}
 
     def enter(self) -> None:
-        """Make this process, an actor's, like the controller's; it keeps its folder where the host has no such one."""
+        """Give this actor's process the controller's folder and paths; a folder that the host lacks is skipped."""
         sys.path += [path for path in self.import_paths if path not in sys.path]
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
 
     def describe_differences(self) -> list[str]:
-        """Return a sentence for each way in which this process, an actor's, is still unlike the controller's."""
+        """Return a sentence for each difference that remains between this actor's process and the controller's."""
         sentences, host = [], socket.gethostname()
         if os.getcwd() != self.folder:
             sentences.append(
@@ -91,7 +90,7 @@ class DriverContext:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse what cannot be passed to actors as a variable of the environment; no message shows a value."""
+    """Refuse variables that cannot be passed to actors; no message contains a value."""
     for name in names:
         if "=" in name:
             name, _, _ = name.partition("=")
@@ -103,18 +102,18 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def passed_value(name: str) -> str:
-    """Return a variable's value as actors get it: those of PYTHONPATH's paths that are relative start from here."""
+    """Return a variable's value for actors: relative paths in PYTHONPATH are made absolute."""
     value = os.environ[name]
     return os.pathsep.join(absolute_paths(value.split(os.pathsep))) if name == "PYTHONPATH" else value
 
 
 def absolute_paths(paths: Iterable[str]) -> list[str]:
-    """Return paths of modules as they mean in any folder; what is no path, such as an import hook's name, stays."""
+    """Return import paths as absolute paths; entries that are no path, such as names of import hooks, stay."""
     return [os.path.abspath(path) if not path or os.path.exists(path) else path for path in paths]
 
 
 def digest_variables() -> dict[str, str]:
-    """Return a digest of each value in the environment that processes of one run have in common, by its name."""
+    """Return a digest of each environment variable that all processes of a run should share, by name."""
     return {
         name: hashlib.blake2b(value.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
         for name, value in sorted(os.environ.items())
@@ -123,6 +122,6 @@ def digest_variables() -> dict[str, str]:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return names in a line of bounded length."""
+    """Return names in one line, cut to a maximum number."""
     more = f" and {len(names) - LONGEST_LIST} more" if len(names) > LONGEST_LIST else ""
     return ", ".join(names[:LONGEST_LIST]) + more

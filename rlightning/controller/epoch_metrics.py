@@ -1,4 +1,4 @@
-"""Metrics for the end of an epoch, which the controller reduces.
+"""Metrics logged with ``on_epoch=True`` in workers, which the controller reduces at the end of an epoch.
 
 After each step every worker takes what the step has added to them, and the controller logs that as its own, so that
 Lightning reduces it over the steps of the controller's epoch, as its loggers and callbacks find it there.
@@ -18,7 +18,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True)
 class EpochMetric:
-    """What one step has added to a metric that is logged with ``on_epoch=True``.
+    """The contribution of one step to a metric that is logged with ``on_epoch=True``.
 
     Attributes:
         is_synced: whether it is of all ranks (``sync_dist``), or of rank 0.
@@ -36,12 +36,12 @@ class EpochMetric:
 
     @property
     def step_names(self) -> set[str]:
-        """What Lightning calls it after a step."""
+        """The names under which Lightning logs the metric after a step."""
         return {self.name, f"{self.name}_step"}
 
 
 def take_epoch_metrics(results: Results) -> list[EpochMetric]:
-    """Take the metrics of an epoch out of a worker's results, which begin anew; of torchmetrics' their step's value."""
+    """Remove the epoch's metrics from a worker's results and return them; of a torchmetrics metric its step value."""
     taken = []
     for _, result in results.valid_items():
         meta = result.meta
@@ -67,7 +67,7 @@ def take_epoch_metrics(results: Results) -> list[EpochMetric]:
 
 
 def find_reduction(meta: MetricMetadata) -> Reduction:
-    """Return the name of a metric's reduction."""
+    """Return the name of a metric's reduction: mean, sum, max or min."""
     if meta.is_mean_reduction:
         return "mean"
     if meta.is_sum_reduction:
@@ -76,7 +76,7 @@ def find_reduction(meta: MetricMetadata) -> Reduction:
 
 
 def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochMetric]]) -> None:
-    """Log in the controller what the ranks have taken of a step."""
+    """Log in the controller the metrics that :func:`take_epoch_metrics` took from a step on each rank."""
     named = [{metric.name: metric for metric in taken} for taken in by_rank]
     for name in dict.fromkeys(name for taken in named for name in taken):
         parts = [taken[name] for taken in named if name in taken]
@@ -96,7 +96,7 @@ def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochM
 
 
 def merge(parts: Sequence[EpochMetric]) -> EpochMetric:
-    """The same metric's parts of several ranks as one."""
+    """Combine several ranks' contributions to one metric."""
     values, sizes = [part.value for part in parts], [part.batch_size for part in parts]
     first = parts[0]
     if first.reduction == "sum":

@@ -1,4 +1,4 @@
-"""Relays the RL hooks of the workers to the callbacks in the controller, with batches that stay where they are.
+"""Relays RL hooks from the workers to callbacks in the controller; the batches stay in the workers until read.
 
 Each worker's :class:`HookRelay` sends them; the controller's :class:`Relay` puts those of all ranks together.
 """
@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -44,7 +44,7 @@ ACTOR_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_s
 
 @dataclass(frozen=True)
 class BatchPart:
-    """One rank's :class:`~rlightning.types.RolloutBatch`, as it is sent to a controller.
+    """One rank's part of a :class:`~rlightning.types.RolloutBatch`, in the form that is sent to a controller.
 
     Attributes:
         tensors: the batch without its lists, with handles in place of its tensors; None on a rank that stores nothing.
@@ -61,7 +61,7 @@ class BatchPart:
 
     @classmethod
     def of(cls, batch: RolloutBatch, hook: str, *, is_head: bool) -> Self:
-        """Store a batch: one that has been shared out as far as this process stores such results, else its own."""
+        """Store a batch and return its part; ranks that share a batch store it once, by the storing policy."""
         tensors, lists = split_lists(batch)
         pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
         store = store_tensors if hook in GLOBAL_GROUPS else store_own_tensors
@@ -72,7 +72,7 @@ class BatchPart:
 
 
 class RemoteBatch:
-    """All ranks' parts of a batch. It is fetched when more is asked for than how much it is.
+    """A batch whose parts are on the workers; it is fetched when more than its sizes is accessed.
 
     What is fetched are the attributes of a :class:`~rlightning.types.RolloutBatch` of all ranks, in their order.
 
@@ -89,21 +89,21 @@ class RemoteBatch:
 
     @property
     def num_tokens(self) -> int:
-        """``T``, over all ranks."""
+        """The number of tokens ``T``, over all ranks."""
         return sum(part.num_tokens for part in self.parts)
 
     @property
     def num_sequences(self) -> int:
-        """``N``, over all ranks."""
+        """The number of sequences ``N``, over all ranks."""
         return sum(part.num_sequences for part in self.parts)
 
     @property
     def num_trajectories(self) -> int:
-        """``M``, over all ranks."""
+        """The number of trajectories ``M``, over all ranks."""
         return sum(part.num_trajectories for part in self.parts)
 
     def fetch(self) -> RolloutBatch:
-        """The batch itself, on this host."""
+        """Return the whole batch, copied to this host."""
         if self._batch is None:
             stored = [(part.tensors, part.lists) for part in self.parts if part.tensors is not None]
             batches = []
@@ -121,7 +121,7 @@ class RemoteBatch:
 
 
 class HookRelay(Checkpoint):
-    """Notes the hooks that callbacks in the controller wait for, and answers for an epoch's end when all had theirs.
+    """A worker's callback that records the hooks for the controller's callbacks, and answers the end of an epoch.
 
     It stands behind the worker's own callbacks: a Checkpoint for Lightning, which calls these last, at the end of an
     epoch after the module too.
@@ -141,11 +141,11 @@ class HookRelay(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Release the step's batches."""
+        """Release the stored batches of the step."""
         self._sent = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the module: answer with what was logged for the epoch, before Lightning clears it."""
+        """Answer with the epoch's metrics; called after the module's hook, before Lightning clears them."""
         self.feed.end_epoch()
 
     def on_predict_batch_end(
@@ -157,7 +157,7 @@ class HookRelay(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep what the step returned, with handles for tensors: one of a device would bring the controller to it."""
+        """Keep the step's result with handles for its tensors, so that the controller uses no device."""
         self.feed.outputs = store_own_tensors(outputs, label="predict_step")
 
     def _relay(self, hook: str, trainer: Trainer, module: LightningModule, *arguments: object) -> None:
@@ -168,7 +168,7 @@ class HookRelay(Checkpoint):
         self.feed.queue.record(FiredHook(hook, sent, trainer.global_step, version))
 
     def _part(self, batch: RolloutBatch, hook: str, module: LightningModule) -> BatchPart:
-        """The part of this rank, stored once as long as nothing in it changes."""
+        """Return this rank's part of a batch, which is stored again only if its fields have changed."""
         contents = tuple(map(id, field_values(batch).values()))
         if self._sent is None or self._sent[0] is not batch or self._sent[1] != contents:
             is_head = not has(module, HasTensorParallelRank) or module.tensor_parallel_rank == 0
@@ -177,12 +177,12 @@ class HookRelay(Checkpoint):
 
 
 def wanted_hooks(callbacks: Sequence[Callback]) -> frozenset[str]:
-    """Return the RL hooks that any of the callbacks overrides."""
+    """Return the RL hooks that at least one of the callbacks overrides."""
     return frozenset(hook for hook in RL_HOOKS for one in callbacks if is_overridden(hook, one, RLCallback))
 
 
 def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
-    """Warn of hooks of the controller's callbacks that will never be called."""
+    """Warn of overridden hooks of the controller's callbacks that are never called."""
     for callback in callbacks:
         for hook in ACTOR_HOOKS:
             if is_overridden(hook, callback, Callback):
@@ -195,7 +195,7 @@ def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
 
 
 class Relay:
-    """Puts the ranks' hooks together: one is fired when all ranks have come to it, in the order of rank 0.
+    """Combines the ranks' hooks: a hook is fired once all ranks have sent it, in the order of rank 0.
 
     Those that concern one rank alone are fired at once.
     """
@@ -206,7 +206,7 @@ class Relay:
         self._fire = fire_one
 
     def add(self, rank: int, fired: FiredHook) -> None:
-        """Add a rank's hook, and fire those that are complete."""
+        """Add a rank's hook, and fire the hooks that all ranks have sent."""
         if fired.hook in RANK_HOOKS:
             self._fire(fired, fired.arguments)
         elif rank == 0:
@@ -217,7 +217,7 @@ class Relay:
             self._fire_next()
 
     def flush(self) -> None:
-        """Fire what is left, some of which not all ranks have: an engine may be one rank's alone."""
+        """Fire the remaining hooks, which only some ranks may have sent: an engine may belong to one rank alone."""
         while self._order:
             self._fire_next()
 
@@ -229,17 +229,17 @@ class Relay:
         self._fire(first, [merge(column, first.hook) for column in columns])
 
 
-def merge(values: Sequence[Any], hook: str) -> object:
-    """One argument of a hook from those of the ranks."""
-    if isinstance(values[0], BatchPart):
-        return RemoteBatch(values, has_global_groups=hook in GLOBAL_GROUPS)
-    if isinstance(values[0], list):
-        return [item for value in values for item in value]
+def merge(values: Sequence[object], hook: str) -> object:
+    """Combine the ranks' values of one argument of a hook."""
+    if parts := [value for value in values if isinstance(value, BatchPart)]:
+        return RemoteBatch(parts, has_global_groups=hook in GLOBAL_GROUPS)
+    if lists := [value for value in values if isinstance(value, list)]:
+        return [item for one in lists for item in one]
     return values[0]
 
 
 def split_in_order(batch: Sequence[T], num_parts: int) -> list[Sequence[T]]:
-    """Neighbouring parts of equal size.
+    """Split a batch into consecutive parts of equal size.
 
     Raises:
         ConfigError: if the batch does not divide.

@@ -1,4 +1,4 @@
-"""Stored tensors on Ray's object store: in shared memory of the node that computed them, counted over all processes."""
+"""Stores tensors in Ray's object store: in shared memory of their node, reference-counted over all processes."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from rlightning.ray_internals import call_when_unreferenced, is_pickled_for_call
 
 
 class RayBlock(Block):
-    """A block in Ray's object store; Ray counts who refers to it, and moves it from node to node."""
+    """A block in Ray's object store; Ray counts its references and copies it between nodes."""
 
     def __init__(self, ref: "ray.ObjectRef[Any]", owner: Owner, label: str) -> None:
         super().__init__(owner, label)
@@ -20,7 +20,7 @@ class RayBlock(Block):
 
     @staticmethod
     def read_all(blocks: "Sequence[RayBlock]") -> list[Sequence[Bytes]]:
-        """Their bytes in this node's shared memory, read-only; one request for all."""
+        """Return the bytes of the blocks in this node's shared memory, read-only, with one request to Ray."""
         try:
             found: list[Sequence[Bytes]] = ray.get([block._ref for block in blocks])
         except ray.exceptions.ObjectLostError as error:
@@ -42,7 +42,7 @@ class RayBlock(Block):
 
 
 class RayStore(TensorStore):
-    """Stores in Ray's object store. Needs ``pip install 'rlightning[ray]'`` and a process that has joined Ray.
+    """Stores tensors in Ray's object store. Needs ``pip install 'rlightning[ray]'`` and a connection to Ray.
 
     What a process has stored is lost when it ends.
 

@@ -1,4 +1,4 @@
-"""RayController: Lightning's Trainer in a process without a device, the actor in workers of Ray's.
+"""RayController: the strategy with Lightning's Trainer in a process without a device, and the actor in Ray workers.
 
 ::
 
@@ -82,21 +82,21 @@ class ActorEngines(Protocol):
 
 @runtime_checkable
 class EngineCallback(Protocol):
-    """A callback whose engines may run in Ray actors."""
+    """A callback that may run its engines in Ray actors."""
 
     def ray_engines(self) -> ActorEngines | None:
-        """Return them; None if they run elsewhere."""
+        """Return the engines in Ray actors; None if they run elsewhere."""
 
 
 @runtime_checkable
 class PlacedCallback(Protocol):
-    """A callback that says where it runs: in "workers", or in the "controller" as all others."""
+    """A callback whose ``runs_in`` says where it runs: "workers", or "controller", which is the default."""
 
     runs_in: str
 
 
 class RayController(ControllerStrategy):
-    """Trains in Ray workers, one a device; this process orchestrates them and touches no device.
+    """Trains in Ray workers, one for each device; this process only controls them and uses no device.
 
     ``trainer.strategy: rlightning.controller.RayController``, in short ``ray``. Everything else in the YAML stays:
     ``trainer.accelerator`` and ``trainer.devices`` are the workers'. Callbacks run here or there, as they say by
@@ -154,7 +154,7 @@ class RayController(ControllerStrategy):
     # Before anything starts
 
     def take_devices(self, accelerator: object, devices: object, num_nodes: int) -> None:
-        """Give the Trainer's arguments for devices to the workers; called before the Trainer is made, without any."""
+        """Move the Trainer's device arguments to the workers; called before the Trainer is made without them."""
         if self.worker_accelerator is None and isinstance(accelerator, str):
             self.worker_accelerator = accelerator
         per_node = len(devices) if isinstance(devices, list) else devices
@@ -169,7 +169,7 @@ class RayController(ControllerStrategy):
         self._launcher = ControllerLauncher(self)
 
     def check(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse settings that cannot work with a controller."""
         nested, own_name = self.worker_strategy, f"{RayController.__module__}.{RayController.__qualname__}"
         check_rules(
             {
@@ -193,12 +193,12 @@ class RayController(ControllerStrategy):
         import_ray()
 
     def setup_environment(self) -> None:
-        """Settle the mode, before anything could touch a device, and how many workers there are."""
+        """Set the execution mode, before any device could be touched, and the number of workers."""
         resolve_execution_mode(strategy=self)
         super().setup_environment()
 
     def count_workers(self) -> int:
-        """How many there are; joins the cluster, which knows."""
+        """Return the number of workers; joins the cluster, which decides on the default."""
         is_new = join_cluster(self.address, self.ray_options)
         if self._driver is None:
             self._driver = DriverContext.here(self.env, starts_cluster=is_new)
@@ -207,7 +207,7 @@ class RayController(ControllerStrategy):
         return self._settled[0]
 
     def connect(self, model: LightningModule) -> None:
-        """Keep the module as it is configured; callbacks here get one that stands for it."""
+        """Keep the user's module for the workers; callbacks in this process get a ControllerModule in its place."""
         # Lightning has put the new module in the old one's place by now.
         standing, trainer = self._standing, model.trainer
         listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -239,7 +239,7 @@ class RayController(ControllerStrategy):
     # The workers
 
     def setup(self, trainer: Trainer) -> None:
-        """Start the workers, when the data has been found to be right, or have them go on to another stage."""
+        """Start the workers after the data has been checked, or let running ones begin another stage."""
         assert self.accelerator is not None and self._settled is not None and self._driver is not None
         self.accelerator.setup(trainer)
         recorder = start_recorder(run_folder(trainer.default_root_dir), "controller")
@@ -283,12 +283,12 @@ class RayController(ControllerStrategy):
         )
 
     def _settled_data(self, trainer: Trainer) -> LightningDataModule | None:
-        """Return the data module as workers get it."""
+        """Return the data module in the form that is sent to workers."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         return data.without_rows() if isinstance(data, RowlessData) else self._data
 
     def _start_engines(self, callback: Callback, trainer: Trainer) -> Callback:
-        """Return the callback; where its engines run in actors, a copy with their addresses."""
+        """Return the callback; if its engines run in Ray actors, a copy with their addresses."""
         assert self._standing is not None
         configured = self._standing.configured
         is_needed = generates(configured) or trainer.state.fn == "predict"
@@ -300,7 +300,7 @@ class RayController(ControllerStrategy):
         return self._engines.start(configured, longest, Path(trainer.default_root_dir), self._driver)
 
     def close(self) -> None:
-        """End the workers, and with them the weights."""
+        """End the workers, which hold the weights, and the engines."""
         group, self.group = self.group, None
         if group is not None:
             group.close()
@@ -309,13 +309,13 @@ class RayController(ControllerStrategy):
             engines.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when the callbacks have had their turn."""
+        """Clean up after an exception; called when the callbacks have handled it."""
         if self.group is not None:
             self.group.kill()
         self.close()
 
     def teardown(self) -> None:
-        """Workers whose run was cut short end; others keep the weights for another stage."""
+        """End workers whose run was cut short; keep others, with their weights, for another stage."""
         if self._is_started and self.group is not None:
             self.group.kill()
             self.group = None
@@ -324,13 +324,13 @@ class RayController(ControllerStrategy):
 
 
 def belongs_to_workers(callback: Callback) -> bool:
-    """Whether a callback is to run where the devices are."""
+    """Return whether a callback runs in the workers."""
     is_placed = isinstance(callback, PlacedCallback) and callback.runs_in == "workers"
     return is_placed or isinstance(callback, DEVICE_CALLBACKS)
 
 
 def find_engines(callbacks: Sequence[Callback]) -> ActorEngines | None:
-    """The first callback's engines that are to run in actors; None without one."""
+    """Return the engines in Ray actors of the first callback that has some; None if no callback has."""
     found = (callback.ray_engines() for callback in callbacks if isinstance(callback, EngineCallback))
     return next((engines for engines in found if engines is not None), None)
 
@@ -339,7 +339,7 @@ _running: weakref.WeakSet[RayController] = weakref.WeakSet()
 
 
 def close_others(strategy: RayController) -> None:
-    """End the workers that runs before have kept for another stage: their devices are needed now."""
+    """End workers that earlier runs have kept for another stage, to free their devices."""
     for other in list(_running):
         if other is not strategy:
             other.close()

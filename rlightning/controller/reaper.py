@@ -1,4 +1,4 @@
-"""Ends what is left of a run's own Ray cluster when its controller or its raylet was killed, and says the latter.
+"""Cleans up a run's own Ray cluster after its controller or raylet was killed, and reports a killed raylet.
 
 The raylet ends with the controller; its agents stay, and wait for a cluster that is gone. They are killed by
 ``python -m rlightning.controller.reaper LOGS CONTROLLER RAYLET AGENT...``, once the raylet or the controller, which
@@ -27,7 +27,7 @@ ENDED_BY_RAY = re.compile(r"Terminate the process|Raylet IPC connection failed|l
 
 @dataclass(frozen=True)
 class OwnNode:
-    """The node of a Ray cluster that this process has started.
+    """The Ray node that this process has started.
 
     Attributes:
         identity: the raylet's, by :func:`~rlightning.processes.process_table.identify_process`.
@@ -40,12 +40,12 @@ class OwnNode:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the raylet has."""
+        """Whether the node's raylet has ended."""
         return identify_process(self.raylet) != self.identity
 
 
 def watch_own_node(session: str) -> OwnNode | None:
-    """Start a process that kills what the newest raylet of this process leaves; None where none can be found.
+    """Start a process that kills the remains of this process's newest raylet; return None if there is no raylet.
 
     Args:
         session: Ray's folder.
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def _was_ended_by_ray(logs: Path, controller: str) -> bool:
-    """Whether Ray has ended the controller: else its raylet has ended with it, and was no cause."""
+    """Return whether Ray ended the controller because of its raylet; else the raylet ended with the controller."""
     paths = logs.glob(f"python-core-driver-*_{controller}.log")
     return any(ENDED_BY_RAY.search(path.read_text(errors="replace")) for path in paths)
 

@@ -1,4 +1,4 @@
-"""The module of a controller: the configuration of the real one, and hooks that are commands to the workers."""
+"""The module in a controller: it has the real module's configuration, and its hooks send commands to the workers."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rlightning.protocols import HasPlan, HasWeightVersion, has
 
 
 class ControllerModule(PromptBatchModule):
-    """A module without weights. Callbacks in the controller get it as theirs.
+    """A module without weights that callbacks in the controller get in place of the real one.
 
     Attributes are those of the module as it was configured. Its hooks, which may need the actor, run in the workers;
     those here log what the workers have found.
@@ -41,7 +41,7 @@ class ControllerModule(PromptBatchModule):
         return self.strategy.weight_version
 
     def configure_callbacks(self) -> list[Callback]:
-        """The module's own, which also refuses what cannot work before any worker starts."""
+        """Return the real module's callbacks; this also checks its settings before workers start."""
         if self.trainer.state.fn == "fit" and has(self.configured, HasPlan):
             self.configured.plan.check_world_size(self.strategy.count_workers())
         made = self.configured.configure_callbacks()
@@ -58,39 +58,39 @@ class ControllerModule(PromptBatchModule):
     # Hooks: Lightning asks whether they are there.
 
     def configure_optimizers(self) -> None:
-        """The workers have them."""
+        """Return None: the optimizers are in the workers."""
 
     def training_step(self, batch: object, batch_idx: int) -> None:
-        """A command of the strategy."""
+        """Do nothing: the strategy sends the step as a command."""
 
     def validation_step(self, batch: object, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """A command of the strategy."""
+        """Do nothing: the strategy sends the step as a command."""
 
     test_step = predict_step = validation_step
 
     def on_train_start(self) -> None:
-        """Measure where training starts from, if the module would."""
+        """Start training in the workers, and validate before the first step if the real module would."""
         self.strategy.execute_all(StartTraining(self.trainer.num_training_batches))
         is_wanted = isinstance(self.configured, ValidatesFirst) and self.configured.validate_first
         if is_wanted and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
     def on_train_epoch_start(self) -> None:
-        """Called when an epoch begins: it does in the workers."""
+        """Start the epoch in the workers."""
         self.strategy.execute_all(StartEpoch(self.trainer.num_training_batches))
 
     def on_train_epoch_end(self) -> None:
-        """Called when an epoch is over: it is in the workers."""
+        """End the epoch in the workers."""
         self.strategy.end_epoch()
         log_epoch_step(self.trainer, self)
 
     def on_validation_epoch_end(self) -> None:
-        """Log what the workers have found."""
+        """Log the workers' validation metrics."""
         (metrics, *_) = self.strategy.execute_all(EndEvaluation())
         self.log_dict(metrics)
 
     on_test_epoch_end = on_validation_epoch_end
 
     def on_predict_epoch_end(self) -> None:
-        """The workers are through."""
+        """End the prediction in the workers."""
         self.strategy.execute_all(EndEvaluation())

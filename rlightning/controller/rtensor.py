@@ -1,4 +1,4 @@
-"""Handles to tensors that stay in the process that computed them.
+"""RTensor: handles to tensors that stay in the process that computed them.
 
 ::
 
@@ -37,7 +37,7 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), np.ndarra
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RTensor:
-    """A handle to a tensor that stays where it is.
+    """A handle to a stored tensor, which is fetched only on request.
 
     It is small, and goes where arguments and results of Ray's calls go; :func:`fetch_tensors` reads it.
 
@@ -59,7 +59,7 @@ class RTensor:
 
     @property
     def owner(self) -> Owner:
-        """The process that stored it."""
+        """The process that stored the tensor."""
         return self.block.owner
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class RTensor:
 
 
 def store_tensors(tree: object, *, label: str = "") -> Any:
-    """Store the tensors in ``tree`` and put handles in their places.
+    """Store the tensors in ``tree`` and replace them with handles.
 
     What is stored is a copy on the host, detached; a tensor that occurs twice is stored once, small ones together.
 
@@ -88,7 +88,7 @@ def store_tensors(tree: object, *, label: str = "") -> Any:
 
 
 def store_own_tensors(tree: object, *, label: str = "") -> Any:
-    """As :func:`store_tensors`, for what only this rank has: it is stored on every rank of a group.
+    """Store tensors as :func:`store_tensors` does, on every rank of a group: their values differ between ranks.
 
     Each rank samples completions of its own, tensor-parallel neighbours too; from ``on_update_start`` on, neighbours
     have the same batch.
@@ -109,7 +109,7 @@ def _store(tree: object, label: str) -> Any:
 
 
 def fetch_tensors(tree: object) -> Any:
-    """Fetch what the handles in ``tree`` stand for, all at once, and put the tensors in their places.
+    """Fetch the tensors of all handles in ``tree`` at once, and replace the handles with them.
 
     Args:
         tree: as :func:`store_tensors` returned it, or any part of it, or parts of several.
@@ -127,7 +127,7 @@ def fetch_tensors(tree: object) -> Any:
 
 
 def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
-    """What the blocks hold, by the same keys; one fetch for all blocks of a kind."""
+    """Return the contents of blocks by the same keys, with one fetch for all blocks of a type."""
     found: dict[int, Sequence[Bytes]] = {}
     for kind in {type(block) for block in blocks.values()}:
         chosen = {key: block for key, block in blocks.items() if type(block) is kind}
@@ -136,7 +136,7 @@ def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
 
 
 def _share_out(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors by stored object: a handle to a small one must not keep a large one alive."""
+    """Group tensors by stored object: small ones share one, large ones are apart so that each is freed by itself."""
     small = [tensor for tensor in tensors if tensor.nbytes < SHARED_BELOW]
     if small:
         yield small
@@ -153,14 +153,14 @@ def _check_plain(tensor: Tensor) -> None:
 
 
 def _as_bytes(tensor: Tensor) -> Bytes:
-    """The elements on the host: the tensor's own where they lie in one piece there, else copied."""
+    """Return the tensor's elements as bytes on the host, copied only if they are elsewhere or not contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     array: Bytes = plain.cpu().reshape(-1).view(torch.uint8).numpy()
     return array
 
 
 def _as_tensor(array: Bytes, handle: RTensor) -> Tensor:
-    """A copy: stored memory may be shared with other processes, and be freed while the tensor is in use."""
+    """Return a copy as a tensor: stored memory may be shared, and freed while the tensor is in use."""
     flat = torch.empty(handle.nbytes, dtype=torch.uint8)
     np.copyto(flat.numpy(), array)
     return flat.view(handle.dtype).reshape(handle.shape)
@@ -184,7 +184,7 @@ def _leaves(tree: object, kind: type[T]) -> list[T]:
 
 
 def _map_leaves(tree: Any, kind: type, change: Change) -> Any:
-    """``tree`` with each instance of ``kind`` changed; what has none in it is not copied."""
+    """Return ``tree`` with ``change`` applied to each instance of ``kind``; parts without instances are not copied."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, list | tuple):
@@ -210,7 +210,7 @@ def _map_parts(
     kind: type,
     change: Change,
 ) -> Any:
-    """A copy of ``tree`` in which those of its parts are set that have changed; itself if none has."""
+    """Return a copy of ``tree`` with its changed parts set, or ``tree`` itself if no part has changed."""
     mapped = {name: _map_leaves(part, kind, change) for name, part in parts.items()}
     changed = [name for name, part in parts.items() if mapped[name] is not part]
     if not changed:

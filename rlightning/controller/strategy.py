@@ -1,4 +1,4 @@
-"""A Lightning strategy whose steps are commands to workers; its launcher restarts a stage after a worker's death."""
+"""A Lightning strategy whose steps are commands to workers; its launcher repeats a stage after a worker's death."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 
 from rlightning.atomic_save import find_saved
 from rlightning.controller.cluster import check_own_node
@@ -42,7 +43,7 @@ from rlightning.processes.liveness import RestartPolicy
 
 
 class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
-    """The strategy of a process without a device: each step is a command to a group of workers.
+    """The strategy of a process without a device: each step is sent as a command to a group of workers.
 
     Attributes:
         weight_version: the workers'.
@@ -64,18 +65,18 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
     @property
     def workers(self) -> WorkerGroup:
-        """The group, which has been started."""
+        """The worker group, once it has been started."""
         assert self.group is not None
         return self.group
 
     def count_workers(self) -> int:
-        """Return how many workers there are, or will be."""
+        """Return the number of workers, before or after they are started."""
         raise NotImplementedError
 
     # Commands
 
     def execute_each(self, commands: Sequence[Command]) -> list[Any]:
-        """Have each worker execute its command, relay the hooks that it fires, and return the answers by rank."""
+        """Send each worker its command, relay the hooks that it fires, and return the answers by rank."""
         if self._closed_hook is not None:
             raise refusal(commands[0], self._closed_hook)
         relay = Relay(self.workers.num_workers, self._fire)
@@ -93,20 +94,20 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         return answers
 
     def execute_all(self, command: Command) -> list[Any]:
-        """Have all workers execute the same command."""
+        """Send the same command to all workers, and return the answers by rank."""
         return self.execute_each([command] * self.workers.num_workers)
 
     def call(self, method: str, *arguments: object, **named: object) -> Any:
-        """Call a method of the module in all workers; what it returned on rank 0, with its tensors on this host."""
+        """Call a method of the module in all workers; return rank 0's result, with its tensors on this host."""
         return fetch_tensors(self.execute_all(Call(method, arguments, named))[0])
 
     def _supply(self, num_prompts: int) -> None:
-        """Further prompts from the data module, so many for each worker."""
+        """Return so many further prompts of the data module for each worker."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.workers.supply(split_in_order(data.take(num_prompts * self.workers.num_workers), self.workers.num_workers))
 
     def _fire(self, fired: FiredHook, arguments: Sequence[object]) -> None:
-        """Fire a worker's RL hook here."""
+        """Call a worker's RL hook on the callbacks in the controller."""
         self.weight_version = fired.weight_version
         self._count_steps(fired.global_step)
         # Before its update a step may wait for further prompts, and a command behind it would wait for the step.
@@ -118,7 +119,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
             self._closed_hook = None
 
     def _count_steps(self, global_step: int) -> None:
-        """Count optimizer steps as the workers do."""
+        """Advance the Trainer's count of optimizer steps to the workers'."""
         if self.trainer.state.fn == "fit":
             progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
             for _ in range(global_step - progress.total.completed):
@@ -128,13 +129,13 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     # What Lightning asks a strategy to do
 
     def training_step(self, batch: Sequence[object], batch_idx: int) -> None:
-        """Train on a batch: neighbouring parts of it go to neighbouring ranks. What their steps return stays there."""
+        """Train on a batch, split in order over the ranks; tensors of the results stay on the workers."""
         shares = split_in_order(batch, self.workers.num_workers)
         is_last = self.trainer.is_last_batch
         self._log(self.execute_each([Train(share, is_last) for share in shares]))
 
     def end_epoch(self) -> None:
-        """Log what the workers' hooks at the end of an epoch have."""
+        """Log the metrics that the workers' hooks logged at the end of an epoch."""
         self._log(self.execute_all(EndEpoch()))
 
     def _log(self, results: Sequence[StepResult]) -> None:
@@ -152,7 +153,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     test_step = validation_step
 
     def predict_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> list[object]:
-        """As :meth:`validation_step`; the predictions, in the batch's order."""
+        """Split a batch as :meth:`validation_step` does; return the predictions in the batch's order."""
         parts = fetch_tensors(self._evaluate_batch(batch, dataloader_idx))
         merged: list[object] = [None] * len(batch)
         for rank, part in enumerate(parts):
@@ -164,27 +165,27 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         return self.execute_each([EvaluateBatch(batch[rank::ranks], loader) for rank in range(ranks)])
 
     def on_validation_start(self) -> None:
-        """Called when validation begins."""
+        """Start the validation in the workers."""
         self._start_evaluation(len(self.trainer.num_val_batches))
 
     def on_test_start(self) -> None:
-        """Called when a test begins."""
+        """Start the test in the workers."""
         self._start_evaluation(len(self.trainer.num_test_batches))
 
     def on_predict_start(self) -> None:
-        """Called when prediction begins."""
+        """Start the prediction in the workers."""
         self._start_evaluation(len(self.trainer.num_predict_batches))
 
     def _start_evaluation(self, num_sets: int) -> None:
         self.execute_all(Evaluate(num_sets, is_sanity_check=self.trainer.sanity_checking))
 
     def on_train_end(self) -> None:
-        """Called when all has been saved: the workers' fits end."""
+        """End the workers' fits; called when all has been saved."""
         self.execute_all(End())
         self._await_end()
 
     def on_validation_end(self) -> None:
-        """Called when the metrics are there."""
+        """Called when the validation's metrics have been logged."""
         if self.trainer.state.fn != "fit":
             self._await_end()
 
@@ -196,12 +197,14 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
     # Checkpoints
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the workers add theirs when a checkpoint is written."""
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        """Return an empty state: the workers add theirs when a checkpoint is written."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Have the workers write a checkpoint of both, in their strategy's format, which resumes with or without this.
+    def save_checkpoint(
+        self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
+    ) -> None:
+        """Have the workers write a checkpoint in their strategy's format, which runs without controller can load.
 
         The controller's part has loops, callbacks and the position in the data.
         """
@@ -210,8 +213,8 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         if "optimizer_states" in checkpoint:  # without, there are only weights
             self.saved.append(path)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Have the workers load their part.
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
+        """Have the workers load their part of a checkpoint, and return the controller's part.
 
         Returns:
             The controller's part.
@@ -227,11 +230,11 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         (given_checkpoint_io(self) or AtomicCheckpointIO()).remove_checkpoint(filepath)
 
     def model_to_device(self) -> None:
-        """There is no model here."""
+        """Do nothing: this process has no model."""
 
 
 def refusal(command: Command, hook: str) -> ConfigError:
-    """What to raise for a command that could wait for ever."""
+    """Return the error for a command that could wait for ever."""
     name = type(command).__name__
     what = f"trainer.strategy.call({command.method!r})" if isinstance(command, Call) else f"a command to {name.lower()}"
     return ConfigError(
@@ -249,18 +252,18 @@ CKPT_PATH = 4
 
 
 class ControllerLauncher(Launcher):
-    """Starts no process; the strategy does."""
+    """A launcher that starts no process, because the strategy starts the workers."""
 
     def __init__(self, strategy: ControllerStrategy) -> None:
         self.strategy = strategy
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Also in a notebook."""
+        """True: a controller also works in a notebook."""
         return True
 
     def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
-        """Run ``function``, Lightning's implementation of a stage."""
+        """Run ``function``, Lightning's implementation of a stage, and repeat it if a worker dies."""
         self.strategy.saved.clear()
         budget = RestartPolicy(self.strategy.max_restarts)
         with without_cuda_rng(), naming_lost_cluster():
@@ -285,7 +288,7 @@ class ControllerLauncher(Launcher):
 
 @contextmanager
 def naming_lost_cluster() -> Iterator[None]:
-    """Within, raise an error that names the loss of the run's own cluster in place of Ray's errors because of it."""
+    """Context in which Ray's errors after the loss of the run's own cluster become one that names the loss."""
     try:
         yield
     except Exception:
@@ -294,7 +297,7 @@ def naming_lost_cluster() -> Iterator[None]:
 
 
 def find_last(saved: Sequence[Path]) -> Path | None:
-    """The last checkpoint that is whole and still there.
+    """Return the newest checkpoint that is complete and still exists.
 
     Args:
         saved: as they were written; what else is beside them may be another run's, or of steps that were rolled back.
@@ -303,11 +306,11 @@ def find_last(saved: Sequence[Path]) -> Path | None:
 
 
 def prepare_again(trainer: Trainer) -> None:
-    """Undo what a stage that was cut short has begun, for another attempt; callbacks know nothing of it."""
+    """Reset the Trainer after an interrupted stage, for another attempt; callbacks are not told."""
     teardown(trainer)
     trainer.training = True
 
 
 def with_checkpoint(args: tuple[object, ...], path: object) -> tuple[object, ...]:
-    """The arguments of Lightning's fit with another checkpoint."""
+    """Return the arguments of Lightning's fit with another checkpoint."""
     return (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])

@@ -1,4 +1,4 @@
-"""What a process stores of its results for others, how much of it is alive, and whether it stores at all.
+"""The tensors that a process stores for other processes: the store, its statistics, and the policy on what to store.
 
 A stored object, a :class:`Block`, holds the bytes of one or several tensors. It is there as long as anyone refers to
 it, in whatever process, and no longer: a store keeps count of what is alive, and no reference. Handles to the tensors
@@ -29,15 +29,15 @@ Bytes = NDArray[np.uint8]
 
 
 class StoreFullError(RunError, RuntimeError):
-    """A process would store more than its cap allows; the message lists what is stored."""
+    """Storing would exceed the process's cap; the message lists what is stored."""
 
 
 class TensorLostError(RunError, RuntimeError):
-    """A tensor is gone although a handle to it is left: the process that stored it has ended."""
+    """A handle's tensor no longer exists: the process that stored it has ended."""
 
 
 class Owner(NamedTuple):
-    """The process that stored something.
+    """The process that stored a tensor.
 
     Attributes:
         rank: its global rank; 0 outside of a process group.
@@ -49,7 +49,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Return the owner of what this process stores."""
+        """Return this process as the owner of tensors that it stores."""
         is_grouped = dist.is_available() and dist.is_initialized()
         return cls(dist.get_rank() if is_grouped else 0, socket.gethostname(), os.getpid())
 
@@ -58,7 +58,7 @@ class Owner(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What is alive under one label: so many stored objects, so many bytes."""
+    """The number and size of the live stored objects of one label."""
 
     label: str
     entries: int
@@ -66,7 +66,7 @@ class Holding(NamedTuple):
 
 
 class Block(ABC):
-    """One stored object: the bytes of tensors, there as long as anyone refers to it."""
+    """One stored object: the bytes of tensors, which exist as long as anything refers to it."""
 
     def __init__(self, owner: Owner, label: str) -> None:
         self.owner = owner
@@ -75,14 +75,14 @@ class Block(ABC):
     @staticmethod
     @abstractmethod
     def read_all(blocks: "Sequence[Any]") -> list[Sequence[Bytes]]:
-        """The tensors' bytes of each of these blocks, which are of one kind, fetched at once; not to be written to."""
+        """Return the tensors' bytes of these blocks, all of one type, in one fetch; callers must not write to them."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # what is stored never changes
 
 
 class TensorStore(ABC):
-    """Stores bytes and keeps count of what is alive of them.
+    """Stores bytes and counts the stored objects that are alive.
 
     Args:
         max_bytes: more than this is never alive at once; None is no limit.
@@ -101,10 +101,10 @@ class TensorStore(ABC):
 
     @abstractmethod
     def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], object]) -> Block:
-        """Store copies of ``arrays``; ``forget`` is to be called when no process refers to the block any more."""
+        """Store copies of ``arrays``; the store calls ``forget`` when no process refers to the block any more."""
 
     def put(self, arrays: Sequence[Bytes], *, label: str) -> Block:
-        """Store copies of arrays, of one tensor each, as one object; ``label`` is for :meth:`holdings`.
+        """Store copies of the arrays, one for each tensor, as one object; ``label`` is for :meth:`holdings`.
 
         Raises:
             StoreFullError: if the cap would be exceeded; nothing is stored then.
@@ -117,15 +117,15 @@ class TensorStore(ABC):
         return block
 
     def live_entries(self) -> int:
-        """Return the number of stored objects that any process refers to."""
+        """Return the number of stored objects with references in any process."""
         return len(self._alive)
 
     def live_bytes(self) -> int:
-        """Return their size in bytes."""
+        """Return the bytes of stored objects with references in any process."""
         return sum(nbytes for _, nbytes in self._alive.copy().values())
 
     def holdings(self) -> list[Holding]:
-        """What is alive, by label, the largest first."""
+        """Return the live objects by label, the largest first."""
         by_label: dict[str, list[int]] = defaultdict(list)
         for label, nbytes in self._alive.copy().values():
             by_label[label].append(nbytes)
@@ -156,7 +156,7 @@ class LocalBlock(Block):
 
     @staticmethod
     def read_all(blocks: "Sequence[LocalBlock]") -> list[Sequence[Bytes]]:
-        """Their bytes, as they lie there."""
+        """Return the bytes of the blocks without copying them."""
         return [block._arrays for block in blocks]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -167,7 +167,7 @@ class LocalBlock(Block):
 
 
 class LocalStore(TensorStore):
-    """Stores in this process's memory, for this process: what there is without Ray."""
+    """Stores in this process's memory for its own use; the default without Ray."""
 
     def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], object]) -> Block:
         block = LocalBlock([array.copy() for array in arrays], owner, label)
@@ -180,28 +180,28 @@ _policy: Callable[[], bool] | None = None
 
 
 def tensor_store() -> TensorStore:
-    """Where this process stores; its own memory unless :func:`set_store` has named another place."""
+    """Return the store of this process: a :class:`LocalStore`, unless :func:`set_store` has set another."""
     return _store
 
 
 def set_store(store: TensorStore) -> None:
-    """Store there from now on. Handles from before stay good; what they hold is no longer counted."""
+    """Use another store from now on; existing handles stay valid, but their objects are no longer counted."""
     global _store
     _store = store
 
 
 def live_entries() -> int:
-    """Return the number of objects of this process that any process refers to."""
+    """Return the number of objects that this process stored and any process refers to."""
     return _store.live_entries()
 
 
 def live_bytes() -> int:
-    """Return their size in bytes."""
+    """Return the bytes of objects that this process stored and any process refers to."""
     return _store.live_bytes()
 
 
 def stores_results() -> bool:
-    """Whether this process stores results that others of its group have, too: the one place where that is decided.
+    """Return whether this process stores results that other ranks of its group have too.
 
     Yes, unless a policy says no: ``RemotizeOnHeadOnly`` sets one for as long as its training engine is there.
     """
@@ -209,6 +209,6 @@ def stores_results() -> bool:
 
 
 def set_storing_policy(policy: Callable[[], bool] | None) -> None:
-    """Have ``policy`` decide :func:`stores_results`; None stores everything."""
+    """Set the function that decides :func:`stores_results`; with None every process stores."""
     global _policy
     _policy = policy

@@ -1,4 +1,4 @@
-"""A worker: a process of Ray's with a device, a Trainer and the actor, which executes a controller's commands."""
+"""A worker: a Ray process with a device, a Trainer and the actor, which executes a controller's commands."""
 
 import logging
 import os
@@ -50,7 +50,7 @@ OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
 
 
 class Worker:
-    """One rank; the class behind Ray's actors.
+    """One rank: the class that runs as a Ray actor.
 
     :meth:`run` blocks for a whole fit. The other methods are called meanwhile, from other threads.
 
@@ -73,26 +73,26 @@ class Worker:
         self._last_stage = -1
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address and a free port of this host."""
+        """Return this host's address and a free port."""
         import ray
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return address, find_port()
 
     def describe_differences(self) -> list[str]:
-        """In what this process is not like the controller's."""
+        """Return sentences on how this process differs from the controller's."""
         return self.driver.describe_differences()
 
     def process_id(self) -> int:
-        """Of this worker on its host."""
+        """Return this worker's process id on its host."""
         return os.getpid()
 
     def record_stacks(self, reason: str) -> None:
-        """Record what all threads of this process are at."""
+        """Record the stacks of all threads of this process."""
         record_own(reason)
 
     def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
-        """Run one stage, a method of the Trainer's, until the controller ends it.
+        """Run one stage, named by the Trainer's method, until the controller ends it.
 
         Args:
             number: grows; a stage that is sent again has run.
@@ -113,28 +113,28 @@ class Worker:
             self.queue.fail(self._describe(error))
 
     def execute(self, number: int, command: Command, seen: int) -> list[Entry]:
-        """Accept a command, once, and return what has come of it beyond ``seen`` entries."""
+        """Accept a command, unless it is a repetition, and return its entries after the first ``seen``."""
         self.queue.submit(number, command)
         return self.queue.collect(number, seen)
 
     def collect(self, number: int, seen: int) -> list[Entry]:
-        """What has come of a command beyond ``seen`` entries."""
+        """Return a command's entries after the first ``seen``."""
         return self.queue.collect(number, seen)
 
     def forget(self, number: int) -> None:
-        """The controller has a command's answer."""
+        """Delete a command's entries, which the controller has received."""
         self.queue.forget(number)
 
     def supply(self, number: int, prompts: object) -> None:
-        """Answer the step's request for prompts."""
+        """Answer the step's request with prompts."""
         self.queue.supply(number, prompts)
 
     def failure(self) -> Failed:
-        """Return how the run has ended; waits until it has, by an exception."""
+        """Wait until the run ends with an exception, and return the failure."""
         return self.queue.await_failure()
 
     def leave(self) -> None:
-        """Deregister from the other ranks: the connections to them are about to close."""
+        """Deregister from the other ranks, because the connections to them will close."""
         watch = active_watch()
         if watch is not None:
             watch.stop()
@@ -208,7 +208,7 @@ class Worker:
                 call = methodcaller(command.method, *command.arguments, **command.named)
                 return store_tensors(call(self.module), label=command.method)
 
-    def _load(self, command: Load) -> dict[str, Any]:
+    def _load(self, command: Load) -> dict[str, object]:
         trainer, connector = self.trainer, checkpoint_connector(self.trainer)
         connector.resume_start(command.path, command.weights_only)
         loaded = loaded_checkpoint(connector)
@@ -245,6 +245,6 @@ class Worker:
 
 
 def as_floats(outputs: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
-    """Metrics of several dictionaries in one, as numbers."""
+    """Merge several dictionaries of metrics into one, with values as numbers."""
     merged = {name: value for part in outputs or () for name, value in part.items()}
     return {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in merged.items()}

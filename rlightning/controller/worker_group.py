@@ -1,4 +1,4 @@
-"""The workers of a run on Ray: starting them, calling them, and finding out how one has ended."""
+"""The Ray workers of a run: starting them, calling them, and finding the cause when one ends."""
 
 import contextlib
 import itertools
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
+    from rlightning.controller.worker import Worker
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -28,7 +30,7 @@ Ref: TypeAlias = "ObjectRef[Any]"
 
 
 class WorkerGroup:
-    """The workers of a run, one a rank.
+    """The workers of a run, one for each rank.
 
     Args:
         each: what each takes of the cluster.
@@ -57,7 +59,7 @@ class WorkerGroup:
         self._runs: dict[Ref, int] = {}
         self._engines: list[Ref] = []
         self._place = placement_group([dict(each)] * num_workers, strategy=placement)
-        self.actors: list[ActorHandle[Any]] = []
+        self.actors: list[ActorHandle[Worker]] = []
         if not self._place.wait(intervals.PLACEMENT_TIMEOUT):
             self.kill()
             free = ray.available_resources()
@@ -97,7 +99,7 @@ class WorkerGroup:
         }
 
     def _tell_differences(self) -> None:
-        """Warn of what is not as in this process where workers run, once for each host."""
+        """Warn once for each host of differences between this process and the workers' processes."""
         found = self._get(list(self._call_all("describe_differences")))
         for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
             log.warning(sentence)
@@ -175,11 +177,11 @@ class WorkerGroup:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             remove_placement_group(self._place)
 
-    def _each(self, shares: Sequence[T]) -> Iterator[tuple[int, "ActorHandle[Any]", T]]:
+    def _each(self, shares: Sequence[T]) -> Iterator[tuple[int, "ActorHandle[Worker]", T]]:
         assert len(shares) == self.num_workers
         return zip(range(self.num_workers), self.actors, shares, strict=True)
 
-    def _call(self, actor: "ActorHandle[Any]", method: str, *arguments: object, group: str = "commands") -> Ref:
+    def _call(self, actor: "ActorHandle[Worker]", method: str, *arguments: object, group: str = "commands") -> Ref:
         called: Ref = getattr(actor, method).options(concurrency_group=group).remote(*arguments)
         return called
 
@@ -200,7 +202,7 @@ class WorkerGroup:
             raise WorkerDiedError(f"a worker ended: {_reason(error)}") from None
 
     def _entries(self, asked: dict[Ref, int]) -> Iterator[tuple[int, list[Entry]]]:
-        """Yield ranks and their entries as they arrive, until nothing is asked any more."""
+        """Yield ranks and their entries as they arrive, until all commands are answered."""
         while asked:
             # A run that has ended, well or not, has told so by its commands' records; unless it could not even begin.
             ready = self._wait([*asked, *self._runs, *self._engines])
@@ -217,7 +219,7 @@ class WorkerGroup:
                 yield rank, entries
 
     def _wait(self, refs: Sequence[Ref]) -> Ref:
-        """Return the first reference that is ready, however long that takes, unless a worker does not run."""
+        """Return the first Ray reference that is ready; wait without limit as long as all workers run."""
         heartbeats = [Heartbeat(intervals.WAIT_REPORT_DELAY) for _ in self.actors]
         while True:
             ready, _ = self._ray.wait(list(refs), num_returns=1, timeout=intervals.WAIT_REPORT_DELAY)
@@ -227,7 +229,7 @@ class WorkerGroup:
             self._check_silence(heartbeats)
 
     def _check_silence(self, heartbeats: Sequence[Heartbeat]) -> None:
-        """Say which workers answer nothing, and end the run for one that has not for ``hang_timeout``.
+        """Log which workers do not answer, and end the run if one has not for ``hang_timeout``.
 
         Raises:
             WorkerDiedError: it has been killed.
@@ -247,14 +249,14 @@ class WorkerGroup:
                 log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
 
     def _fail(self, failure: Failed) -> NoReturn:
-        """Raise the cause of what one worker reported, and end the others."""
+        """End the other workers and raise the cause of a worker's failure."""
         if not failure.is_first:
             failure = self._find_first(failure)
         self.kill()
         raise_failure(failure)
 
     def _find_first(self, failure: Failed) -> Failed:
-        """Return the failure that was the first of all ranks, or raise a death; else return the one that is known."""
+        """Return the first failure of all ranks, or raise a worker's death; the given failure if none is earlier."""
         deadline, asked = Deadline(intervals.CAUSE_GRACE), self._call_all("failure")
         while asked and not deadline.is_over:
             ready, _ = self._ray.wait(list(asked), num_returns=1, timeout=deadline.remaining)
@@ -269,7 +271,7 @@ class WorkerGroup:
         return failure
 
     def _find_cause(self, rank: int, error: BaseException) -> BaseException:
-        """Return why a worker is gone; at first Ray may only know that its connection broke."""
+        """Return why a worker has ended; Ray may at first know only that the connection broke."""
         deadline = Deadline(intervals.CAUSE_GRACE)
         while isinstance(error, self._ray.exceptions.ActorUnavailableError) and not deadline.is_over:
             check_own_node()
@@ -283,7 +285,7 @@ class WorkerGroup:
         return error
 
     def _lose_engine(self, ref: Ref) -> None:
-        """Raise how an engine's actor has ended; an engine that dies is started again by it, and does not come here."""
+        """Raise an error for the end of an engine's actor; a dying engine itself is restarted by its actor."""
         self.kill()
         try:
             self._ray.get(ref)
@@ -304,12 +306,12 @@ class WorkerGroup:
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:
-    """Cores and GPUs, as in "2 CPUs, 1 GPUs"."""
+    """Return cores and GPUs as text, such as "2 CPUs, 1 GPUs"."""
     return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
 
 
 def _reason(error: BaseException) -> str:
-    """Return Ray's reason for a death, in one line."""
+    """Return Ray's reason for an actor's death, in one line."""
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
     return cut_line(detail.partition(" Some common causes")[0])

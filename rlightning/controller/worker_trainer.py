@@ -1,4 +1,4 @@
-"""The Trainer of one worker: what it is made from, its rank, and loops that end when the controller's do."""
+"""The Trainer of one worker: its settings, its rank, and loops that follow the controller's commands."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from rlightning.lightning_internals import DataFetcher, FitLoop, TrainingEpochLo
 
 
 class WorkerEpochLoop(TrainingEpochLoop):
-    """The steps of an epoch, as the commands of ``feed`` say."""
+    """An epoch's loop that takes its steps from the commands of ``feed``."""
 
     done = False
 
@@ -28,7 +28,7 @@ class WorkerEpochLoop(TrainingEpochLoop):
         self.feed = feed
 
     def advance(self, data_fetcher: DataFetcher) -> None:
-        """One step."""
+        """Run one step."""
         command = self.feed.await_batch()
         if command is None:
             raise StopIteration
@@ -44,13 +44,13 @@ class WorkerEpochLoop(TrainingEpochLoop):
             ) from stop
 
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
-        """The step is over, with all of its hooks."""
+        """Answer the step's command, after all of its hooks."""
         super().on_advance_end(data_fetcher)
         self.feed.answer_step()
 
 
 class WorkerFitLoop(FitLoop):
-    """The epochs of a fit, as the commands of ``feed`` say; it replaces the Trainer's own loop."""
+    """A fit's loop that takes its epochs from the commands of ``feed``; it replaces the Trainer's own loop."""
 
     def __init__(self, trainer: Trainer, feed: CommandFeed) -> None:
         replaced = trainer.fit_loop
@@ -64,22 +64,22 @@ class WorkerFitLoop(FitLoop):
         return self.feed.is_over
 
     def run(self) -> None:
-        """Execute the commands that come before training, then train."""
+        """Execute the commands before training, then train."""
         self.feed.begin_fit()
         super().run()
 
     def setup_data(self) -> None:
-        """An epoch has as many batches as the controller's."""
+        """Set the number of batches of an epoch to the controller's."""
         super().setup_data()
         self.max_batches = self.feed.num_batches
 
     def on_run_start(self) -> None:
-        """Called when training starts."""
+        """Answer the command that started training, after its hooks."""
         super().on_run_start()
         self.feed.answer_start()
 
     def on_advance_start(self) -> None:
-        """Called when an epoch starts, or goes on from a checkpoint."""
+        """Wait for the start of an epoch, or resume one from a checkpoint."""
         if not self.feed.begin_epoch():
             raise StopIteration
         super().on_advance_start()
@@ -88,7 +88,7 @@ class WorkerFitLoop(FitLoop):
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What all workers of a run have in common, as the controller's Trainer has it.
+    """The settings that all workers of a run share, taken from the controller's Trainer.
 
     Attributes:
         module: not built yet.
@@ -119,7 +119,7 @@ class WorkerConfig:
 
 @dataclass
 class RayEnvironment(ClusterEnvironment):
-    """Tells Lightning which rank this process is, among workers that Ray has started with a device each."""
+    """Lightning's cluster environment for workers that Ray has started with one device each."""
 
     rank: int = 0
     num_workers: int = 1
@@ -129,7 +129,7 @@ class RayEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Never by itself."""
+        """Return False: this environment is never detected, only passed."""
         return False
 
     def world_size(self) -> int:
@@ -137,26 +137,26 @@ class RayEnvironment(ClusterEnvironment):
         return self.num_workers
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: it is fixed."""
+        """Do nothing: the number of workers is fixed."""
 
     def global_rank(self) -> int:
         """Return this worker's rank."""
         return self.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: it is fixed."""
+        """Do nothing: the rank is fixed."""
 
     def local_rank(self) -> int:
-        """Return 0: this worker sees one device."""
+        """Return 0, because each worker has a single visible device."""
         return 0
 
     def node_rank(self) -> int:
-        """Return the rank: Lightning numbers by nodes and devices, and a worker is a node with one device."""
+        """Return the rank, because to Lightning each worker is a node with one device."""
         return self.rank
 
 
 class WorkerTrainer(Trainer):
-    """A Trainer for one rank that does nothing by itself: no logger, no checkpoints, no validation."""
+    """A Trainer for one rank without logger, checkpoints and validation of its own, which the controller has."""
 
     fast_dev_run: bool | int
 
@@ -167,7 +167,7 @@ class WorkerTrainer(Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """As of any Trainer, where the number of epochs does not count.
+        """The number of optimizer steps, as of any Trainer, for an unlimited number of epochs.
 
         Raises:
             ConfigError: where it does: only the controller has the data.
@@ -181,18 +181,18 @@ class WorkerTrainer(Trainer):
         return super().estimated_stepping_batches
 
     def check_sanity(self) -> None:
-        """Lightning's validation before training; the controller has found that there is one."""
+        """Run Lightning's validation before training, when the controller commands it."""
         with isolate_rng():
             super()._run_sanity_check()
 
     def _run_sanity_check(self) -> None:
-        """Not by itself."""
+        """Do nothing: the controller commands the check."""
 
 
 def make_trainer(
     config: WorkerConfig, environment: RayEnvironment, feed: CommandFeed, relay: HookRelay
 ) -> WorkerTrainer:
-    """The Trainer of one rank."""
+    """Return the Trainer of one rank."""
     import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
     from rlightning.parallel.strategy import replace_lightning_ddp
 
@@ -222,8 +222,8 @@ def make_trainer(
     return trainer
 
 
-def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Arguments of a Trainer that say how its process computes, and for how long; the first two are in torch alone."""
+def settings_of(trainer: Trainer) -> dict[str, object]:
+    """Return a Trainer's arguments for numerics and length of a run; the first two are global state in torch."""
     deterministic: bool | str = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         deterministic = "warn"
@@ -240,7 +240,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def make_strategy(strategy: Strategy | str) -> Strategy | str:
-    """What the Trainer takes: a class that is named by its path, without arguments, is made."""
+    """Return a value for the Trainer's ``strategy``: a class without arguments, named by its path, is instantiated."""
     if not isinstance(strategy, str) or "." not in strategy:
         return strategy
     made: Strategy = resolve_name(strategy)()

@@ -34,7 +34,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is asked for: an engine's process needs no actor."""
+    """Import a name on first access, because an engine's process needs no actor."""
     if name in __all__:
         return resolve_name(f"{__name__}.{_MODULES.get(name, 'policy')}:{name}")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

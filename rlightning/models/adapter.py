@@ -1,4 +1,4 @@
-"""Adapters (LoRA): what a user says of one, and what follows from it for a model, before any weight is loaded."""
+"""Adapters (LoRA): the user's settings, and the shapes that follow from them for a model, before weights are loaded."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ READ = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """Trains low-rank additions to frozen matrices in place of the matrices (LoRA, arXiv:2106.09685).
+    """The user's settings of an adapter: it trains low-rank additions to frozen matrices (LoRA, arXiv:2106.09685).
 
     Attributes:
         rank: of the additions; None is 32, or what the folder has.
@@ -55,7 +55,7 @@ class Adapter:
     quantize_base: QuantizedBase | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what nothing could be learned with."""
+        """Refuse settings with which nothing could be learned."""
         rank, alpha = self.rank, self.alpha
         names_some = self.target_modules is None or bool(self.target_modules)
         is_scale = alpha is None or 0 < alpha < math.inf
@@ -72,7 +72,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """An adapter of a certain model.
+    """An adapter whose settings have been resolved for a certain model.
 
     Attributes:
         rank: see :class:`Adapter`.
@@ -96,17 +96,17 @@ class LoRA:
 
     @property
     def scaling(self) -> float:
-        """The factor of the additions."""
+        """The factor that multiplies the low-rank additions."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
     def num_parameters(self) -> int:
-        """How many are trained."""
+        """The number of trained parameters."""
         return self.rank * sum(outputs + inputs for outputs, inputs in self.modules.values())
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, int]]]:
-        """Names, as PEFT's files have them, and shapes of its weights."""
+        """The shapes of the adapter's weights, by the names that PEFT's files use."""
         found: list[tuple[str, tuple[int, int]]] = []
         for name, (outputs, inputs) in self.modules.items():
             found.append((stored_name(name, "A"), (self.rank, inputs)))
@@ -114,14 +114,14 @@ class LoRA:
         return found
 
     def describe(self) -> str:
-        """Return what is trained, in a few words."""
+        """Return a short description of what is trained, for the log."""
         kind = "rsLoRA" if self.use_rslora else "LoRA"
         start = f" from {self.start}" if self.start is not None else ""
         base = f", the base in {self.quantize_base}" if self.quantize_base is not None else ""
         return f"{kind} of rank {self.rank}, alpha {self.alpha:g}, on {len(self.modules)} linear layers{start}{base}"
 
     def peft_settings(self) -> dict[str, object]:
-        """The arguments of PEFT's LoraConfig."""
+        """Return the arguments of PEFT's LoraConfig."""
         return {
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -134,7 +134,7 @@ class LoRA:
 
 
 def import_peft() -> ModuleType:
-    """Return the package, or raise a ConfigError if it is missing."""
+    """Return the peft package, or raise a ConfigError if it is missing."""
     try:
         import peft
     except ImportError as error:
@@ -145,7 +145,7 @@ def import_peft() -> ModuleType:
 
 
 def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> LoRA:
-    """Return what an adapter is on a model, from the model's configuration and the adapter's folder alone.
+    """Return the adapter's settings for a model, from the model's configuration and the adapter's folder alone.
 
     Raises:
         ConfigError: for layers that the model does not have or that cannot be adapted, and for a folder of another
@@ -171,7 +171,7 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
 
 
 def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig) -> LoRA:
-    """The adapter that the user's keys say."""
+    """Return the adapter that the user's configuration keys describe."""
     targets = adapter.target_modules or ALL_LINEAR
     is_all = ALL_LINEAR in ([targets] if isinstance(targets, str) else targets)
     modules = layers if is_all else match_targets(targets, layers, config)
@@ -188,7 +188,7 @@ def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: 
 
 
 def check_parallel(lora: LoRA, *, is_sharded: bool, tensor_parallel_size: int = 1) -> None:
-    """Raise ConfigError if an adapter cannot be trained on a model that is spread over ranks so.
+    """Raise ConfigError if a model with this sharding cannot train the adapter.
 
     Args:
         lora: the adapter.
@@ -236,19 +236,19 @@ def match_targets(
 
 
 def is_match(name: str, target: str) -> bool:
-    """Return whether a module's name is a target, or ends as it does, as PEFT reads a list of them."""
+    """Return whether a module's name equals a target or ends with it, which is PEFT's rule for lists of targets."""
     return name == target or name.endswith(f".{target}")
 
 
 def shorten(modules: Mapping[str, object], layers: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the ends of names that stand for these modules among all layers; the names, if ends would not do."""
+    """Return the shortest name endings that match these modules only; their full names if no endings do."""
     ends = sorted({name.rpartition(".")[2] for name in modules})
     meant = {name for name in layers if name.rpartition(".")[2] in ends}
     return tuple(ends if meant == modules.keys() else modules)
 
 
 def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, int]]) -> LoRA:
-    """The adapter of a folder; what the user has said of it must be what it is."""
+    """Return the adapter of a folder; refuse user settings that contradict it."""
     peft, folder = import_peft(), Path(str(adapter.path)).expanduser()
     where = f"adapter.path='{folder}'"
     if not (folder / CONFIG_FILE).is_file():
@@ -290,7 +290,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
 
 
 def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, object]) -> None:
-    """Refuse variants of LoRA, which compute something else, by what differs from the usual configuration."""
+    """Refuse variants of LoRA, which compute something else, and name the setting that makes the variant."""
     for name, value in settings.items():
         if name not in READ and value != usual.get(name) and value not in (None, [], {}, False):
             raise ConfigError(f"{where} has {name}={cut_line(value)}, which is not trained here: plain LoRA alone is.")
@@ -303,7 +303,7 @@ def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, 
 
 
 def _check_base_name(where: str, base: str | None, model: str) -> None:
-    """Refuse an adapter of a base that is called otherwise; folders may have moved, so the last part counts."""
+    """Refuse an adapter whose base model has another name; only the last part counts, since folders may move."""
     if base and Path(base).name != Path(model).name:
         raise ConfigError(
             f"{where} is an adapter of '{base}', and model='{model}' is another base. Name its own base in model, or "

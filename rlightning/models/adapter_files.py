@@ -1,4 +1,4 @@
-"""PEFT's folders of adapters: which weights they hold, and of which base."""
+"""PEFT's adapter folders: the weights that they hold, and a digest of the base model."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -20,20 +20,20 @@ BASE_DIGEST = "base_digest"
 
 
 class AdapterShapes(Protocol):
-    """An adapter, as far as its files are concerned: :class:`~rlightning.models.adapter.LoRA`."""
+    """The part of an adapter that its files depend on; :class:`~rlightning.models.adapter.LoRA` implements it."""
 
     @property
     def shapes(self) -> Iterable[tuple[str, tuple[int, int]]]:
-        """Names and shapes of its weights in a file."""
+        """The shapes of the adapter's weights by their names in a file."""
 
 
 def stored_name(module: str, factor: str) -> str:
-    """Return the name of a layer's factor, "A" or "B", in PEFT's files."""
+    """Return the name that PEFT's files use for a layer's low-rank factor "A" or "B"."""
     return f"base_model.model.{module}.lora_{factor}.weight"
 
 
 def base_digest(model: str) -> str:
-    """Return a digest of a model's weights that tells bases apart: of the first rows of each, by name.
+    """Return a digest that identifies a base model: of the first rows of each weight, by name.
 
     However they are spread over files. "" of a model whose weights are in other files than safetensors.
     """
@@ -51,7 +51,7 @@ def base_digest(model: str) -> str:
 
 
 def check_files(adapter: AdapterShapes, folder: Path, model: str) -> None:
-    """Refuse a folder whose weights are not those of an adapter on a model, without reading them.
+    """Refuse a folder whose weights have other names or shapes than the adapter's, without reading the values.
 
     Raises:
         ConfigError: names the first weight that is missing, of another shape or too many, or says that it was trained
@@ -77,6 +77,6 @@ def check_files(adapter: AdapterShapes, folder: Path, model: str) -> None:
 
 
 def read_weights(folder: Path) -> Mapping[str, Tensor]:
-    """Return the weights of a folder of PEFT's, by the names in its file."""
+    """Return the weights of a PEFT folder by their names in its file."""
     with safe_open(folder / WEIGHTS_FILE, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary

@@ -1,4 +1,4 @@
-"""A policy with an adapter: PEFT's layers in place of linear ones, around a base that is frozen.
+"""A policy with an adapter: PEFT's layers replace linear layers, and the base weights are frozen.
 
 A layer computes ``W x + s B A x``, with ``W`` of the base, ``A`` [r, in], ``B`` [out, r] and the scaling ``s``. The
 base keeps its names for all who ask for the weights of a model (:func:`~rlightning.parallel.sharding.named_weights`).
@@ -32,7 +32,7 @@ PERTURBATION = 0.2
 
 
 class AdaptedLinear(nn.Module):
-    """What is used of PEFT's ``lora.Linear``."""
+    """The attributes of PEFT's ``lora.Linear`` that this package uses."""
 
     base_layer: nn.Linear | CodedLinear
     lora_A: Mapping[str, nn.Linear]  # noqa: N815  # PEFT's names
@@ -44,7 +44,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> None:
-    """Put PEFT's layers around the adapted ones, and freeze everything else.
+    """Wrap the adapted linear layers in PEFT's layers, and freeze all other parameters.
 
     Args:
         policy: gets them.
@@ -63,7 +63,7 @@ def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> No
 
 
 def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
-    """Yield the adapted layers of a policy by the names that they have in the base; none without an adapter."""
+    """Yield the adapted layers of a policy by their names in the base model; none without an adapter."""
     for name, module in policy.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
@@ -71,7 +71,7 @@ def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 
 @torch.no_grad()
 def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
-    """Give the adapter its first values: its folder's, or zeros for ``B`` and random numbers for ``A``.
+    """Set the adapter's initial values: those of its folder, or random numbers for ``A`` and zeros for ``B``.
 
     All ranks call it, and get the same values on any number of them.
 
@@ -97,7 +97,7 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
 
 
 def copy_into(target: Tensor, whole: Tensor) -> None:
-    """Write a full value into a tensor, or this rank's part of it into a shard."""
+    """Copy a full value into a tensor, or this rank's part of the value into its shard."""
     local_tensor(target.detach()).copy_(local_box(target).of(whole) if isinstance(target, DTensor) else whole)
 
 
@@ -111,7 +111,7 @@ def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def adapter_off(policy: nn.Module) -> Iterator[None]:
-    """Within, without gradient, the policy is its base alone."""
+    """Context in which the policy computes with its base weights alone, without gradients."""
     layers = [layer for _, layer in adapted_layers(policy)]
     # Not PEFT's enable_adapters(), which says of the adapter's weights that they are not trained: FSDP may ask then.
     for layer in layers:
@@ -126,7 +126,8 @@ def adapter_off(policy: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def merged_forward(policy: nn.Module) -> Iterator[None]:
-    """Within, layers multiply once, by the sum of base and adapter in the base's dtype, as an engine of merged weights.
+    """Context in which layers multiply once by the merged matrix in the base's dtype, as engines with merged weights
+    do.
 
     The sum is rounded, which it is not in training.
     """
@@ -150,7 +151,7 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the model that base and adapter make, by the base's names, one at a time.
+    """Yield the weights of base plus adapter by the base's names, one at a time.
 
     Sharded ones stay sharded; all ranks call it, since ``A`` is gathered for them.
     """
@@ -161,7 +162,7 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Return what computes each weight that a policy does not hold as files have it, by the base's names.
+    """Return functions that compute the weights which differ in form from the model's files, by the base's names.
 
     That is a matrix with its adapter added, or the one that codes stand for. All ranks call them.
     """
@@ -184,7 +185,7 @@ def merge(layer: AdaptedLinear) -> nn.Parameter:
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return ``W + s B A`` in float32, also within autocast and where products are rounded to TF32."""
+    """Return ``W + s B A`` in float32, even under autocast or with TF32 enabled."""
     with torch.autocast(weight.device.type, enabled=False), exact_float32():
         return torch.add(weight.float(), b.float() @ a.float(), alpha=scaling)
 
@@ -192,7 +193,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 @contextmanager
 @torch.no_grad()
 def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
-    """Within, each ``B`` has further values, the same on all ranks, whose effect on its layer cannot be overlooked."""
+    """Context in which each ``B`` has added noise, the same on all ranks, that clearly changes the layer's output."""
     random = torch.Generator().manual_seed(0)
     saved: list[tuple[Tensor, Tensor]] = []
     try:
@@ -209,7 +210,7 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
 
 
 def perturbation_sizes(policy: nn.Module) -> list[float]:
-    """Return the size of random numbers in each ``B`` with which its product has ``PERTURBATION`` of the base's norm.
+    """Return for each ``B`` the noise scale at which ``s B A`` has ``PERTURBATION`` times the norm of the base.
 
     A collective, of the shards of all ranks.
     """

@@ -1,4 +1,4 @@
-"""Which Hugging Face models can be trained: what their classes declare, then what they do.
+"""Checks that a Hugging Face model can be trained: first what its class declares, then how it computes.
 
 transformers hands any attention function to any model. Those that mix tokens in another way too (a recurrent state, a
 convolution, a bias on attention scores) would run, and let each packed sequence see the one before it.
@@ -42,7 +42,7 @@ _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as 
 
 
 def check_config(model: str, config: PreTrainedConfig) -> None:
-    """Refuse an architecture that declares something which packed sequences or fused log-probabilities lack.
+    """Refuse an architecture that declares a feature which packed sequences or fused log-probabilities do not support.
 
     The ConfigError says what; no weight need be loaded yet.
     """
@@ -86,7 +86,7 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
 @torch.no_grad()
 @exact_float32()
 def check_policy(model: str, policy: PreTrainedModel) -> None:
-    """Run two short sequences, packed and alone, and raise a ConfigError if that makes a difference.
+    """Run two short sequences packed and separately, and raise a ConfigError if the results differ.
 
     Left out in half precision, whose rounding hides what is looked for, as that of TF32 would.
     """
@@ -117,7 +117,7 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
 
 
 def not_finite(model: str, names: Sequence[str]) -> ConfigError:
-    """Return the error for a model whose results are not finite, as the weights of these names are not."""
+    """Return the error for a model whose results are not finite because the named weights are not."""
     found = "computes NaN or infinite logits from finite weights"
     if names:
         found = f"has NaN or infinite values in {len(names)} of its weights, such as '{names[0]}'"
@@ -125,7 +125,7 @@ def not_finite(model: str, names: Sequence[str]) -> ConfigError:
 
 
 def check_architecture(model: str, config: PreTrainedConfig) -> None:
-    """As :func:`check_policy`, on two small layers of the same architecture with random weights, on the CPU.
+    """Do the check of :func:`check_policy` on two small random layers of the same architecture, on the CPU.
 
     For a model that is never whole in one place. The config is left as it is.
     """
@@ -134,7 +134,7 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
 
 @cache_by_config
 def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bool:
-    """Return whether a prefix that sequences share may be computed once: results and gradients are tried on two layers.
+    """Return whether shared prefixes may be computed once, by comparing results and gradients on two layers.
 
     Not where tokens are mixed by something else than attention, such as convolutions and linear attention.
 
@@ -153,7 +153,7 @@ def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bo
 
 
 def _gives_the_same(policy: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether logits and gradients are the same, up to rounding, when what sequences share is computed once."""
+    """Return whether logits and gradients are equal up to rounding if shared prefixes are computed once."""
     sequences = [torch.arange(3, 14), torch.tensor([3, 4, 5, 6, 7, 8, 40, 41]), torch.tensor([3, 4, 5, 50, 51, 52])]
     token_ids, lengths = torch.cat(sequences), [len(sequence) for sequence in sequences]
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -203,7 +203,7 @@ def _build_small(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def describe_traits(config: PreTrainedConfig) -> list[str]:
-    """Return what an architecture has that not all have: where actor and engine disagree, it may be there."""
+    """Return an architecture's unusual features: possible causes if actor and engine disagree."""
     scaled = sorted({rope["rope_type"] for rope in scaled_ropes(config)})
     layers = sorted(_layer_types(config) - {"full_attention"})
     policy = build_empty(config)
@@ -237,7 +237,7 @@ def _run(model: torch.nn.Module, *sequences: torch.Tensor) -> Any:
 
 
 def _agree(got: torch.Tensor, expected: torch.Tensor, tolerance: float = ROUNDING) -> bool:
-    """Whether two results differ by rounding only."""
+    """Return whether two results differ by rounding only."""
     return bool((got - expected).norm() <= tolerance * expected.norm())
 
 

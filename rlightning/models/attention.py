@@ -122,7 +122,7 @@ def packed_attention(
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of a tensor by number, of which many are asked for several times.
+    """Selects rows of a tensor by index, with a backward pass for rows that are selected several times.
 
     The gradients of one row are added up in float32 at least, and by ``index_add``: the backward of ``x[rows]`` sorts
     the numbers and adds one after the other.
@@ -146,7 +146,7 @@ class _Gather(torch.autograd.Function):
 def varlen_obstacle(
     device: torch.device, dtype: torch.dtype, head_size: int, value_size: int | None = None
 ) -> str | None:
-    """Return why ``varlen_attn`` cannot serve, so that sequences are padded; None if it can.
+    """Return why ``varlen_attn`` cannot be used, so that sequences are padded; None if it can.
 
     Args:
         device: of the queries.
@@ -162,7 +162,7 @@ def varlen_obstacle(
 
 
 def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None = None) -> str | None:
-    """As :func:`varlen_obstacle`, on a GPU that has the kernel."""
+    """Return why ``varlen_attn`` cannot be used on a GPU that has its kernel; None if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in {str(dtype).removeprefix('torch.')}"
     if head_size > MAX_HEAD_SIZE or head_size % 8:
@@ -173,7 +173,7 @@ def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None =
 
 
 def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return which way a model's attention takes, for the log."""
+    """Return which implementation of attention a model uses, for the log."""
     obstacle = varlen_obstacle(device, dtype, head_size(config))
     return "packed (varlen_attn)" if obstacle is None else f"padded to the longest sequence, because {obstacle}"
 
@@ -187,7 +187,7 @@ def varlen_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention by ``varlen_attn``.
+    """Compute attention over packed sequences with ``varlen_attn``.
 
     Args:
         q: [T, H, D]; keys and values are [T, K, D].
@@ -215,7 +215,9 @@ def varlen_attention(
 def padded_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attention by ``scaled_dot_product_attention`` on padded sequences; arguments as :func:`varlen_attention`'s."""
+    """Compute attention with ``scaled_dot_product_attention`` on padded sequences; arguments of
+    :func:`varlen_attention`.
+    """
     num_tokens, num_bounds = q.shape[0], cu_seqlens.numel()
     # Token t of sequence n goes to row n * L + t: one copy there and one back, whatever the number of sequences. There
     # is room for one sequence more, which stays empty: torch.compile would make a graph of its own for a single one.
@@ -253,7 +255,7 @@ def padded_suffix_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """As :func:`padded_attention`, where queries are the last tokens of sequences of keys, of other lengths.
+    """Compute :func:`padded_attention` for queries that are only the last tokens of each key sequence.
 
     Args:
         q: [U, H, D]; keys and values are [T, K, D].

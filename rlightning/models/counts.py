@@ -1,4 +1,4 @@
-"""A model's sizes, weights and floating point operations, from its configuration alone.
+"""A model's sizes, numbers of weights and floating point operations, computed from its configuration alone.
 
 transformers has ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads`` and ``vocab_size`` for all models. The
 other sizes have other names in some, are left out by others, or differ from layer to layer.
@@ -54,7 +54,7 @@ USUAL_FACTOR = 4
 def cache_by_config(
     function: Callable[Concatenate[PreTrainedConfig, P], R],
 ) -> Callable[Concatenate[PreTrainedConfig, P], R]:
-    """Remember a function's results by what a configuration says and by further arguments, which are hashable."""
+    """Cache a function's results by the contents of a model configuration and by its other, hashable arguments."""
     results: dict[Hashable, R] = {}
 
     @wraps(function)
@@ -69,7 +69,7 @@ def cache_by_config(
 
 @cache_by_config
 def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model without memory for its weights, on the meta device; nobody changes it."""
+    """Build a model on the meta device, without memory for its weights. It is cached, so callers must not modify it."""
     with torch.device("meta"):
         policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return policy
@@ -79,23 +79,23 @@ def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def read_setting(config: PreTrainedConfig, name: str, default: object = None) -> Any:
-    """Return what a model's configuration says under a name that not all architectures have."""
+    """Return a value of a model's configuration whose name not all architectures have."""
     return getattr(config.get_text_config(), name, default)
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """Return the size of a query's head, in the layer that has the largest."""
+    """Return the size of an attention head, the largest over all layers."""
     text_config = config.get_text_config()
     return max(_read_all(config, ["head_dim"]), default=text_config.hidden_size // text_config.num_attention_heads)
 
 
 def num_key_value_heads(config: PreTrainedConfig) -> int:
-    """Return how many key/value heads a layer has, the layer that has most."""
+    """Return the number of key/value heads of a layer, the largest over all layers."""
     return max(_read_all(config, ["num_key_value_heads"]), default=config.get_text_config().num_attention_heads)
 
 
 def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> int:
-    """Return how many numbers a layer's KV cache holds of a token, on one of the ranks that split the layer.
+    """Return how many numbers the KV cache holds per token and layer, on one tensor-parallel rank.
 
     Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one compressed vector, whole on each rank.
     """
@@ -106,9 +106,9 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
 
 
 def path_share(config: PreTrainedConfig) -> float:
-    """Return what a token's copied key and value take, of what all of its activations in a layer take, at most.
+    """Return an upper bound on the share of key and value in what a layer keeps of a token for the backward pass.
 
-    Of these at least its key and value, query, attention's result, four hidden states and three inner ones are kept.
+    It keeps at least key and value, query, attention's result, four hidden states and three inner ones.
     """
     text_config = config.get_text_config()
     heads, hidden_size = int(text_config.num_attention_heads), int(text_config.hidden_size)
@@ -118,22 +118,22 @@ def path_share(config: PreTrainedConfig) -> float:
 
 
 def inner_size(config: PreTrainedConfig) -> int:
-    """Return the size between the two halves of a feed-forward, in the layer that has the widest."""
+    """Return the width of the feed-forward's hidden layer, the largest over all layers."""
     return max(_read_all(config, INNER_SIZES), default=USUAL_FACTOR * config.get_text_config().hidden_size)
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Return how many experts a router chooses from; 0 in a dense model."""
+    """Return the number of experts of a mixture-of-experts layer; 0 in a dense model."""
     return max(_read_all(config, NUM_EXPERTS), default=0)
 
 
 def num_active_experts(config: PreTrainedConfig) -> int:
-    """Return how many of them a token goes through; 0 in a dense model."""
+    """Return the number of experts that process each token; 0 in a dense model."""
     return max(_read_all(config, NUM_ACTIVE_EXPERTS), default=0) if num_experts(config) else 0
 
 
 def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether a config has a value of this name, the same for all layers."""
+    """Return whether a config sets a value of this name, the same for all layers."""
     try:
         return read_setting(config, name) is not None
     except RuntimeError:  # transformers' answer where layers differ and have configs of their own
@@ -141,13 +141,15 @@ def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
 
 
 def _read_all(config: PreTrainedConfig, names: Sequence[str]) -> list[int]:
-    """Return the values that layers have under any of some names, where they are not None or 0."""
+    """Return all layers' values of the given config names, without None and 0."""
     parts = (config.get_text_config(), read_setting(config, "ffn_config"))  # DBRX's feed-forward has its own part
     return [value for part in parts for name in names for value in _read_layers(part, name) if value]
 
 
 def _read_layers(config: Any, name: str) -> Iterator[int | None]:
-    """Yield an attribute as the layers have it: one value, one a layer in a list, or one in a layer's own config."""
+    """Yield a config value for the layers: a single value, a list with one per layer, or one in each layer's own
+    config.
+    """
     try:
         value = getattr(config, name, None)
     except RuntimeError:  # transformers' answer where layers differ and have configs of their own
@@ -161,7 +163,7 @@ def _read_layers(config: Any, name: str) -> Iterator[int | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Numbers of weights, not bytes; tied ones count once.
+    """Numbers of weights (not bytes); tied weights count once.
 
     Attributes:
         total: of the model.
@@ -188,7 +190,7 @@ class Weights:
 
 @cache_by_config
 def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, shard_size: int = 1) -> Weights:
-    """Count a model's weights, and those of them that a rank holds.
+    """Count a model's weights, and how many of them a rank holds.
 
     ``tensor_parallel_size`` ranks split each layer, after the plan that transformers ships with the model;
     ``shard_size`` ranks share what is left, each a part of every tensor's first dimension (FSDP2).
@@ -219,17 +221,17 @@ def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, sh
 
 
 def matches_plan(module: str, pattern: str) -> bool:
-    """Whether an entry of a tensor-parallel plan, in which ``*`` stands for a layer's number, means a module."""
+    """Return whether a tensor-parallel plan's entry, in which ``*`` stands for a layer number, matches a module."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), module) is not None
 
 
 def _find_style(module: str, plan: dict[str, str]) -> str:
-    """Return how tensor parallelism cuts a module, by its name below the base model; "" if it does not."""
+    """Return the style in which tensor parallelism splits a module, by its name below the base model; "" for none."""
     return next((style for pattern, style in plan.items() if matches_plan(module, pattern)), "")
 
 
 def _cut(shape: tuple[int, ...], style: str, kind: str, size: int) -> tuple[int, ...]:
-    """The part of a weight (or ``kind="bias"``) of ``shape`` that one of ``size`` tensor-parallel ranks holds."""
+    """Return the shape of a tensor-parallel rank's part of a weight of ``shape``; ``kind`` is "weight" or "bias"."""
     if style.startswith("colwise"):
         return (-(-shape[0] // size), *shape[1:])
     if style.startswith("rowwise") and kind == "weight":
@@ -242,7 +244,7 @@ def _cut(shape: tuple[int, ...], style: str, kind: str, size: int) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """The coefficients of the formula.
+    """A model's coefficients of the formula at the head of this file.
 
     Attributes:
         matrices: ``W``.
@@ -259,7 +261,7 @@ class ModelFlops:
     active: int
 
     def sequences(self, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0) -> Tensor:
-        """Return operations of forward and backward: [N] float64, on the device of ``lengths``.
+        """Return the operations of forward and backward: [N] float64, on the device of ``lengths``.
 
         Args:
             lengths: [N], tokens of each sequence.
@@ -275,26 +277,26 @@ class ModelFlops:
         return (2 if adapter_weights else 3) * model + 3 * others
 
     def six_n(self, num_tokens: int) -> float:
-        """The usual estimate, ``6 N T``."""
+        """Return the common estimate ``6 N T`` of the operations for a number of tokens."""
         return 6.0 * self.active * num_tokens
 
 
 def sequence_flops(
     config: PreTrainedConfig, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0
 ) -> Tensor:
-    """Return :meth:`ModelFlops.sequences` of a model."""
+    """Return :meth:`ModelFlops.sequences` of the model with this configuration."""
     return model_flops(config).sequences(lengths, predicted, adapter_weights=adapter_weights)
 
 
 def visible_pairs(lengths: Tensor, window: int | None) -> Tensor:
-    """Return ``S(L)`` of lengths [N] float64, where a token sees ``window`` tokens, itself included; None is all."""
+    """Return ``S(L)``, the number of query-key pairs, for lengths [N] and a window; None is full attention."""
     seen = lengths if window is None else lengths.clamp(max=window)
     return seen * (seen + 1) / 2 + (lengths - seen) * seen
 
 
 @cache_by_config
 def model_flops(config: PreTrainedConfig) -> ModelFlops:
-    """Count the matrices of a causal language model."""
+    """Return the coefficients of a causal language model, from the shapes of its matrices."""
     policy = build_empty(config)
     head = policy.get_output_embeddings()
     assert head is not None
@@ -320,7 +322,7 @@ def model_flops(config: PreTrainedConfig) -> ModelFlops:
 
 
 def _is_expert(name: str) -> bool:
-    """Whether a parameter belongs to experts that a router chooses from; shared ones are always active."""
+    """Return whether a parameter belongs to routed experts; shared experts, which are always active, do not count."""
     return "experts" in name.split(".")
 
 

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder, written by one rank from the shards of all."""
+"""Writes the policy as a Hugging Face folder: rank 0 writes, gathering the shards of all ranks."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ def save_policy(
     dtype: torch.dtype | str | None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a Hugging Face folder and its checksums, aside first, so that ``path`` never holds half of one.
+    """Write a Hugging Face folder with checksums under a temporary name, then rename it, so that ``path`` is complete.
 
     All ranks call it, whether the policy is sharded or each has a whole one; rank 0 writes. It holds one file's tensors
     on the host, and no rank gathers more at a time than :func:`~rlightning.parallel.gathering.gather_into` says.
@@ -79,7 +79,7 @@ def save_policy(
 
 
 def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names, tied ones once; sharded where the policy is.
+    """Return parameters and persistent buffers by name, tied ones once; sharded if the policy is.
 
     Of a policy with an adapter those of the base.
     """
@@ -103,7 +103,7 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
-    """Return the names of each file's weights, in their order, so that no file is larger than need be.
+    """Return the weight names of each file, in order, such that files stay below the size limit.
 
     ``sizes`` are the weights' bytes; a single weight may be larger than ``max_bytes``.
     """
@@ -119,7 +119,7 @@ def plan_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
 
 
 def _is_stored_converted(policy: PreTrainedModel) -> bool:
-    """Whether transformers stores some weights in another form than it runs them in, such as a tensor an expert.
+    """Return whether files store some weights in another form than transformers runs, such as one tensor an expert.
 
     The way back needs all of them together.
     """
@@ -132,7 +132,7 @@ def _is_stored_converted(policy: PreTrainedModel) -> bool:
 def _gather(
     policy: PreTrainedModel, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device
 ) -> dict[str, Tensor]:
-    """The full weights, with an adapter's added, on the writer; ``device`` is meta on the other ranks."""
+    """Yield full weights, with the adapter merged, on the writing rank; on other ranks ``device`` is meta."""
     full = {name: torch.empty(tensor.shape, dtype=dtypes[name], device=device) for name, tensor in weights.items()}
     computed = computed_weights(policy)
     plain = [name for name in weights if name not in computed]
@@ -143,7 +143,7 @@ def _gather(
 
 
 def save_adapter(policy: PreTrainedModel, lora: LoRA, base: str, tokenizer: Tokenizer, path: Path) -> None:
-    """Write a policy's adapter as PEFT does, aside first, with its checksums; all ranks call it, and rank 0 writes.
+    """Write a policy's adapter as PEFT does, with checksums, and rename it at the end; collective, rank 0 writes.
 
     Args:
         policy: has the adapter.
@@ -180,7 +180,7 @@ def _write_weights(
     folder: Path,
     max_bytes: int,
 ) -> None:
-    """Gather and write batch by batch, under the names and in the form in which transformers stores them."""
+    """Gather and write the weights batch by batch, under the names and in the form of transformers' files."""
     files: list[list[str]] = []
     for batch in batches:
         full = _gather(policy, {name: weights[name] for name in batch}, dtypes, torch.device("cpu"))
@@ -205,7 +205,7 @@ def _write_weights(
 
 
 def _write_rest(policy: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
-    """What a folder needs beside its weights."""
+    """Write the files of a model's folder that are not weights."""
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
     config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # FSDP derives a class of its own

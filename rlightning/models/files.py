@@ -1,4 +1,4 @@
-"""A model's files of weights: which holds what, in which dtype, and whether they fit its config.json."""
+"""A model's weight files: which file holds which weight, their dtype, and whether they match config.json."""
 
 import json
 import logging
@@ -31,14 +31,14 @@ _ROWS = 4096
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype that torch has under a name, such as "bfloat16"."""
+    """Return torch's dtype of a name such as "bfloat16"."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def find_weights(model: str) -> dict[str, Path]:
-    """Return the safetensors file of each weight by its name there; nothing if the model comes in another format.
+    """Return the safetensors file of each weight, by the weight's name; an empty dict for other file formats.
 
     As transformers does, it takes a single file before an index of several.
     """
@@ -64,7 +64,7 @@ def find_weights(model: str) -> dict[str, Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each weight by an index of several files; a ValueError if it is no such index."""
+    """Return the file of each weight from the index of a model in several files; ValueError for an invalid index."""
     try:
         content = json.loads(path.read_text())
     except (RecursionError, ValueError) as error:
@@ -76,7 +76,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def find_file(model: str, name: str) -> Path | None:
-    """Return a file of a model's folder, or of its copy in the hub's cache, downloaded if need be."""
+    """Return the path of a model's file, in its folder or the hub's cache; it is downloaded if necessary."""
     if Path(model).is_dir():
         path = Path(model) / name
         return path if path.is_file() else None
@@ -89,7 +89,7 @@ def find_file(model: str, name: str) -> Path | None:
 
 
 def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
-    """Return the floating-point type that most of the stored numbers have, whatever config.json says.
+    """Return the floating-point dtype of most of the stored weights, whatever config.json says.
 
     None if no number in these files (:func:`find_weights`) is in float64, float32, bfloat16 or float16.
     """
@@ -104,7 +104,7 @@ def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
 
 
 def find_names(model: str) -> set[str]:
-    """Return the names of a local folder's weights, in safetensors files or in PyTorch's; empty for other formats."""
+    """Return the weight names of a local folder in safetensors or PyTorch format; empty for other formats."""
     names = set(find_weights(model))
     index, single = Path(model) / f"{_BIN}.index.json", Path(model) / _BIN
     try:
@@ -118,7 +118,7 @@ def find_names(model: str) -> set[str]:
 
 
 def check_folder(model: str, config: PreTrainedConfig) -> None:
-    """Compare a local folder's files with its config.json, before weights are loaded or an engine starts.
+    """Check that a local folder's files match its config.json, before weights are loaded or an engine starts.
 
     Says how many stored layers are beyond those of config.json.
 
@@ -140,7 +140,7 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
 
 @rank_zero_only
 def check_export(model: str) -> None:
-    """Compare a folder that SaveHF has written with its checksums, on rank 0; of other models nothing is known.
+    """Verify a folder that SaveHF has written by its checksums, on rank 0; folders without checksums pass.
 
     The ConfigError names the first file that is missing, or not what was written.
     """
@@ -172,7 +172,7 @@ def _tell_of_unused_layers(model: str, policy: PreTrainedModel, names: Iterable[
 
 
 def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) -> None:
-    """Refuse an output layer of its own in files whose config.json says that it is the embedding.
+    """Refuse files with a separate output layer if config.json says that it is tied to the embedding.
 
     transformers would use the stored layer, a sharded policy and vLLM the embedding. An equal copy is no contradiction.
     """
@@ -189,7 +189,7 @@ def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) 
 
 
 def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[int]) -> ConfigError:
-    """Return the error for a stored weight that does not fit config.json."""
+    """Return the error for a stored weight whose shape does not fit config.json."""
     return ConfigError(
         f"model='{model}' stores '{name}' with the shape {list(stored)}, but its config.json makes it {list(shape)}. "
         "Use a folder whose files belong together."
@@ -197,7 +197,7 @@ def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[in
 
 
 def untied_head(model: str, embedding: str, head: str) -> ConfigError:
-    """Return the error for an output layer that should be the embedding and is not."""
+    """Return the error for a separate output layer that should be tied to the embedding."""
     return ConfigError(
         f"model='{model}' says tie_word_embeddings=true in config.json, but its files hold '{head}' with other values "
         f"than '{embedding}': transformers would use it, and vLLM would not. Write tie_word_embeddings=false to train "

@@ -1,4 +1,4 @@
-"""Whether weights are finite: asked before they are saved, since nothing can be trained or sampled from after a NaN."""
+"""Checks that weights are finite before they are saved: a model with NaN can be neither trained nor sampled."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from rlightning.parallel.sharding import local_tensor
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], consequence: str) -> None:
-    """Refuse weights, whole or sharded, of which some are NaN or infinite on any rank; a collective.
+    """Refuse weights, whole or sharded, that contain NaN or infinity on any rank; collective.
 
     The WeightError, which all ranks raise, begins with ``consequence``, a clause, and names the first of them.
     """
@@ -26,7 +26,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], consequence: str) -> Non
 
 @torch.no_grad()
 def find_not_finite(weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of weights of which a number is NaN or infinite; each device is waited for once."""
+    """Return the names of weights that contain NaN or infinity, with one synchronisation per device."""
     bounds = {name: local_tensor(weight.detach()) for name, weight in weights if weight.is_floating_point()}
     by_device: dict[torch.device, list[str]] = {}
     for name, weight in bounds.items():

@@ -1,4 +1,4 @@
-"""The blocks that a policy repeats: found, compiled, and their activations computed twice where memory asks for it.
+"""A policy's decoder layers: finding them, compiling them, and recomputing their activations to save memory.
 
     hooks of FSDP (gather, cast) -> checkpoint -> compiled forward
 
@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
 """Inductor's, where it has them. Otherwise it decides by the number of tokens how a norm's backward is fused, and has
 code of its own for each of several ranges."""
 
+T = TypeVar("T")
+
 
 def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
-    """Return the blocks that a policy repeats."""
+    """Return the decoder layers of a policy."""
     num_layers = policy.config.get_text_config().num_hidden_layers
     for module in policy.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -43,7 +45,7 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
 
 
 def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
-    """Return whether layers are to be compiled, and the sentence that says so in the log.
+    """Return whether layers should be compiled, and the reason for the log.
 
     A ConfigError if that is ``wanted`` and cannot be; None of it is where it pays, on CUDA.
     """
@@ -68,7 +70,7 @@ def compiler_obstacle(device: torch.device) -> str | None:
 
 
 def cache_folder() -> str:
-    """Return where compiled code is kept; torch's own default is in TMPDIR, maybe a job's own."""
+    """Return the folder for compiled code; torch's default is in TMPDIR, which may be deleted with the job."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name) in (None, default_cache_dir()):  # torch may have written its default there
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -77,7 +79,7 @@ def cache_folder() -> str:
 
 
 def compile_layers(policy: PreTrainedModel) -> None:
-    """Have each layer compiled when it runs first; before :func:`checkpoint_layers`.
+    """Compile each layer on its first call; must come before :func:`checkpoint_layers`.
 
     The policy has packed attention, and is whole or sharded, on the meta device or a real one.
     """
@@ -92,7 +94,7 @@ def compile_layers(policy: PreTrainedModel) -> None:
 
 
 def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
-    """Let the first ``count`` layers keep their inputs only, and compute the rest again in the backward pass.
+    """Let the first ``count`` layers save only their inputs and recompute the rest in the backward pass.
 
     The last layers' activations are the first that the backward lets go of, so those of the first layers pay most.
     """
@@ -101,12 +103,12 @@ def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(forward: Callable[..., T]) -> Callable[..., T]:
     options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
     compiled = torch.compile(forward, dynamic=True, backend=BACKEND, options=options if BACKEND == "inductor" else None)
 
     @functools.wraps(forward)
-    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(hidden_states: Tensor, *args: object, **kwargs: object) -> T:
         if hidden_states.shape[1] == 1:  # torch.compile takes that for a constant: the filler would cost a graph
             return forward(hidden_states, *args, **kwargs)
         # A layer's own numbers, such as the scale of attention, never change: found out later, it is traced again.

@@ -1,4 +1,4 @@
-"""What :mod:`~rlightning.models.output_layer` does with a chunk's logits, as two Triton kernels: a program a token.
+"""Triton versions of :mod:`~rlightning.models.output_layer`'s functions on a chunk's logits, one program per token.
 
 Each reads a row once, in blocks. The first keeps the largest logit so far and scales the sums anew when it grows
 (online softmax, arXiv:1805.02867), with the sum that the entropy needs beside that of the softmax. The second writes
@@ -22,7 +22,7 @@ FLOOR = tl.constexpr(-1e30)
 def summarize_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`rlightning.models.output_layer.summarize_logits`."""
+    """Triton version of :func:`rlightning.models.output_layer.summarize_logits`."""
     num_tokens, num_logits = logits.shape
     found = torch.empty(3, num_tokens, dtype=torch.float32, device=logits.device)
     _summarize[(num_tokens,)](
@@ -52,7 +52,7 @@ def differentiate_logits(
     temperature: float | Tensor,
     softcap: float | None,
 ) -> None:
-    """As :func:`rlightning.models.output_layer.differentiate_logits`."""
+    """Triton version of :func:`rlightning.models.output_layer.differentiate_logits`."""
     num_tokens, num_logits = logits.shape
     _differentiate[(num_tokens,)](
         logits,
@@ -74,7 +74,7 @@ def differentiate_logits(
 
 @triton.jit
 def _squash(x, softcap):  # type: ignore[no-untyped-def]
-    """The hyperbolic tangent of ``x / softcap``."""
+    """Return the hyperbolic tangent of ``x / softcap``."""
     return 2 * tl.sigmoid(2 * x / softcap) - 1
 
 

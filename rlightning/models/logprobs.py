@@ -17,18 +17,18 @@ from rlightning.types import RolloutBatch
 
 @runtime_checkable
 class ShardedPolicy(Protocol):
-    """A policy of models/sharded_policy.py."""
+    """A policy loaded by models/sharded_policy.py."""
 
     def compute_packed_logprobs(
         self, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """As the function below; FSDP gathers the weights that are used outside of forward() around it."""
+        """The function :func:`compute_packed_logprobs`, for which FSDP gathers weights as it does for forward()."""
 
 
 def packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, *, temperature: float = 1.0, needs_entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of each sampled token under the model.
+    """Return the log-probability and entropy of each sampled token under the model.
 
     Args:
         model: a causal language model loaded with :data:`~rlightning.models.attention.PACKED_ATTENTION`.
@@ -49,7 +49,7 @@ def packed_logprobs(
 def compute_packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`packed_logprobs` returns, from a model whose weights are all there."""
+    """Compute :func:`packed_logprobs` for a model whose weights are not sharded, or are gathered."""
     # A critic's model, say, may mix tokens in another way than the actor, for which the micro-batch was made.
     shared = batch.shared
     if shared is not None and not can_share_prefixes(model.config, batch.token_ids.device.type):

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from an output layer, without ever holding [M, V] logits.
+"""Log-probabilities and entropies from an output layer, without storing the whole [M, V] logits.
 
     forward    a chunk's hidden states -> logits [C, V] -> a normalizer, a target's logit and an entropy a token
     backward   the same logits anew -> their gradient, in their place -> [C, E], and its part of the sum [V, E]
@@ -46,7 +46,7 @@ FLOOR = -1e30
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What :func:`chunked_logprobs` was asked for, and ``group``, the ranks that share the vocabulary, if any do.
+    """The arguments of :func:`chunked_logprobs`, and ``group``, the ranks that split the vocabulary, if any do.
 
     Supports are places in this rank's part of it, or outside; ``is_cut`` says which tokens have one.
     """
@@ -69,7 +69,7 @@ def chunked_logprobs(
     needs_entropy_grad: bool = False,
     supports: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, a chunk of tokens at a time.
+    """Return log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, one chunk of tokens at a time.
 
     The backward pass computes each chunk's logits again, so no more than one chunk's are ever held. Products are in the
     dtype of ``hidden``, or autocast's; all sums, that of the weight's gradient over the chunks among them, in float32.
@@ -133,7 +133,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the hidden states, and of the weight in float32, where they are needed."""
+    """Return the gradients of the hidden states and of the weight (in float32), if they are required."""
     hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
     settings: _Settings = ctx.settings
     needs_hidden, needs_weight, *_ = ctx.needs_input_grad
@@ -160,7 +160,7 @@ def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tup
 
 
 class _KeptLogits(NamedTuple):
-    """What supports keep of a chunk's logits.
+    """The logits of the tokens that truncated sampling kept (the supports), for one chunk.
 
     Attributes:
         logits: [C, K], a copy.
@@ -187,7 +187,7 @@ def _kept_logits(logits: Tensor, settings: _Settings, own: slice) -> _KeptLogits
 def _summarize_chunk(
     logits: Tensor, kept: _KeptLogits | None, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> Tensor:
-    """Return what :func:`summarize_logits` does, [3, C], where ``kept`` is what truncation leaves of the logits."""
+    """Return :func:`summarize_logits` of a chunk as [3, C], over the ``kept`` logits alone for truncated tokens."""
     whole = torch.stack(_kernels(logits).summarize_logits(logits, targets, temperature, softcap))
     if kept is None:
         return whole
@@ -207,7 +207,7 @@ def _differentiate_chunk(
     temperature: float | Tensor,
     softcap: float | None,
 ) -> None:
-    """Do as :func:`differentiate_logits`, where ``kept`` is what truncation leaves of the logits."""
+    """Apply :func:`differentiate_logits` to a chunk, over the ``kept`` logits alone for truncated tokens."""
     differentiate = _kernels(logits).differentiate_logits
     if kept is None:
         differentiate(logits, targets, normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
@@ -224,7 +224,7 @@ def _differentiate_chunk(
 
 
 def chunk_tokens(row_bytes: int) -> int:
-    """Tokens of a chunk whose logits have so many bytes each: a power of two, which fills the tiles of products.
+    """Return the tokens of a chunk for a row of so many bytes: a power of two, to fill the tiles of a matrix product.
 
     4,096 for 151,936 bfloat16 logits: their product with the weight then keeps 128 of an H100's 132 processors busy.
     """
@@ -232,7 +232,7 @@ def chunk_tokens(row_bytes: int) -> int:
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some tokens after the others, and their logits [C, V], of all chunks in the same memory."""
+    """Yield slices of tokens and their logits [C, V]; all chunks reuse the same memory."""
     num_tokens = len(hidden)
     size = min(chunk_tokens(len(weight) * hidden.dtype.itemsize), num_tokens)
     memory = hidden.new_empty(size, len(weight))
@@ -242,7 +242,7 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return logits [C, V] or [C], squashed where there is a soft cap, and divided by the temperature, in float32."""
+    """Return logits [C, V] or [C] in float32 with soft cap, if any, and temperature applied."""
     logits = logits.to(_wide(logits.dtype))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -252,7 +252,7 @@ def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | N
 def summarize_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is to be known of each token's logits.
+    """Return the statistics of each token's logits that log-probability and entropy are computed from.
 
     Args:
         logits: [C, V].
@@ -269,7 +269,7 @@ def summarize_logits(
 
 
 def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return the scaled logit of each target, [C]; 0 if it is not here."""
+    """Return the scaled logit of each target, [C]; 0 if another rank holds it."""
     num_logits = logits.shape[-1]
     is_here = (targets >= 0) & (targets < num_logits)
     picked = logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0]
@@ -277,7 +277,7 @@ def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, so
 
 
 def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logarithm of the sum of logits' exponentials, and the entropy of their softmax, over the last axis."""
+    """Return the log-sum-exp of logits, and the entropy of their softmax, over the last axis."""
     largest = scaled.amax(-1)
     shifted = scaled - largest[:, None]
     weights = shifted.exp()
@@ -287,7 +287,7 @@ def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is to be known of all logits, each [M], from what each rank knows of its part.
+    """Combine the ranks' statistics of their parts of the vocabulary into those of all logits, each [M].
 
     Args:
         parts: [G, 3, M], of :func:`summarize_logits`. An entropy is that of which part it will be, and then the
@@ -312,7 +312,7 @@ def differentiate_logits(
     temperature: float | Tensor,
     softcap: float | None,
 ) -> None:
-    """Put in the logits' place the gradient of what :func:`chunked_logprobs` makes of them.
+    """Overwrite logits with the gradient of the outputs of :func:`chunked_logprobs` with respect to them.
 
     With p the softmax of the scaled logits x, that of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
     ``-p[v] (log p[v] + H)``. Arguments are [C], but for the logits [C, V]; normalizer and entropy are those of all
@@ -334,7 +334,7 @@ def logit_gradient(
     temperature: float | Tensor,
     softcap: float | None,
 ) -> Tensor:
-    """Return the gradient of logits, before they were squashed and scaled; see :func:`differentiate_logits`."""
+    """Return the gradient with respect to logits before soft cap and temperature; see :func:`differentiate_logits`."""
     table = scaled - normalizer[:, None]
     chances = table.exp()
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
@@ -348,7 +348,7 @@ def logit_gradient(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in the dtype of ``total``."""
+    """Compute ``total += left @ right`` in the dtype of ``total``."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -358,7 +358,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _by_row(temperature: float | Tensor, logits: Tensor) -> float | Tensor:
-    """A temperature in the shape in which it divides logits."""
+    """Return the temperature in a shape that broadcasts over the logits."""
     return temperature[:, None] if isinstance(temperature, Tensor) and logits.ndim == 2 else temperature
 
 
@@ -367,7 +367,7 @@ def _of_chunk(temperature: float | Tensor, own: slice) -> float | Tensor:
 
 
 def _gather(found: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[3, M] of each rank: [G, 3, M]."""
+    """Gather a [3, M] tensor of each of G ranks: [G, 3, M]."""
     if group is None:
         return found[None]
     parts = found.new_empty(group.size(), *found.shape)
@@ -380,7 +380,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _kernels(logits: Tensor) -> ModuleType:
-    """What has :func:`summarize_logits` and :func:`differentiate_logits` for such logits: Triton's, or this module."""
+    """Return the module whose logit functions to use, by dtype and device: the Triton kernels or this one."""
     if logits.dtype != torch.float64 and _has_triton(logits.device):
         from rlightning.models import logit_kernels
 
@@ -390,5 +390,5 @@ def _kernels(logits: Tensor) -> ModuleType:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    """Triton comes with torch for CUDA, and needs a compiler."""
+    """Return whether Triton kernels can run: they need CUDA and a compiler."""
     return device.type == "cuda" and compiler_obstacle(device) is None

@@ -28,7 +28,7 @@ from rlightning.models.remote_code import read_config, read_tokenizer
 
 
 def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read a model's configuration, which is cheap, so that what is wrong with it shows before anything is loaded.
+    """Read a model's configuration, which shows mistakes before the expensive loading of weights.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
@@ -64,7 +64,7 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
 
 
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Read a model's tokenizer; ``trust_remote_code`` is that of :func:`load_config`.
+    """Read a model's tokenizer; ``trust_remote_code`` as for :func:`load_config`.
 
     A ConfigError if there is none, or it needs code that is not trusted.
     """
@@ -83,7 +83,7 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def remove_dropout(config: PreTrainedConfig) -> None:
-    """Set every rate to 0: a policy's log-probabilities are not random."""
+    """Set all dropout rates to 0, because a policy's log-probabilities must be deterministic."""
     text_config = config.get_text_config()
     for name, value in vars(text_config).items():
         if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
@@ -92,7 +92,7 @@ def remove_dropout(config: PreTrainedConfig) -> None:
 
 @contextmanager
 def without_loading_bar() -> Iterator[None]:
-    """Within, transformers draws no bar of the weights that it loads; the hub's, of downloads, are drawn as before."""
+    """Context in which transformers shows no progress bar for loading weights; the hub still shows downloads."""
     if not is_progress_bar_enabled():
         yield
         return
@@ -108,7 +108,7 @@ def without_loading_bar() -> Iterator[None]:
 
 
 def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a causal language model whose attention understands packed sequences, without dropout.
+    """Load a causal language model without dropout, whose attention supports packed sequences.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
@@ -151,11 +151,10 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 
 def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Hold matrices of a model that is not trained in the dtype of autocast, which casts them in each forward.
+    """Store the matrices of a frozen model in autocast's dtype, so that no forward pass has to cast them.
 
-    That gives the same results from half the memory. Those are the weights of linear layers and of the tokens'
-    embedding (:func:`narrow_residuals`). What else there is, such as norms and positions' embeddings, is computed in
-    its own.
+    That gives the same results from half the memory. The matrices are the weights of linear layers and of the token
+    embedding (:func:`narrow_residuals`). Other weights, such as norms and position embeddings, keep their own dtype.
     """
     embedding = policy.get_input_embeddings()
     cast: set[nn.Parameter] = set()
@@ -168,9 +167,9 @@ def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def narrow_residuals(policy: PreTrainedModel) -> None:
-    """Under autocast, let layers add up in its dtype, as FSDP's mixed precision and vLLM do.
+    """Under autocast, keep the residual stream in its dtype, as FSDP's mixed precision and vLLM do.
 
-    They would in that of the embeddings, the masters' float32, which costs twice the memory and traffic between layers.
+    Without this it has the embeddings' float32, which costs twice the memory and traffic between layers.
     """
 
     def cast(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:

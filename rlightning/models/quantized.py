@@ -1,4 +1,4 @@
-"""A frozen base in 8 or 4 bits: torchao's codes, from which a linear layer computes its matrix each time it needs it.
+"""A frozen base in 8 or 4 bits: linear layers hold torchao's codes and dequantise their matrix for each use.
 
     int8   a code of 8 bits a number, and a scale a row
     nf4    a code of 4 bits a number, one of 16 values that a normal distribution has, and a scale for every 64 numbers
@@ -30,7 +30,7 @@ COMPUTING_BYTES = 8
 
 
 class QuantizedLinear(CodedLinear):
-    """A linear layer of a matrix [out, in] that is held as codes.
+    """A linear layer whose matrix [out, in] is stored as quantised codes.
 
     Args:
         codes: int8 [out, in], or uint8 with two codes of 4 bits in each, the first in its upper half.
@@ -68,7 +68,7 @@ class QuantizedLinear(CodedLinear):
         return nn.Parameter(matrix, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As of any linear layer."""
+        """Apply the layer, with the dequantised matrix."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
@@ -77,12 +77,12 @@ class QuantizedLinear(CodedLinear):
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def extra_repr(self) -> str:
-        """What a printed model says of the layer."""
+        """Return the layer's sizes and bits for a printed model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.codes.dtype}"
 
 
 class _Product(torch.autograd.Function):
-    """``x W^T``, of which the codes are kept for the backward, and not W."""
+    """Computes ``x W^T``, and saves the codes for the backward pass instead of W."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class _Product(torch.autograd.Function):
 
 
 def dequantize(codes: Tensor, scales: Tensor, values: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [out, in] that codes stand for; the arguments are those of :class:`QuantizedLinear`."""
+    """Return the matrix [out, in] of the codes; the arguments are those of :class:`QuantizedLinear`."""
     if values is None:
         numbers = codes.to(scales.dtype)
     else:
@@ -110,7 +110,7 @@ def dequantize(codes: Tensor, scales: Tensor, values: Tensor | None, columns: in
 
 
 def quantize_layers(policy: PreTrainedModel, names: set[str], kind: QuantizedBase, device: torch.device) -> None:
-    """Put codes in the place of linear layers' matrices, one after the other.
+    """Replace linear layers by :class:`QuantizedLinear`, one at a time.
 
     Args:
         policy: has them, with or without an adapter around; they may be on the host.
@@ -126,7 +126,7 @@ def quantize_layers(policy: PreTrainedModel, names: set[str], kind: QuantizedBas
 
 @torch.no_grad()
 def quantize(linear: nn.Linear, kind: QuantizedBase, device: torch.device) -> QuantizedLinear:
-    """Return a layer with the codes of a linear layer's matrix, on ``device``."""
+    """Return a :class:`QuantizedLinear` of a linear layer, on ``device``."""
     ao, matrix = import_torchao(kind), linear.weight.to(device)
     values: Tensor | None
     if kind == "int8":
@@ -148,7 +148,7 @@ def coded_bytes(kind: QuantizedBase, outputs: int, inputs: int, itemsize: int) -
 
 
 def import_torchao(kind: QuantizedBase) -> ModuleType:
-    """Return the package's part that quantises, or raise a ConfigError if it is missing."""
+    """Return torchao's quantisation module, or raise a ConfigError if torchao is missing."""
     try:
         import torchao.quantization
         from torchao.quantization import Int8Tensor, PerRow, to_nf4  # noqa: F401  # older versions lack some

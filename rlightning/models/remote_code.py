@@ -1,4 +1,4 @@
-"""Models that bring Python code of their own (``auto_map`` in config.json), which runs only where it is trusted.
+"""Models with Python code of their own (``auto_map`` in config.json), which runs only if the user trusts it.
 
 transformers would ask at the terminal in the middle of a run.
 """
@@ -19,7 +19,7 @@ TRUST = "trust_remote_code"
 
 
 def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """Read a model's configuration. Its own code, once trusted, is what all later loads of this process find.
+    """Read a model's configuration; its own code, once trusted, is used by all later loads in this process.
 
     Raises:
         ConfigError: it needs code of its own, which is not trusted.
@@ -45,7 +45,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def trusts_remote_code(module: object) -> bool:
-    """Whether the policy may run code of its model's; one that says nothing of it may not."""
+    """Return whether a module allows its model's own code; False if the module does not say."""
     return has(module, TrustsRemoteCode) and module.trust_remote_code
 
 

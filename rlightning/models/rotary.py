@@ -1,4 +1,4 @@
-"""Rotary positions, as far as a model's config.json changes them: which lengths and factors are the same everywhere."""
+"""Rotary position embeddings with scaling: the lengths and factors for which actor and engine agree."""
 
 import math
 from typing import Any
@@ -9,27 +9,27 @@ from rlightning.models.counts import read_setting
 
 
 def scaled_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of rotary positions that are scaled: one set, or one for each type of layer."""
+    """Return the parameters of scaled rotary embeddings: one set, or one for each type of layer."""
     parameters = read_setting(config, "rope_parameters") or {}
     sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return [rope for rope in sets if rope.get("rope_type", "default") != "default"]
 
 
 def max_model_length(config: PreTrainedConfig) -> int:
-    """Return the longest sequence, in tokens, whose positions mean the same to actor and engine in any pack."""
+    """Return the longest sequence, in tokens, for which actor and engine compute the same positions."""
     length = read_setting(config, "max_position_embeddings")
     return min([int(length) if length else 1 << 30, *_longrope_borders(config)])
 
 
 def describe_length_limit(config: PreTrainedConfig) -> str:
-    """Return why sequences cannot be longer than :func:`max_model_length`, if not for lack of positions; else ""."""
+    """Return why :func:`max_model_length` is below the number of positions; "" if it is not."""
     if _longrope_borders(config) == [max_model_length(config)]:
         return "beyond, its longrope frequencies are others for all sequences of a micro-batch"
     return ""
 
 
 def describe_longrope_gap(config: PreTrainedConfig) -> str | None:
-    """Return how vLLM's factor on LongRoPE's sines and cosines differs from transformers'; None if it does not.
+    """Return how vLLM's factor for LongRoPE differs from transformers'; None if they are equal.
 
     vLLM takes ``short_mscale`` from config.json, or computes the factor from the lengths (arXiv:2402.13753, section
     3.3). transformers takes ``attention_factor``, or computes it from ``factor`` or the lengths.
@@ -54,7 +54,7 @@ def _longrope_factor(ratio: float, original: int) -> float:
 
 
 def _longrope_borders(config: PreTrainedConfig) -> list[int]:
-    """Return the length above which transformers chooses other frequencies for all that it runs together, if any.
+    """Return the length above which transformers switches LongRoPE's frequencies for a whole batch, if any.
 
     LongRoPE (arXiv:2402.13753) has two sets. transformers chooses by the longest sequence that it is given, and so by
     what a sequence is packed with; vLLM by the longest that the engine may ever see.

@@ -1,4 +1,4 @@
-"""A policy whose weights are spread over ranks: FSDP2, with tensor parallelism inside.
+"""A policy whose weights are sharded over ranks with FSDP2, and optionally split by tensor parallelism.
 
     config.json -> modules on the meta device -> tensor parallelism -> fully_shard -> each rank reads its own slices
 
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 def load_sharded_policy(
     model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32, adapter: LoRA | None = None
 ) -> PreTrainedModel:
-    """As :func:`~rlightning.models.load_policy`, but of each weight a rank reads and holds its shard only.
+    """Load a policy as :func:`~rlightning.models.load_policy` does, but each rank reads and holds only its shards.
 
     All ranks have to call it. The policy's weights are there and on the device; its parameters are DTensors. With an
     adapter they are frozen, and the adapter's are DTensors too.
@@ -85,7 +85,7 @@ def load_sharded_policy(
 
 
 def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
-    """Spread a policy's parameters over the data-parallel ranks, layer by layer; the rest is one group."""
+    """Shard a policy's parameters over the data-parallel ranks: one group per layer, and one for the rest."""
     is_mixed = sharding.compute_dtype is not None
     precision = MixedPrecisionPolicy(
         param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32 if is_mixed else None
@@ -100,7 +100,7 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
 
 
 def add_forward_method(policy: nn.Module, name: str, function: Callable[..., object]) -> None:
-    """Make ``function`` a method around which the policy's weights are gathered, as they are around ``forward()``."""
+    """Add ``function`` as a method for which FSDP gathers the weights, as it does for ``forward()``."""
     setattr(policy, name, MethodType(function, policy))
     register_fsdp_forward_method(policy, name)
     gathering = getattr(policy, name)
@@ -114,7 +114,7 @@ def add_forward_method(policy: nn.Module, name: str, function: Callable[..., obj
 
 
 def release_without_gradient(policy: nn.Module) -> None:
-    """Let go of the gathered weights that no backward pass will let go of.
+    """Free gathered weights after a forward pass that no backward pass follows.
 
     They would be what ``parameters()`` returns, and be used once more after an optimizer step has changed the shards.
     """
@@ -125,7 +125,7 @@ def release_without_gradient(policy: nn.Module) -> None:
 
 
 def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
-    """Compute anew what no file holds, such as the frequencies of rotary positions, on ``device``.
+    """Recompute buffers that no file holds, such as the frequencies of rotary embeddings, on ``device``.
 
     transformers itself builds every model without memory first, so its classes know how to do this. The policy has
     memory for its buffers, but nothing in it.
@@ -146,7 +146,7 @@ def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device
 
 @torch.no_grad()
 def load_shards(model: str, policy: PreTrainedModel) -> None:
-    """Fill the policy's parameters and saved buffers, which have memory. All ranks have to call it.
+    """Fill the policy's allocated parameters and saved buffers from its files; collective.
 
     Raises:
         ConfigError: on every rank, if its weights are not all there, of other shapes or not finite.
@@ -166,7 +166,7 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
 
 
 def is_converted(policy: PreTrainedModel) -> bool:
-    """Whether transformers may change values, not only names, as it loads such a model."""
+    """Return whether transformers may change values, not only names, when it loads such a model."""
     conversions = get_checkpoint_conversion_mapping(policy.config.get_text_config().model_type) or []
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
@@ -190,7 +190,7 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
 
 
 def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
-    """Let rank 0 load the whole model as transformers does, and hand it round weight by weight.
+    """Have rank 0 load the whole model with transformers and send each rank its part, weight by weight.
 
     For weights whose names or shapes in the file are not the module's, which transformers converts as it loads them,
     and for formats other than safetensors.
@@ -215,7 +215,7 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return where this rank's part of a tensor lies in the whole, along each dimension."""
+    """Return the slices, along each dimension, of this rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     box = local_box(tensor)

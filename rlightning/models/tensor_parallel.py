@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers by the plan that transformers ships with a model, the vocabulary over all ranks."""
+"""Tensor parallelism: layers are split by transformers' plan for the model, the vocabulary over all its ranks."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ _VOCABULARY = {"embedding_rowwise"}
 
 
 def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> None:
-    """Refuse a model that cannot be cut into ``size`` parts; the ConfigError says which rule is broken."""
+    """Refuse a model that cannot be split over ``size`` ranks; the ConfigError names the broken rule."""
     if size == 1:
         return
     plan = read_setting(config, "base_model_tp_plan")
@@ -51,7 +51,7 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
 
 
 def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cut the policy's matrices over ``mesh``; parameters become DTensors, activations between layers stay whole.
+    """Split the policy's matrices over ``mesh`` as DTensors; activations between layers stay replicated.
 
     The policy is on the meta device, checked by :func:`check_tensor_parallel`; the mesh has one dimension, this rank's
     tensor-parallel group.
@@ -61,7 +61,7 @@ def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Give each rank some tokens' rows of embedding and output layer; the last rank has fewer where they do not divide.
+    """Give each rank a range of rows of embedding and output layer; the last rank has fewer if they do not divide.
 
     Outside of log-probabilities, which read a rank's part as it is
     (:func:`~rlightning.models.output_layer.chunked_logprobs`), the output layer gives all logits, as ever.
@@ -79,7 +79,7 @@ def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
-    """Return how each module that is to be cut is cut, by its name within the base model.
+    """Return the tensor-parallel style of each module to be split, by its name within the base model.
 
     A ConfigError if the plan leaves something out that is between cut modules.
     """
@@ -97,7 +97,7 @@ def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
 
 
 def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
-    """Refuse parameters between cut layers that the plan leaves out, such as a norm of the heads.
+    """Refuse parameters between split layers that the plan leaves out, such as a norm of the heads.
 
     Each rank would use all of such a parameter on its part of the activations, and have a part of its gradient.
     ``planned`` are the names of the modules that are to be cut, within the base model.

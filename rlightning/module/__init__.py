@@ -1,4 +1,4 @@
-"""RLModule: one training step, and what it is made of."""
+"""RLModule, the module that takes the training steps, and the parts that it is built from."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ __all__ = ["RLModule"]
 
 
 def __getattr__(name: str) -> object:
-    """Import RLModule when it is asked for: parts of this package do without torch and transformers."""
+    """Import RLModule on first access, because parts of this package do not need torch and transformers."""
     if name == "RLModule":
         from rlightning.module.rl_module import RLModule
 

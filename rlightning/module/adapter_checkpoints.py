@@ -1,7 +1,7 @@
-"""What a checkpoint of an actor with an adapter holds: the adapter, and of the frozen base a digest."""
+"""Checkpoints of an actor with an adapter: they hold the adapter's weights and a digest of the frozen base."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
@@ -13,24 +13,26 @@ KEY = "adapter"
 PREFIX = "actor."
 """Of the actor's weights in a module."""
 
+T = TypeVar("T")
+
 
 def is_base_weight(name: str) -> bool:
-    """Return whether a weight of the module is one of the actor's frozen base."""
+    """Return whether a weight of the module, by its name, belongs to the actor's frozen base."""
     return name.startswith(PREFIX) and not is_adapter_weight(name)
 
 
-def without_base(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's state without the base's weights, which the model's folder has."""
+def without_base(state: Mapping[str, T]) -> dict[str, T]:
+    """Return a module's state dict without the weights of the frozen base, which the model's folder holds."""
     return {name: value for name, value in state.items() if not is_base_weight(name)}
 
 
-def with_base(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with the base's weights as the module has them."""
+def with_base(state: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
+    """Return a checkpoint's state dict with the base weights that the module has loaded added to it."""
     return {name: value for name, value in own.items() if is_base_weight(name)} | dict(state)
 
 
 def describe_base(lora: LoRA, model: str) -> dict[str, Any]:
-    """Return what a checkpoint says of its adapter."""
+    """Return what a checkpoint stores about its adapter and the adapter's base model."""
     return {
         "rank": lora.rank,
         "scaling": lora.scaling,
@@ -41,7 +43,7 @@ def describe_base(lora: LoRA, model: str) -> dict[str, Any]:
 
 
 def check_resumed(saved: Mapping[str, Any] | None, lora: LoRA | None, model: str) -> None:
-    """Refuse to go on from a checkpoint of another adapter or base; None stands for a run that trains all weights."""
+    """Refuse to resume from a checkpoint of another adapter or base; None stands for a run that trains all weights."""
     if saved is None and lora is None:
         return
     if saved is None or lora is None:

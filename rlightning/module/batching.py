@@ -1,4 +1,4 @@
-"""From each rank's own trajectories to mini-batches and micro-batches, of about as much work on each rank.
+"""Distribute the ranks' trajectories over mini-batches and micro-batches so that each rank has about equal work.
 
 Every rank samples and rewards prompts of its own. Lengths differ, and a rank with more work would let the others wait
 in the update; tensor-parallel neighbours must compute on the same batch. So whole groups move::
@@ -43,7 +43,7 @@ def balance(
     seed: int = 0,
     tensor_parallel_size: int = 1,
 ) -> Batch:
-    """Move whole groups between ranks, so that data-parallel ranks have about as much work with each minibatch.
+    """Move whole groups between ranks so that all data-parallel ranks have about equal work in each minibatch.
 
     Args:
         batch: this rank's trajectories, on the CPU.
@@ -72,7 +72,8 @@ def balance(
 
 
 def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, tensor_parallel_size: int = 1) -> Batch:
-    """Move groups between ranks once more, if their costs are no longer balanced; arguments as of :func:`balance`.
+    """Move groups between ranks again if their costs are no longer balanced; the arguments are those of
+    :func:`balance`.
 
     Args:
         batch: what :func:`balance` gave this rank.
@@ -103,7 +104,7 @@ def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, t
 def reassign_groups(
     costs: Sequence[float], minibatches: Sequence[Sequence[int]], before: Sequence[int], num_ranks: int
 ) -> list[int]:
-    """Return the rank of each group as :func:`assign_groups` does, or where they are unless that gains enough.
+    """Return the rank of each group as :func:`assign_groups` does, or the current ranks if moving saves too little.
 
     Groups that cost nothing stay where they are.
     """
@@ -114,7 +115,7 @@ def reassign_groups(
 
 
 def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner: Sequence[int]) -> float:
-    """What the ranks with most work have in each minibatch, which the others wait for."""
+    """Return the cost of the busiest rank, for which the others wait, summed over the minibatches."""
     total = 0.0
     for minibatch in minibatches:
         load: defaultdict[int, float] = defaultdict(float)
@@ -125,7 +126,7 @@ def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner
 
 
 def _move(batch: Batch, owner: Tensor, tensor_parallel_size: int) -> Batch:
-    """Send each trajectory [M] to the ranks of a data-parallel rank, its owner; what comes is in order of its group."""
+    """Send each trajectory [M] to the ranks of its new data-parallel rank; return those received, in order of group."""
     shares_by_rank = {}
     for data_parallel_rank in set(owner.tolist()) if batch.num_trajectories else ():
         share = batch.select((owner == data_parallel_rank).nonzero()[:, 0])
@@ -147,7 +148,7 @@ def _move(batch: Batch, owner: Tensor, tensor_parallel_size: int) -> Batch:
 
 
 def assign_minibatches(num_groups: int, num_minibatches: int, seed: int, num_epochs: int = 1) -> list[list[list[int]]]:
-    """Assign all ranks' groups to minibatches at random, anew in each epoch.
+    """Assign the groups of all ranks to minibatches at random, with a new assignment for each epoch.
 
     It follows from the arguments alone, so that all ranks get the same, and so do balance and update.
 
@@ -159,7 +160,7 @@ def assign_minibatches(num_groups: int, num_minibatches: int, seed: int, num_epo
 
 
 def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Generator) -> list[list[int]]:
-    """Split groups into minibatches at random, as evenly as they can be.
+    """Split groups at random into minibatches whose numbers of groups differ by at most one.
 
     Args:
         num_groups: of all ranks.
@@ -175,12 +176,12 @@ def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Ge
 
 
 def minibatch_seed(weight_version: int) -> int:
-    """Return the seed of :func:`assign_minibatches` in the step that updates these weights, the same on all ranks."""
+    """Return the seed of :func:`assign_minibatches` for a weight version, which is the same on all ranks."""
     return mix_seed(run_seed() or 0, "mini-batches", weight_version)
 
 
 def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """Return the rank of each group: in each minibatch the most expensive first, each to the rank with the least work.
+    """Return a rank for each group: in each minibatch, the most expensive group first, to the rank with the least work.
 
     Of ranks that are level the one with the least work over all minibatches is taken, so that no rank stays without
     a group as long as there are enough.
@@ -206,7 +207,7 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
 
 
 def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
-    """Return what sequences of a batch on the CPU share, 0 where it is less than :data:`MIN_SHARED` of one's tokens."""
+    """Return the prefixes that sequences of a batch on the CPU share, 0 if below :data:`MIN_SHARED` of a sequence."""
     order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
     return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
 
@@ -214,7 +215,7 @@ def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
 def join_families(
     prefixes: Prefixes, lengths: Sequence[int], max_tokens: int, path_share: float
 ) -> tuple[list[list[int]], list[float]]:
-    """Join sequences that share so much that one micro-batch should compute it once.
+    """Join sequences whose common prefix is so long that one micro-batch should compute it once.
 
     Args:
         prefixes: of all sequences.
@@ -243,7 +244,7 @@ def join_families(
 def split_microbatches(
     lengths: Sequence[float], max_tokens: int, *, costs: Sequence[float] | None = None, at_least: int = 1
 ) -> list[list[int]]:
-    """Pack sequences into as few micro-batches as their tokens ask for, of about equal cost.
+    """Pack sequences into as few micro-batches as the token limit allows, of about equal cost.
 
     The longest sequence goes first, each into the cheapest of the micro-batches that have room for it
     (longest-processing-time rule); one more is opened only when a sequence fits nowhere.

@@ -1,4 +1,4 @@
-"""Validation, test and prediction through the engine: rewards and pass@k of prompt sets."""
+"""Validation, test and prediction with completions from the engine: rewards and pass@k of prompt sets."""
 
 import sys
 from collections import Counter
@@ -27,7 +27,7 @@ PASS_REWARD = 1.0
 
 
 def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
-    """Means over one validation batch.
+    """Metrics of one validation batch, as means over its trajectories and prompts.
 
     Args:
         batch: with rewards; a reward of NaN counts as 0, and as not passed. It may be empty, on a rank without a share
@@ -56,7 +56,7 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
 
 
 class EvaluationSteps(UpdateModule):
-    """An UpdateModule whose completions are rewarded in validation and test, and returned in prediction.
+    """An UpdateModule whose validation and test reward sampled completions, and whose prediction returns them.
 
     Attributes:
         count_timeouts: whether trajectories that have run out of time count as sampled.
@@ -73,23 +73,23 @@ class EvaluationSteps(UpdateModule):
     validation_failures: dict[int, FailureCount]
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Evaluate prompts of a validation set, as :meth:`log_evaluation` does."""
+        """Evaluate a batch of a validation set with :meth:`log_evaluation`."""
         self.log_evaluation(prompts, dataloader_idx, "val")
 
     def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """As :meth:`validation_step`."""
+        """Evaluate a batch of a validation set under the name "test"."""
         self.log_evaluation(prompts, dataloader_idx, "test")
 
     def on_validation_epoch_start(self) -> None:
-        """Count failed rewards anew."""
+        """Reset the counts of failed rewards."""
         self.validation_failures = {}
 
     def on_test_epoch_start(self) -> None:
-        """As :meth:`on_validation_epoch_start`."""
+        """Reset the counts of failed rewards."""
         self.on_validation_epoch_start()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the loggers' x-axis, once for all sets: rollout steps.
+        """Log the number of rollout steps, which is the loggers' x-axis, once for all sets.
 
         Raises:
             RewardError: the rewards of too large a share of a set failed, over all ranks.
@@ -102,34 +102,34 @@ class EvaluationSteps(UpdateModule):
         self.log("step", float(self.trainer.global_step))
 
     def on_test_epoch_end(self) -> None:
-        """As :meth:`on_validation_epoch_end`."""
+        """Log the number of rollout steps, as :meth:`on_validation_epoch_end` does."""
         self.on_validation_epoch_end()
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Trajectory]]]:
-        """Complete each prompt ``samples_per_prompt`` times, as the ``rollout`` section says."""
+        """Complete each prompt ``samples_per_prompt`` times with the settings of the ``rollout`` section."""
         on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
         groups = self._engine.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
         return list(zip(prompts, groups, strict=True))
 
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Called with each prompt's trajectories while others are still generated."""
+        """Called with the trajectories of one prompt while those of other prompts are still generated."""
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Reward each trajectory: [M]."""
+        """Return the reward of each trajectory: [M]."""
         raise NotImplementedError
 
     def select_sampled(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the batch of the trajectories that count as sampled; the others reach no loss, baseline or mean."""
+        """Return a batch of the trajectories that count as sampled; no others enter the loss, a baseline or a mean."""
         counted = [m for m, one in enumerate(batch.trajectories) if self._is_sampled(one)]
         return batch if len(counted) == batch.num_trajectories else batch.select(counted)
 
     def _is_sampled(self, trajectory: Trajectory) -> bool:
-        """Whether it ended by itself, by a limit, or, with ``count_timeouts``, by time."""
+        """Return whether a trajectory ended by itself, at a limit, or, with ``count_timeouts``, by a timeout."""
         return trajectory.status in ("finished", "truncated", *(("timeout",) if self.count_timeouts else ()))
 
     @property
     def _engine(self) -> Generator:
-        """What completes prompts.
+        """Return the rollout callback, which samples the completions.
 
         Raises:
             ConfigError: there is nothing.
@@ -159,7 +159,7 @@ class EvaluationSteps(UpdateModule):
         )
 
     def _count_failures(self, chosen: "ValidationSet", dataloader_idx: int) -> FailureCount:
-        """The failures of a validation set, of which there are none yet."""
+        """Return the counter of a validation set's failed rewards, which is made on first use."""
         data: object = self.trainer.datamodule  # type: ignore[attr-defined]
         sets = data.validation_prompts if has(data, HasValidationPrompts) else None
         num_samples = len(sets[dataloader_idx]) * chosen.samples_per_prompt if sets else sys.maxsize

@@ -1,4 +1,4 @@
-"""A module's arguments in a checkpoint, as plain values: ``load_from_checkpoint`` makes the module of them again.
+"""A module's arguments as plain values in a checkpoint, from which ``load_from_checkpoint`` makes the module again.
 
 A dataclass, such as a :class:`~rlightning.rewards.RewardFunction`, becomes a mapping of ``class_path`` and
 ``init_args``, as in YAML; a reward function becomes its dotted path; a secret a reference to the environment.
@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from pydoc import locate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,14 +26,14 @@ Module = TypeVar("Module")
 
 
 class _NotPlainError(Exception):
-    """An object that no plain value stands for."""
+    """An object cannot be expressed as plain values."""
 
 
-def bind_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a class is called with, by name."""
+def bind_arguments(cls: type, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments of a call of a class by parameter name."""
     signature = inspect.signature(cls.__init__)  # type: ignore[misc]
     bound = signature.bind_partial(None, *args, **kwargs)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     for name, value in list(bound.arguments.items())[1:]:
         match signature.parameters[name].kind:
             case inspect.Parameter.VAR_KEYWORD:
@@ -46,18 +46,18 @@ def bind_arguments(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return arguments
 
 
-def to_plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments as plain values, without those that are objects, and without secrets."""
-    values: dict[str, Any] = {}
+def to_plain(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments as plain values, without secrets and without objects that have no plain form."""
+    values: dict[str, object] = {}
     for name, value in arguments.items():
         with suppress(_NotPlainError):
             values[name] = _plain(_named(value) if name == "rewards" else value)
-    masked: dict[str, Any] = conceal(mask_secrets(values)[0])
+    masked: dict[str, object] = conceal(mask_secrets(values)[0])
     return masked
 
 
-def make_module(cls: type[Module], values: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Module:
-    """Make a module of the arguments that :func:`to_plain` has made plain.
+def make_module(cls: type[Module], values: Mapping[str, object], given: Mapping[str, object], where: str) -> Module:
+    """Make a module from the plain arguments that :func:`to_plain` returned.
 
     Args:
         cls: the module's class.
@@ -80,15 +80,15 @@ def make_module(cls: type[Module], values: Mapping[str, Any], given: Mapping[str
 
 
 def _required(cls: type) -> list[str]:
-    """The arguments without a default, of a class and of those bases that it hands its own on to."""
+    """Return the parameters without a default, of a class and of the bases to which it passes its ``**kwargs``."""
     own = _parameters(cls)
     defaults = {name: default for kind in reversed(cls.__mro__) for name, default in _parameters(kind).items()}
     names = [name for name in hints_of(cls) or own if defaults.get(name) is inspect.Parameter.empty]
     return [name for name in names if name in own or not is_taken_otherwise(cls, name)]
 
 
-def _parameters(kind: type) -> dict[str, Any]:
-    """The defaults of a class's own parameters that are given by name."""
+def _parameters(kind: type) -> dict[str, object]:
+    """Return the defaults of the parameters that a class's own ``__init__`` takes by name."""
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]  # type: ignore[misc]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}
@@ -116,7 +116,7 @@ def _plain(value: object) -> object:
 
 
 def _named(reward: object) -> object:
-    """A reward, or several, with each function's dotted path in place of the function."""
+    """Return a reward, or a list of rewards, with each function replaced by its dotted path."""
     if isinstance(reward, list | tuple):
         return [_named(one) for one in reward]
     if isinstance(reward, RewardFunction):
@@ -125,7 +125,7 @@ def _named(reward: object) -> object:
 
 
 def _dotted_path(thing: object) -> str:
-    """The path that another process imports a class or function by."""
+    """Return the path by which another process can import a class or function."""
     module, name = module_name(thing), getattr(thing, "__qualname__", "")
     try:
         is_found = module != "__main__" and attrgetter(name)(sys.modules[module]) is thing

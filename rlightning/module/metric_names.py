@@ -1,4 +1,4 @@
-"""The names of the metrics that this package logs, and which of them a run may have: docs/metrics.md explains them."""
+"""The names of the metrics that this package logs, and which of them a run can log: docs/metrics.md explains them."""
 
 import re
 from typing import TYPE_CHECKING
@@ -16,8 +16,8 @@ OF_SECTIONS = {
     "reward": "mean std no_signal failed <function>",
     "completion": "length length_max truncated",
     "trajectory": "not_sampled",
-    "environment": "tool_calls tool_failures turns tokens_per_turn time_in_engine time_in_environment engine_share prefix_cache_hits "
-    "branches/<reason> requeues verify_gap",
+    "environment": "tool_calls tool_failures turns tokens_per_turn time_in_engine time_in_environment engine_share "
+    "prefix_cache_hits branches/<reason> requeues verify_gap",
     "policy": "loss entropy kl clip_low clip_high gate rollout_gap_mean rollout_gap_max skipped_share "
     "correction_weight correction_out_of_bounds",
     "attention": "shared_share",
@@ -35,7 +35,7 @@ OF_SECTIONS = {
 
 
 def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:
-    """Return the names that a run may log, before it does.
+    """Return the names of all metrics that a run can log, before the run starts.
 
     Returns:
         Names, with a ``<placeholder>`` for numbers and moments; None where a class of the user's may log others.
@@ -60,6 +60,8 @@ def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:
 
 
 def is_among(name: str, names: list[str]) -> bool:
-    """Whether a metric's name is one of :func:`find_names`, as it is or of a step or an epoch in Lightning's way."""
+    """Return whether a metric's name is one of :func:`find_names`, with or without Lightning's suffix "_step" or
+    "_epoch".
+    """
     patterns = (re.sub(r"<\w+>", "[^/]+", re.escape(known)) for known in names)
     return any(re.fullmatch(rf"{pattern}(_step|_epoch)?", name) for pattern in patterns)

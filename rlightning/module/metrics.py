@@ -1,4 +1,4 @@
-"""Numbers about a step, correct over micro-batches and ranks. docs/metrics.md says what each of them means."""
+"""Metrics of a training step, reduced over micro-batches and ranks. docs/metrics.md says what each of them means."""
 
 from collections.abc import Callable, Mapping
 from math import comb
@@ -17,7 +17,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class RunningMeans:
-    """Means per token or trajectory, over micro-batches and ranks; nothing leaves the device before the end."""
+    """Means per token or trajectory over micro-batches and ranks; values stay on the device until :meth:`compute`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -26,7 +26,7 @@ class RunningMeans:
 
     @torch.no_grad()
     def add(self, values: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
-        """Take in values, each [T] or [M], by metric name; all of them, or those that ``mask`` chooses."""
+        """Add values, each [T] or [M], by metric name; only those that ``mask`` selects, if it is given."""
         for name, value in values.items():
             chosen = value.double() if mask is None else torch.where(mask, value.double(), 0)
             count = chosen.new_full((), value.numel()) if mask is None else mask.sum()
@@ -34,18 +34,18 @@ class RunningMeans:
             self._counts[name] = self._counts.get(name, 0) + count
 
     def add_share(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Take in two counts, scalars, of which the metric is the quotient."""
+        """Add a numerator and a denominator, both scalars; the metric is the quotient of their sums."""
         self._sums[name] = self._sums.get(name, 0) + part.double()
         self._counts[name] = self._counts.get(name, 0) + whole
 
     @torch.no_grad()
     def add_max(self, name: str, values: Tensor) -> None:
-        """Take in values of which only the largest is wanted."""
+        """Add values of a metric that reports only the largest one."""
         largest = torch.cat([values.float().flatten(), values.new_full((1,), -torch.inf, dtype=torch.float32)]).max()
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
     def compute(self, all_sum: Reduce, all_max: Reduce) -> dict[str, float]:
-        """The means and the maxima over all that the ranks have taken in, by names that are the same on each."""
+        """Return the means and maxima over all ranks, by metric names, which must be the same on each rank."""
         result: dict[str, float] = {}
         if self._sums:
             table = torch.stack(
@@ -62,7 +62,7 @@ class RunningMeans:
 def rollout_metrics(
     batch: RolloutBatch, all_sum: Reduce, all_max: Reduce, *, compared: Tensor | None = None
 ) -> dict[str, float]:
-    """Rewards, signal, lengths and branches of a rollout; a reward of NaN is one that failed.
+    """Return a rollout's metrics of rewards, signal, lengths and branches; a NaN reward is one that failed.
 
     Args:
         batch: with rewards, before failed or signal-less ones were taken out.
@@ -94,14 +94,14 @@ def rollout_metrics(
 
 
 def _groups_without_signal(batch: RolloutBatch, rewards: Tensor) -> Tensor:
-    """For each group [G] whether its rewards [M] are all equal, so that it says nothing about what is better."""
+    """Return for each group [G] whether its rewards [M] are all equal, so that its advantages are 0."""
     ids, group = torch.unique(batch.group_ids, return_inverse=True)
     signal = find_signal(batch, rewards, tolerance=0.0)
     return torch.ones(ids.numel(), dtype=torch.bool).index_put((group,), ~signal)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The chance that at least one of ``k`` samples passes, without bias from ``n`` samples of which ``c`` passed.
+    """Return the unbiased estimate of pass@k: the chance that one of ``k`` samples passes, if ``c`` of ``n`` passed.
 
     ``1 - C(n-c, k) / C(n, k)`` (arXiv:2107.03374, eq. 1).
     """

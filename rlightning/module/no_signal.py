@@ -1,4 +1,4 @@
-"""Steps of which no completion can be learned from: some are skipped, and too many in a row end the run."""
+"""Steps without a learning signal in any completion: the update may be skipped, and too many in a row end the run."""
 
 import logging
 
@@ -8,7 +8,7 @@ log = logging.getLogger(__name__)
 
 
 class StepsWithoutSignal:
-    """Counts them.
+    """Counts consecutive steps without a learning signal.
 
     Args:
         limit: so many in a row end the run.
@@ -25,7 +25,7 @@ class StepsWithoutSignal:
         self.limit, self.number = limit, 0
 
     def count(self, step: int, num_sampled: int, num_kept: int, *, is_told: bool) -> None:
-        """Take note of a step.
+        """Count a step, and end the run after too many without a signal.
 
         Args:
             step: counted from 1.

@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` returns, in any form of Lightning's: checked, and stepped by the module itself."""
+"""Checks the return value of ``configure_optimizers``, in any form that Lightning accepts, and steps the optimizers."""
 
 import functools
 import inspect
@@ -29,8 +29,10 @@ KEYS = ("optimizer", "lr_scheduler", "monitor")
 SCHEDULE_KEYS = tuple(field.name for field in fields(LRSchedulerConfig))
 
 
-def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with a check of what it returns: Lightning would fail with a KeyError, or much later."""
+def checked(configure_optimizers: Callable[..., object]) -> Callable[..., object]:
+    """Wrap ``configure_optimizers`` so that its return value is checked: Lightning would fail with a KeyError, or
+    later.
+    """
 
     @functools.wraps(configure_optimizers)
     def configure(*args: object, **kwargs: object) -> object:
@@ -44,7 +46,7 @@ def checked(configure_optimizers: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_form(found: object) -> None:
-    """Refuse what is none of Lightning's forms; None stands for no optimizer.
+    """Refuse a value in none of the forms that Lightning accepts; None stands for no optimizer.
 
     Raises:
         ConfigError: names what is wrong, and the forms.
@@ -84,7 +86,7 @@ def _check_keys(entry: dict[str, Any], known: Sequence[str], required: str, of: 
 
 
 def _without_nones(found: object) -> object:
-    """The form without schedules that are None, which Lightning would take for schedules."""
+    """Return the value without schedules that are None, which Lightning would treat as schedules."""
     if isinstance(found, dict):
         return {key: value for key, value in found.items() if key != "lr_scheduler" or value is not None}
     if type(found) is list:
@@ -95,7 +97,7 @@ def _without_nones(found: object) -> object:
 def prepare_optimizers(
     network: nn.Module, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, max_steps: int = -1
 ) -> None:
-    """Refuse what the module's own steps cannot do, before the first; schedule groups that were added to an optimizer.
+    """Refuse optimizers that the module cannot step by hand, and schedule the parameter groups added since.
 
     Raises:
         ConfigError: for an optimizer that needs a closure or sparse gradients, a schedule that needs a metric, that
@@ -162,7 +164,7 @@ def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> No
 
 
 def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str]) -> None:
-    """Drop gradients that no optimizer steps on: they would add up from step to step, and count in the norm.
+    """Delete gradients that no optimizer uses: they would accumulate over steps and count in the gradient norm.
 
     A warning names their parameters, but for those that are in ``named``, which gets them.
     """
@@ -183,7 +185,7 @@ def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str
 
 
 def listed(found: object) -> list[Any]:
-    """Return as a list what Lightning gives bare where there is one: ``module.optimizers()``."""
+    """Return ``module.optimizers()`` or ``module.lr_schedulers()`` as a list: Lightning returns a single one bare."""
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
@@ -199,14 +201,14 @@ def step_optimizers(wrapped: Sequence[Any], *, is_last: bool) -> None:
 
 
 def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) -> None:
-    """Step each schedule after every rollout, or after each n-th where its ``frequency`` is n."""
+    """Step each schedule after every rollout, or after each n-th if its ``frequency`` is n."""
     for config in schedules:
         if num_rollouts % config.frequency == 0:
             config.scheduler.step()  # type: ignore[call-arg]  # one by a metric has been refused
 
 
 def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
-    """Return the learning rates by metric name.
+    """Return the optimizers' learning rates by metric name.
 
     Returns:
         ``optim/lr``, that of the first group; where there are several optimizers, groups with a ``name`` or different

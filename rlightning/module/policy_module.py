@@ -1,4 +1,4 @@
-"""PolicyModule: a Hugging Face language model under Lightning, its optimizer and its weights."""
+"""PolicyModule: a Lightning module that holds a Hugging Face language model, its optimizer and its weights."""
 
 import logging
 import os
@@ -65,7 +65,7 @@ OPTIMIZER_KEYS = tuple(field.name for field in fields(AdamWSettings))
 
 
 class PolicyModule(Ranks, SavedModule):
-    """Holds the actor: loads it, optimizes it, gives its weights and log-probabilities away.
+    """Loads and optimizes the actor, exports its weights, and computes its log-probabilities.
 
     The configuration and the tokenizer are read at once, which is cheap and shows mistakes; the weights are loaded in
     :meth:`configure_model`, when Lightning has set up its devices.
@@ -92,7 +92,7 @@ class PolicyModule(Ranks, SavedModule):
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Check what an override of ``configure_optimizers`` returns."""
+        """Wrap a subclass's ``configure_optimizers`` so that its return value is checked."""
         super().__init_subclass__(**kwargs)
         if METHOD in vars(cls):
             setattr(cls, METHOD, checked(vars(cls)[METHOD]))
@@ -138,18 +138,18 @@ class PolicyModule(Ranks, SavedModule):
         self.actor: PreTrainedModel | None = None
 
     def configure_roles(self) -> dict[str, ModelRole]:
-        """Return the run's models by name; an override adds to what ``super()`` returns.
+        """Return the run's models by role name; an override extends the result of ``super()``.
 
         The trained ones become attributes of the module, each by its role's name.
         """
         return {ACTOR: ModelRole(load=self.load_actor, optimizer=self.actor_optimizer(), config=self.model_config)}
 
     def actor_optimizer(self) -> AdamWSettings:
-        """How the actor is trained, by the module's arguments of the same names."""
+        """The settings of the actor's optimizer, from the module's arguments of the same names."""
         return AdamWSettings(**{name: vars(self)[name] for name in OPTIMIZER_KEYS})
 
     def configure_model(self) -> None:
-        """Load the roles' networks. Called by Lightning, by a second ``fit`` or ``validate`` again."""
+        """Load the networks of all roles. Lightning calls this again in a second ``fit`` or ``validate``."""
         loaded = {name: role.network for name, role in self.roles.items()}
         self.roles = self.configure_roles()
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
@@ -162,7 +162,7 @@ class PolicyModule(Ranks, SavedModule):
                 role.network = role.load().requires_grad_(False)
 
     def load_actor(self) -> PreTrainedModel:
-        """Load the actor, to be trained."""
+        """Load the actor for training."""
         use_expandable_segments()
         if self._trainer is not None:
             use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
@@ -174,7 +174,7 @@ class PolicyModule(Ranks, SavedModule):
         return actor
 
     def load_model(self, model: str, *, is_trained: bool = True, adapter: LoRA | None = None) -> PreTrainedModel:
-        """Load a policy as the strategy has it, whole or this rank's shards of it, onto the strategy's device.
+        """Load a policy onto the strategy's device: whole, or this rank's shards if the strategy shards models.
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
@@ -223,7 +223,7 @@ class PolicyModule(Ranks, SavedModule):
         return policy
 
     def count_checkpointed_layers(self) -> int:
-        """How many of the actor's layers compute their activations twice, by ``gradient_checkpointing``."""
+        """Return how many of the actor's layers recompute activations in the backward pass."""
         num_layers: int = self.model_config.get_text_config().num_hidden_layers
         if self.gradient_checkpointing != "auto":
             return num_layers if self.gradient_checkpointing else 0
@@ -237,39 +237,39 @@ class PolicyModule(Ranks, SavedModule):
         return count
 
     def configure_optimizers(self) -> Any:
-        """AdamW of each trained role, and its schedule; an override may return any form of Lightning's."""
+        """Return AdamW and a schedule for each trained role; an override may return any form of Lightning's."""
         return make_optimizers(self, self.roles, self.trainer)
 
     @property
     def has_usual_optimizers(self) -> bool:
-        """Whether ``configure_optimizers`` is this package's, which nothing can be wrong with."""
+        """Whether ``configure_optimizers`` is this package's own, so that its result needs no check."""
         return type(self).configure_optimizers.__module__.partition(".")[0] == "rlightning"
 
     def on_fit_start(self) -> None:
-        """Refuse optimizers and schedules that the steps here cannot use."""
+        """Refuse optimizers and schedules that this module cannot step by hand."""
         prepare_optimizers(
             self, self.trainer.optimizers, self.trainer.lr_scheduler_configs, max_steps=self.trainer.max_steps
         )
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse weights that are not finite."""
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+        """Refuse to save weights that are not finite."""
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
         if self.adapter is not None:
             checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, self.model_path)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse an adapter of another kind or base."""
+        """Refuse a checkpoint whose adapter is of another kind or another base model."""
         adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
         super().on_load_checkpoint(checkpoint)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As of any module, but for the frozen base of an adapter, which the model's folder has."""
+        """Return the module's state, without the frozen base of an adapter, which the model's folder holds."""
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         return state if self.adapter is None else adapter_checkpoints.without_base(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Of an adapter without its base; a ConfigError if it is strict, and names or shapes of weights differ."""
+        """Load a state, which lacks an adapter's base; if strict, other names or shapes are a ConfigError."""
         own = super().state_dict()
         if self.adapter is not None:
             state_dict = adapter_checkpoints.with_base(state_dict, own)
@@ -278,48 +278,48 @@ class PolicyModule(Ranks, SavedModule):
         return super().load_state_dict(state_dict, strict, assign)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The configuration in force by key, as far as it is known: what optimizes, and all that a file said."""
+    def settings(self) -> dict[str, object]:
+        """The configuration in force by key, as far as known: the optimizers' settings and the config files' keys."""
         values = {f"model.{name}": vars(self)[name] for name in OPTIMIZER_KEYS}
         values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}
         return values | super().settings
 
     @property
     def max_model_length(self) -> int:
-        """Tokens of the longest sequence that the model's positions allow."""
+        """The longest sequence, in tokens, that the model's position encoding allows."""
         return max_model_length(self.model_config)
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the model's embedding: every token id is below."""
+        """The number of rows of the model's embedding; every token id is below it."""
         size: int = self.model_config.get_text_config().vocab_size
         return size
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine is sent: the actor's parameters, tied ones once, and saved buffers, by Hugging Face names.
+        """Yield the weights that engines are sent: the actor's parameters and saved buffers, by Hugging Face names.
 
         With an adapter they are those of base and adapter together; all ranks call it.
         """
         yield from named_weights(self.loaded_actor) if self.adapter is None else merged_weights(self.loaded_actor)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter's weights, by the names of PEFT's files."""
+        """Yield the adapter's weights under the names that PEFT's files use."""
         yield from adapter_parameters(self.loaded_actor)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that the adapter is added to, as :meth:`named_weights` of a module without one."""
+        """Yield the frozen weights that the adapter is added to, under the names of :meth:`named_weights`."""
         yield from named_weights(self.loaded_actor)
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Within, without gradient, the actor is its base."""
+        """Context in which the actor computes without its adapter and without gradients."""
         return adapter_off(self.loaded_actor)
 
     def perturbed_adapter(self) -> AbstractContextManager[None]:
-        """Within, the adapter has other values, which an engine cannot be without unnoticed; all ranks call it."""
+        """Context with changed adapter values, by which a check detects an engine without the adapter; collective."""
         return perturbed_adapter(self.loaded_actor)
 
     def save_hf(self, path: str | Path) -> None:
-        """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the weights it came with.
+        """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the original weights.
 
         An adapter is added to its base's weights.
 
@@ -329,7 +329,7 @@ class PolicyModule(Ranks, SavedModule):
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
     def save_adapter(self, path: str | Path) -> None:
-        """Write the adapter, with its tokenizer, as a folder that PEFT, vLLM and ``model.adapter.path`` take.
+        """Write the adapter and the tokenizer as a folder that PEFT, vLLM and ``model.adapter.path`` can load.
 
         Args:
             path: the folder; what it holds is replaced once the new one is whole.
@@ -339,7 +339,7 @@ class PolicyModule(Ranks, SavedModule):
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
-        """Log-probabilities of the sampled tokens under the actor at temperature 1, to verify an engine's.
+        """Return the actor's log-probabilities of the sampled tokens at temperature 1, to verify an engine's.
 
         Args:
             batch: on the CPU.
@@ -364,7 +364,7 @@ class PolicyModule(Ranks, SavedModule):
     def evaluate_logprobs(
         self, batch: RolloutBatch, model: PreTrainedModel, *, temperature: float, max_tokens: int
     ) -> Tensor:
-        """Log-probabilities of the sampled tokens, without gradient, in micro-batches.
+        """Return log-probabilities of the sampled tokens, computed in micro-batches without gradients.
 
         Args:
             batch: on the CPU.
@@ -390,7 +390,7 @@ class PolicyModule(Ranks, SavedModule):
         return result
 
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """These sequences of a batch on this rank's device; of none, something that counts for nothing.
+        """Return the given sequences on this rank's device; a padding batch with no loss if none are given.
 
         What they share is computed once, if that is asked for and enough to pay for copies of keys and values.
         """
@@ -405,7 +405,7 @@ class PolicyModule(Ranks, SavedModule):
         return microbatch
 
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
-        """Cut a batch by tokens into lists of sequences of about equal cost, those together that share long prefixes.
+        """Split a batch into micro-batches of about equal cost; sequences with a long common prefix stay together.
 
         On every rank equally many, the last of which may be empty: a sharded model gathers its weights in each pass.
         """
@@ -423,7 +423,7 @@ class PolicyModule(Ranks, SavedModule):
         return joined + [[]] * (number - len(parts))
 
     def costs(self, batch: RolloutBatch) -> Tensor:
-        """What forward and backward over each sequence take, attention included: [N] floating point operations.
+        """Return the floating point operations of forward and backward over each sequence: [N].
 
         A long prefix that it shares with another sequence counts for one of them.
         """
@@ -435,16 +435,16 @@ class PolicyModule(Ranks, SavedModule):
         return count(batch.lengths, batch.sampled_lengths) - count(prefix, torch.zeros_like(prefix))
 
     def long_prefixes(self, batch: RolloutBatch) -> Prefixes:
-        """Return what sequences of a batch on the CPU share, 0 where it is too little to be computed once."""
+        """Return the prefixes that sequences of a batch on the CPU share, 0 if too short to compute once."""
         return find_long_prefixes(batch) if self.shares_prefixes else Prefixes.none(batch.num_sequences)
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether what sequences share is computed once: it is asked for, and the model can."""
+        """Whether shared prefixes are computed once: the user asked for it, and the model supports it."""
         return self.share_prefixes and can_share_prefixes(self.model_config, self.device.type)
 
     @property
     def loaded_actor(self) -> PreTrainedModel:
-        """The actor, which is there once :meth:`configure_model` has run."""
+        """The actor's network, which exists after :meth:`configure_model`."""
         assert self.actor is not None, "configure_model() loads the actor"
         return self.actor

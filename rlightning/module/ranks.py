@@ -1,4 +1,4 @@
-"""The ranks that a module is trained on, and what they reduce over each other."""
+"""The process groups of a module's ranks, and reductions over them."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,39 +12,39 @@ from rlightning.protocols import HasTensorParallelSize, has
 
 
 class Ranks(LightningModule):
-    """A module on one process, or on several that share data, shards of weights or parts of layers."""
+    """A module that trains on one process, or on several with data, fully sharded or tensor parallelism."""
 
     @property
     def tensor_parallel_size(self) -> int:
-        """How many neighbouring ranks hold one copy of the actor together, and so compute on the same batch."""
+        """The number of neighbouring ranks that split each layer of the actor and compute on the same batch."""
         strategy = None if self._trainer is None else self.trainer.strategy
         return strategy.tensor_parallel_size if has(strategy, HasTensorParallelSize) else 1
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among its tensor-parallel neighbours."""
         return global_rank() % self.tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Return into how many shares an update is split."""
+        """The number of shares that an update is split into."""
         return world_size() // self.tensor_parallel_size
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks, the shares of an update; on one, the tensor itself."""
+        """Return the sum of a tensor over the data-parallel ranks; with one such rank, the tensor itself."""
         summed = all_reduce(tensor)
         return summed if self.tensor_parallel_size == 1 else summed / self.tensor_parallel_size
 
     def world_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, each of which samples for itself."""
+        """Return the sum of a tensor over all ranks; each rank samples its own prompts."""
         return all_reduce(tensor)
 
     def all_max(self, tensor: Tensor) -> Tensor:
-        """The largest over all ranks, element by element."""
+        """Return the element-wise maximum of a tensor over all ranks."""
         return all_reduce(tensor, "max")
 
     def local_gradients(self) -> AbstractContextManager[None]:
-        """Inside, a backward adds to this rank's gradients, as far as they need not be averaged over the ranks yet.
+        """Context in which a backward pass accumulates gradients on this rank, without averaging where it can wait.
 
         For all micro-batches of an optimizer step but the last.
         """
@@ -52,6 +52,6 @@ class Ranks(LightningModule):
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     def average_gradients(self) -> None:
-        """Average over the ranks the gradients that the strategy has not: of parameters beside sharded ones."""
+        """Average over the ranks the gradients that the strategy does not: of parameters outside sharded models."""
         if isinstance(self.trainer.strategy, FSDP):
             self.trainer.strategy.average_gradients()

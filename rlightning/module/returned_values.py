@@ -1,4 +1,4 @@
-"""Checks what overridden methods of a module return, where it would fail, or broadcast, further on."""
+"""Checks of the tensors that overridden methods return: a wrong shape would fail, or broadcast unnoticed, later."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from rlightning.foreign_text import cut_value
 
 
 def returned_tensor(values: object, length: int, method: str, unit: str) -> Tensor:
-    """Return the values of a method, one for each ``unit``, as a tensor [length]; whole numbers become floats.
+    """Return a method's values, one for each ``unit``, as a tensor [length]; integers are converted to floats.
 
     Raises:
         ConfigError: they are no numbers, or not as many.
@@ -27,7 +27,7 @@ def returned_tensor(values: object, length: int, method: str, unit: str) -> Tens
 
 
 def returned_loss(values: object, num_tokens: int, term: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what a term of the loss returned: [T] losses, and [T] values by name for the metrics.
+    """Return the result of a loss term, checked: [T] losses, and [T] values by name for the metrics.
 
     Raises:
         ConfigError: it is no such pair.

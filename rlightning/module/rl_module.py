@@ -1,4 +1,4 @@
-"""RLModule: the actor, and one training step from prompts to updated weights."""
+"""RLModule: holds the actor and runs a training step, from prompts to updated weights."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class RLModule(EvaluationSteps):
-    """Holds the actor and trains it on its own completions.
+    """Trains the actor on completions that it samples itself.
 
     One :meth:`training_step` is one rollout step: the engine completes prompts, the completions are rewarded and turned
     into advantages, and the actor is updated on them. A new algorithm overrides :meth:`compute_rewards`,
@@ -117,11 +117,11 @@ class RLModule(EvaluationSteps):
     # What the data module and the loggers call
 
     def check_columns(self, columns: Sequence[str], source: str) -> None:
-        """Refuse a prompt set without the columns that the reward functions need; the data module calls this."""
+        """Refuse a prompt set without the columns that the reward functions read; the data module calls this."""
         self.rewarder.check(columns, source)
 
     def read_columns(self, columns: Sequence[str]) -> list[str]:
-        """Return the columns of a prompt set that what is learned depends on, besides the prompts.
+        """Return the columns of a prompt set that rewards depend on, besides the prompts.
 
         The data module calls this: a resumed run must find these columns as they were. They are those that the reward
         functions read; of an override of :meth:`compute_rewards` all are.
@@ -129,7 +129,7 @@ class RLModule(EvaluationSteps):
         return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
-        """Refuse a prompt set whose reference answers do not reward themselves; the data module calls this on rank 0.
+        """Refuse a prompt set whose reference answers get no reward themselves; the data module calls this on rank 0.
 
         The error says ``where`` a row is, by file and line.
         """
@@ -137,19 +137,19 @@ class RLModule(EvaluationSteps):
             self.rewarder.check_answers(prompts, where)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """As of any policy, and the digest of the reward functions' source."""
+    def settings(self) -> dict[str, object]:
+        """The settings of the policy module, and a digest of the reward functions' source."""
         digest = self.rewarder.sources.digest
         return super().settings | ({"model.rewards.source": digest[:12]} if digest else {})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy of the module has: all but the trainer and the engine, which belong to the run."""
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state for copies of the module, without the trainer and the engine, which belong to the run."""
         return super().__getstate__() | {"generator": None}
 
     # Set-up
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse what cannot work: Lightning calls this first of all, before an engine starts or a model is loaded."""
+        """Refuse invalid settings. Lightning calls this first, before an engine starts or a model is loaded."""
         ignore_warnings()
         stage = self.trainer.state.fn
         # An override of the user's may need no reward function, and an environment may reward.
@@ -178,7 +178,7 @@ class RLModule(EvaluationSteps):
         return [added for added in own if not any(isinstance(callback, type(added)) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
-        """Log what is about to be done; refuse to start without an engine."""
+        """Log the plan of the run; refuse to start training without an engine."""
         start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
         if self.generates and stage != "predict":
             self.choose_correction(self._engine.max_staleness)
@@ -186,18 +186,18 @@ class RLModule(EvaluationSteps):
             log.info(describe_start(self.trainer, self))
 
     def on_train_start(self) -> None:
-        """Validate before the first step."""
+        """Validate before the first training step, if that is configured."""
         if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the number of updates."""
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+        """Save the number of updates in the checkpoint."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
         checkpoint["num_steps_without_signal"] = self.without_signal.number
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the number of updates."""
+        """Restore the number of updates from the checkpoint."""
         if "weight_version" not in checkpoint:
             raise ConfigError(
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
@@ -207,7 +207,7 @@ class RLModule(EvaluationSteps):
         super().on_load_checkpoint(checkpoint)
 
     def teardown(self, stage: str) -> None:
-        """End the reward functions' processes."""
+        """End the worker processes of the reward functions."""
         self.close()
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class RLModule(EvaluationSteps):
     # One step
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
-        """From prompts to updated weights.
+        """Run one training step: sample, reward, estimate advantages and update the weights.
 
         A step without a completion to learn from counts as one, but skips its update and the hooks of that.
 
@@ -240,7 +240,7 @@ class RLModule(EvaluationSteps):
         self.log_dict(self._no_update | metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
 
     def collect(self, prompts: list[Prompt]) -> RolloutBatch | None:
-        """Sample and reward trajectories; with ``max_refills``, until enough groups are worth keeping.
+        """Sample and reward trajectories; with ``max_refills``, sample again until enough groups have a signal.
 
         Returns:
             The kept trajectories, with rewards, on the CPU; None if no rank has any.
@@ -279,7 +279,7 @@ class RLModule(EvaluationSteps):
         return self.batch_type.concatenate(kept) if num_kept else None
 
     def balance(self, batch: RolloutBatch) -> RolloutBatch:
-        """From this rank's own trajectories to its share of the update, of about as much work as the others'.
+        """Exchange trajectories between ranks, so that each rank's share of the update is about equal work.
 
         Returns:
             Whole groups, on the CPU, their ``group_ids`` numbered through over all ranks.
@@ -293,7 +293,8 @@ class RLModule(EvaluationSteps):
         )
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
-        """Attempt ``prompts``, each ``samples_per_prompt`` times; or as many earlier ones, where some are in flight.
+        """Sample ``samples_per_prompt`` trajectories of each prompt; with prompts in flight, return as many earlier
+        ones.
 
         Returns:
             A batch without rewards, on the CPU, of the trajectories that count as sampled.
@@ -309,7 +310,7 @@ class RLModule(EvaluationSteps):
         return counted
 
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Let the reward functions start on a prompt's trajectories while others are still generated.
+        """Start the reward functions on one prompt's trajectories while those of other prompts are generated.
 
         Those that another :meth:`compute_rewards` than this package's asks for wait for it.
         """
@@ -317,7 +318,7 @@ class RLModule(EvaluationSteps):
             self.rewarder.begin([one for one in trajectories if self._is_sampled(one)])
 
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
-        """Set ``batch.rewards``, NaN where a reward function failed."""
+        """Set ``batch.rewards``; a reward that failed is NaN."""
         fire(self.trainer, self, "on_reward_start", batch)
         rewards = self.compute_rewards(batch)
         rewards = returned_tensor(rewards, batch.num_trajectories, "compute_rewards", "trajectories")
@@ -333,7 +334,7 @@ class RLModule(EvaluationSteps):
         return batch
 
     def estimate_advantages(self, batch: RolloutBatch) -> RolloutBatch:
-        """Set ``old_logprobs`` and ``ref_logprobs``, where they are needed, and ``advantages``."""
+        """Set ``advantages``, and ``old_logprobs`` and ``ref_logprobs`` if the loss needs them."""
         limit = self.plan.max_tokens_per_microbatch
         evaluate = partial(self.evaluate_logprobs, batch, temperature=self.sampling.temperature, max_tokens=limit)
         if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
@@ -363,7 +364,7 @@ class RLModule(EvaluationSteps):
     # What an algorithm overrides
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Reward each trajectory; by default the weighted sum of the reward functions, and the environment's reward.
+        """Return each trajectory's reward; by default the weighted sum of reward functions and environment reward.
 
         Args:
             batch: on the CPU, with ``trajectories`` [M]; of single-turn ones with ``prompts`` and ``completions`` [M].
@@ -386,28 +387,28 @@ class RLModule(EvaluationSteps):
         return scores.rewards + given
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Which trajectories to learn from: [M] bool; all by default. Groups dropped here may be refilled."""
+        """Return which trajectories to train on: [M] bool; by default all. Dropped groups may be refilled."""
         return torch.ones(batch.num_trajectories, dtype=torch.bool)
 
     def compared_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards by which the trajectories of a group differ, or say nothing: [M], NaN where one failed."""
+        """Return the rewards that decide whether a group has a learning signal: [M], NaN for a failed reward."""
         assert batch.rewards is not None
         return batch.rewards
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
-        """The rewards less ``kl_coef`` times each trajectory's divergence: [M]. Used with ``kl_placement="reward"``."""
+        """Return the rewards minus ``kl_coef`` times each trajectory's KL: [M], for ``kl_placement="reward"``."""
         assert batch.rewards is not None
         trajectory_ids = batch.to_tokens(torch.arange(batch.num_trajectories))
         return subtract_kl(batch.rewards, self.estimate_kl(batch), batch.is_sampled, trajectory_ids, self.kl_coef)
 
     def estimate_kl(self, batch: RolloutBatch) -> Tensor:
-        """The divergence from the reference model before the rollout's first update, estimated on each token: [T]."""
+        """Return each token's estimated KL from the reference model, before the rollout's first update: [T]."""
         assert batch.ref_logprobs is not None
         logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
         return estimate_kl(logprobs, batch.ref_logprobs, self.kl_estimator)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """How much better than expected each token is.
+        """Return the advantage of each token.
 
         Args:
             batch: with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` takes [M] to [T].
@@ -418,12 +419,12 @@ class RLModule(EvaluationSteps):
         raise NotImplementedError(f"{type(self).__name__} does not define compute_advantages(batch).")
 
     def take_prompts(self, num_prompts: int) -> list[Prompt]:
-        """Further prompts from the training set, which the checkpoint counts as seen."""
+        """Return further prompts of the training set, which the checkpoint records as consumed."""
         taken: list[Prompt] = self.trainer.datamodule.take(num_prompts)  # type: ignore[attr-defined]
         return taken
 
     def _keep(self, batch: RolloutBatch) -> RolloutBatch:
-        """The trajectories whose reward did not fail, and of these the ones worth keeping."""
+        """Drop trajectories whose reward failed, and those that :meth:`keep_sequences` does not select."""
         assert batch.rewards is not None
         batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
         kept = returned_tensor(self.keep_sequences(batch), batch.num_trajectories, "keep_sequences", "trajectories")
@@ -431,5 +432,5 @@ class RLModule(EvaluationSteps):
 
     @property
     def _has_own_rewards(self) -> bool:
-        """Whether the rewards are computed by this package, which needs reward functions for it, and no override."""
+        """Return whether this package computes the rewards, which requires reward functions, and no override does."""
         return type(self).compute_rewards.__module__.partition(".")[0] == "rlightning"

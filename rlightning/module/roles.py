@@ -1,4 +1,4 @@
-"""Roles: the models of a run and what is done with each, as ``configure_roles`` of a module returns them.
+"""Roles: the models of a run, such as actor and reference, as a module's ``configure_roles`` returns them.
 
 A trained role is a child module, named as the role is: strategies move it and average its gradients, checkpoints hold
 it, and it has an optimizer and a gradient norm of its own. A frozen role is none of that: neither checkpoints nor
@@ -31,7 +31,7 @@ REFERENCE = "reference"
 
 @dataclass(slots=True, kw_only=True)
 class ModelRole:
-    """A model of a run, such as actor, reference or critic.
+    """The settings and the network of one model of a run, such as actor, reference or critic.
 
     Attributes:
         load: makes the network on the module's device; all ranks call it. ``module.load_model`` reads a Hugging Face
@@ -48,16 +48,16 @@ class ModelRole:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the network is trained: a child module, which is in checkpoints."""
+        """Whether the network is trained; a trained network is a child module, so that checkpoints hold it."""
         return self.optimizer is not None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The network's, as far as it is there."""
+        """Return the network's parameters; none before it is loaded."""
         return iter(()) if self.network is None else self.network.parameters()
 
 
 def parameters_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, list[nn.Parameter]]:
-    """Return a module's parameters by the trained role that they belong to, in the order of ``parameters()``.
+    """Return a module's parameters by the trained role that owns them, in the order of ``parameters()``.
 
     One that several roles share belongs to the first of them; one of the module's own, in no role, to the actor.
     """
@@ -73,7 +73,7 @@ def parameters_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dic
 
 
 def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, Tensor]:
-    """Scale each trained role's gradients down to its ``max_grad_norm``; drop them where they are not finite.
+    """Clip each trained role's gradients to its ``max_grad_norm``; drop gradients that are not finite.
 
     Returns:
         The metrics ``optim/grad_norm``, before, and ``optim/skipped``: [1] each, of the actor, and of others by name.
@@ -92,7 +92,7 @@ def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str,
 def make_optimizers(
     module: nn.Module, roles: Mapping[str, ModelRole], trainer: Trainer
 ) -> tuple[list[AdamW], list[ConfiguredLR]]:
-    """Return the trained roles' optimizers and schedules, the actor's first.
+    """Return the optimizers and schedules of the trained roles, the actor's first.
 
     The module's own parameters, in no role, have two groups of their own behind the actor's two.
     """

@@ -1,4 +1,4 @@
-"""Keeps the folder of a fit to one run, where the command line has not."""
+"""Locks the run's folder during a fit that was not started by the command line, which locks the folder itself."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ SAVED = "*.ckpt"
 
 
 def lock_run_of(trainer: Trainer) -> None:
-    """Take the folder of a fit in which a callback writes, where the command line has not; on every rank.
+    """Lock the folder of a fit in which a callback writes, unless the command line has locked it; on every rank.
 
     Raises:
         ConfigError: another run is at work there, or nothing can be written there.
@@ -37,18 +37,18 @@ def lock_run_of(trainer: Trainer) -> None:
 
 
 class UnlockRun(Callback):
-    """Takes the folder again if it was removed, and undoes :func:`lock_run_of` when the fit is over."""
+    """A callback that locks the folder again if it was removed, and unlocks it when the fit is over."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
-        """Called when a step begins."""
+        """Lock the folder again if it was removed; called when a step begins."""
         relock_run(Path(trainer.default_root_dir).expanduser())
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
-        """Called when the run was cut short."""
+        """Unlock the folder; called when the run was cut short."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: object, stage: str) -> None:
-        """Called when the run is over."""
+        """Unlock the folder; called when the run is over."""
         folder = Path(trainer.default_root_dir).expanduser().absolute()
         if folder in _locked:
             _locked.discard(folder)

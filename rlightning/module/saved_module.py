@@ -1,4 +1,4 @@
-"""SavedModule: what of a module is in a checkpoint besides weights, and the module that a checkpoint makes."""
+"""SavedModule: stores a module's settings and arguments in checkpoints, and makes the module from a checkpoint."""
 
 import logging
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ ARGUMENT_NAMES = "argument_names"
 
 
 class SavedModule(PromptBatchModule):
-    """A module whose checkpoints hold its settings and the arguments that it was made with.
+    """A module whose checkpoints hold its settings and the arguments of its constructor.
 
     Attributes:
         arguments: what it was made with, by name.
@@ -34,18 +34,18 @@ class SavedModule(PromptBatchModule):
     configuration: Mapping[str, Any] = {}
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The configuration in force by key, as far as it is known."""
+    def settings(self) -> dict[str, object]:
+        """The configuration in force by key, as far as the module knows it."""
         return dict(self.configuration)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Keep what the class is called with, for checkpoints."""
+        """Keep the arguments of the constructor for checkpoints."""
         module = super().__new__(cls, *args, **kwargs)
         vars(module)["arguments"] = bind_arguments(cls, args, kwargs)
         return module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the settings in force and the arguments, with no objects and no secrets among hyperparameters."""
+        """Save the settings in force and the constructor's arguments, without objects and secrets."""
         checkpoint[SETTINGS] = self.settings
         checkpoint[ARGUMENT_NAMES] = list(self.arguments)
         key, of_data = self.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
@@ -64,7 +64,7 @@ class SavedModule(PromptBatchModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Make the module that a checkpoint was written of, a file's or a sharded folder's, with its weights.
+        """Return the module that a checkpoint, a file or a sharded folder, was saved from, with its weights.
 
         Args:
             checkpoint_path: the file or folder.
@@ -93,18 +93,18 @@ class SavedModule(PromptBatchModule):
         module.load_state_dict(checkpoint["state_dict"], strict=strict)
         return module.to(map_location)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy has; none is sent to processes that a strategy spawns."""
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state for copies; refuse to pickle the module for a process that a strategy spawns."""
         check_not_spawned()
         return super().__getstate__()
 
     @property
     def hparams_initial(self) -> Any:
-        """What ``save_hyperparameters`` was called with, for loggers and the report: references in place of secrets."""
+        """The arguments of ``save_hyperparameters``, for loggers and the report, with references for secrets."""
         return conceal(super().hparams_initial)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say which settings differ from the checkpoint's: those in force decide."""
+        """Log the settings that differ from the checkpoint's; the current settings are used."""
         if self._trainer is None or self.trainer.state.fn != "fit" or not self.trainer.is_global_zero:
             return
         changes = describe_changes(checkpoint.get(SETTINGS, {}), self.settings)

@@ -1,7 +1,6 @@
-"""Whether the weights of a checkpoint are those of a module."""
+"""Checks that the weights of a checkpoint fit a module."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -9,8 +8,8 @@ from rlightning.errors import ConfigError
 from rlightning.module.roles import ACTOR
 
 
-def check_saved_weights(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse weights of a checkpoint that a module has no place for, and a module that has others, by the first."""
+def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+    """Refuse a checkpoint whose weights differ from the module's in name or shape; the error names the first."""
     for name, tensor in own.items():
         if name not in saved and not name.startswith(f"{ACTOR}."):
             raise ConfigError(

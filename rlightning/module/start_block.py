@@ -1,4 +1,4 @@
-"""What a run is about to do, in one block of lines when it starts."""
+"""The summary of a run's plan that is logged when the run starts."""
 
 import shutil
 from pathlib import Path
@@ -48,7 +48,7 @@ def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def wrap(name: str, text: str) -> str:
-    """Return a row, whose further lines stand below its text."""
+    """Return a row of the summary, with further lines indented to the start of its text."""
     return fill(
         f"{name:<{NAME_WIDTH}}{text}",
         WIDTH,
@@ -74,7 +74,7 @@ def describe_model(trainer: Trainer, module: EvaluationSteps, num_parameters: in
 
 
 def describe_layout(trainer: Trainer) -> str:
-    """Return how many ranks there are, of which devices, and what each holds."""
+    """Return the number of ranks, their devices, and which part of the model each rank holds."""
     parallelism, device = Parallelism.of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     num_ranks = trainer.world_size
@@ -126,12 +126,12 @@ def describe_checkpoints(trainer: Trainer, module: EvaluationSteps, num_paramete
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that is there."""
+    """Return a folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def relative(path: str | Path, folder: Path) -> str:
-    """Return a path below the run's folder as seen from there, any other whole."""
+    """Return a path relative to the run's folder if it is inside of it, else the path itself."""
     whole, root = Path(path).absolute(), folder.absolute()
     return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(path)
 

@@ -1,4 +1,4 @@
-"""Which of Lightning's Trainer options and callbacks work here: docs/configuration.md has all of them in a table."""
+"""Checks of Lightning's Trainer options and callbacks: docs/configuration.md has a table of which work here."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ _REFUSED_OPTIONS: dict[str, tuple[object, str]] = {
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse what Lightning would apply to the wrong thing, or to nothing: the module optimizes by hand."""
+    """Refuse Trainer options that Lightning ignores or misapplies under manual optimization, which this module uses."""
     if trainer.precision == "bf16-true":
         log.warning(
             "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below "
@@ -98,7 +98,7 @@ _DATA = {
 
 
 def check_data_source(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse loaders in place of a data module: their batches are no prompts, and have no position to resume from."""
+    """Refuse loaders in place of a data module: their batches are no prompts, and their position is not saved."""
     assert trainer.state.fn is not None
     command = trainer.state.fn.value
     hook, argument = _DATA[command]
@@ -114,13 +114,13 @@ def check_data_source(trainer: Trainer, module: LightningModule) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of the Trainer's, all of them as they were given, that make no sense here, before it is built."""
+    """Refuse Trainer options that do not work here, as the user gave them, before the Trainer is made."""
     check_strategy(options["strategy"])
     check_unused_options(options)
 
 
-def check_unused_options(options: Mapping[str, Any]) -> None:
-    """Refuse float16, and options of the Trainer that would be applied to nothing."""
+def check_unused_options(options: Mapping[str, object]) -> None:
+    """Refuse float16 and Trainer options that would have no effect."""
     check_precision(options["precision"])
     for name, (default, reason) in _REFUSED_OPTIONS.items():
         given = options[name]
@@ -130,7 +130,7 @@ def check_unused_options(options: Mapping[str, Any]) -> None:
 
 
 def check_callbacks(listed: Iterable[Callback | type]) -> None:
-    """Refuse callbacks of Lightning's that could not work, or their classes, before anything is loaded."""
+    """Refuse callbacks of Lightning's, or their classes, that cannot work here, before anything is loaded."""
     for callback in listed:
         kind = callback if isinstance(callback, type) else type(callback)
         for refused, reason in REFUSED_CALLBACKS.items():
@@ -142,7 +142,7 @@ def check_callbacks(listed: Iterable[Callback | type]) -> None:
 
 
 def check_precision(precision: object) -> None:
-    """Refuse float16, as the user has said it: on a CPU, and so in a controller, Lightning turns it into bfloat16."""
+    """Refuse float16 as the user wrote it: on a CPU, so also in a controller, Lightning changes it to bfloat16."""
     if str(precision) in ("16", "16-mixed", "16-true"):
         raise ConfigError(
             f"trainer.precision={precision} needs a scaled loss, which this step's is not. Use bf16-mixed."

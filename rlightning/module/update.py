@@ -1,4 +1,4 @@
-"""UpdateModule: from a rollout with advantages to updated weights."""
+"""UpdateModule: the optimizer steps on a rollout with advantages."""
 
 import logging
 import math
@@ -47,7 +47,7 @@ SHARED_SHARE = "attention/shared_share"
 
 
 class UpdateModule(PolicyModule):
-    """A PolicyModule that is updated on rollouts::
+    """A PolicyModule that updates its actor on rollouts::
 
         rollout -> mini-batches, one an optimizer step -> micro-batches, one a forward pass -> loss components
 
@@ -134,16 +134,16 @@ class UpdateModule(PolicyModule):
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts a rollout, over all ranks."""
+        """The number of prompts of a rollout, over all ranks."""
         return self.plan.prompts_per_step
 
     @property
     def samples_per_prompt(self) -> int:
-        """Completions of each prompt."""
+        """The number of completions of each prompt."""
         return self.plan.samples_per_prompt
 
     def configure_roles(self) -> dict[str, ModelRole]:
-        """The actor and, where it is measured against one that is not its own base, the frozen reference."""
+        """Return the actor, and a frozen reference if the KL needs a model other than the actor's own base."""
         roles = super().configure_roles()
         if self.kl_coef and not self.is_own_reference:
             load = partial(self.load_model, self.reference_path, is_trained=False)
@@ -156,7 +156,7 @@ class UpdateModule(PolicyModule):
         return self.adapter is not None and self.reference_path == self.model_path
 
     def choose_correction(self, max_staleness: int) -> None:
-        """Weigh what an older policy has sampled, unless the user has chosen (decoupled PPO, arXiv:2505.24298)."""
+        """With ``rollout_correction="auto"``, correct off-policy samples if staleness is allowed (arXiv:2505.24298)."""
         if self.rollout_correction == "auto":
             self.active_correction = RolloutCorrection() if max_staleness > 0 else None
         if self.rollout_correction == "auto" and self.active_correction is not None:
@@ -186,7 +186,7 @@ class UpdateModule(PolicyModule):
         )
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """Take the rollout's optimizer steps; all of them count as one step of the trainer.
+        """Run the rollout's optimizer steps; together they are one step of the trainer.
 
         Args:
             batch: with advantages, on the CPU.
@@ -213,7 +213,7 @@ class UpdateModule(PolicyModule):
         return metrics | rates
 
     def skip_update(self) -> dict[str, float]:
-        """Count a step of the trainer and of the schedule, as :meth:`update` does, that changes no weight.
+        """Advance the trainer's step count and the schedules as :meth:`update` does, without changing weights.
 
         Returns:
             The metrics of the update.
@@ -227,7 +227,7 @@ class UpdateModule(PolicyModule):
         return {"optim/skipped": 1.0} | rates
 
     def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Return which sequences cannot move the gradient, so that neither forward nor backward computes them.
+        """Return which sequences have no gradient, so that neither forward nor backward computes them.
 
         Those are sequences without an advantage on any sampled token, if no term of the loss has a gradient on any
         of them, on any rank (:func:`~rlightning.objectives.zero_gradient.has_zero_gradient`). Normalisers count them
@@ -256,7 +256,7 @@ class UpdateModule(PolicyModule):
         return skippable
 
     def _minibatches(self, batch: RolloutBatch) -> list[Tensor]:
-        """The rollout's minibatches, each the trajectories of it that this rank has: maybe none."""
+        """Return the indices of this rank's trajectories in each minibatch of the rollout; some may be empty."""
         groups = batch.group_ids
         num_groups = int(all_reduce(torch.cat([groups, groups.new_tensor([-1])]).max(), "max")) + 1
         plan, seed = self.plan, minibatch_seed(self.weight_version)
@@ -264,7 +264,7 @@ class UpdateModule(PolicyModule):
         return [torch.isin(groups, torch.tensor(chosen)).nonzero()[:, 0] for epoch in epochs for chosen in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
-        """Forward and backward over one minibatch, cut by tokens; the cut does not change the gradient.
+        """Run forward and backward over one minibatch, in micro-batches; their number does not change the gradient.
 
         Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
         """
@@ -286,7 +286,7 @@ class UpdateModule(PolicyModule):
                 self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
 
     def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
-        """This micro-batch's share of the minibatch's loss: the sum of :meth:`loss_components`."""
+        """Return this micro-batch's share of the minibatch's loss, which is the sum of :meth:`loss_components`."""
         forward = ForwardPass(*self.compute_logprobs(batch))
         if batch.old_logprobs is None:
             staleness = self.weight_version - batch.weight_versions
@@ -307,7 +307,7 @@ class UpdateModule(PolicyModule):
         return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
 
     def policy_gradient(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-        """The term of :meth:`policy_loss`, corrected for the gap between sampler and trainer: [T]."""
+        """Return :meth:`policy_loss` of each token, weighted by the sampler-trainer correction: [T]."""
         loss, metrics = returned_loss(self.policy_loss(forward.logprobs, batch), batch.num_tokens, "policy_loss")
         if self.active_correction is None:
             return loss, metrics
@@ -318,7 +318,7 @@ class UpdateModule(PolicyModule):
         return loss * weights, metrics | corrected
 
     def loss_components(self) -> list[LossComponent]:
-        """The terms of the loss: the policy's, the divergence from the reference, and the entropy bonus.
+        """Return the terms of the loss: policy loss, KL from the reference, and entropy bonus.
 
         An override adds to what ``super()`` returns, or returns others.
         """
@@ -330,7 +330,7 @@ class UpdateModule(PolicyModule):
         return [*components, LossComponent("entropy", entropy, weight=-self.entropy_coef, denominator=kind)]
 
     def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-        """The loss of each token, to be minimised; by default that of ``policy_objective``, which an algorithm sets.
+        """Return the policy loss of each token; by default that of the algorithm's ``policy_objective``.
 
         Args:
             logprobs: [T], of the current policy, with gradient.
@@ -347,7 +347,7 @@ class UpdateModule(PolicyModule):
         return self.policy_objective(logprobs, batch)
 
     def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the sampled tokens under the actor, at the sampler's temperature.
+        """Return the actor's log-probabilities and entropies of the sampled tokens, at the sampling temperature.
 
         Returns:
             [T] and [T], float32; 0 where not sampled.
@@ -358,12 +358,12 @@ class UpdateModule(PolicyModule):
 
 
 def checked_term(component: LossComponent, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-    """Return what a component's term gives, or raise ConfigError if that is no loss a token with its metrics."""
+    """Return a loss component's result, or raise ConfigError if it is not one loss per token with its metrics."""
     return returned_loss(component.term(forward, batch), batch.num_tokens, component.name)
 
 
 def count_units(minibatch: RolloutBatch) -> Tensor:
-    """Set the ``group_lengths`` of this rank's part of a minibatch; groups are whole on a rank.
+    """Set ``group_lengths`` of this rank's part of a minibatch, which holds whole groups.
 
     Returns:
         [5] float64, its sampled tokens, sequences, trajectories, groups and turns of the policy.

@@ -1,4 +1,4 @@
-"""Advantages from rewards: group baselines, whitening over the batch, returns; and DAPO's filter and shaping.
+"""Advantages from rewards: group baselines, whitening over the batch, returns; and DAPO's filter and penalty.
 
 Statistics are taken in float64, and rewards that differ by rounding alone count as equal: a group without signal gives
 exact zeros rather than rounding errors divided by a tiny standard deviation.
@@ -84,7 +84,7 @@ def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] | N
 
 
 def token_returns(token_rewards: Tensor, cu_seqlens: Tensor, *, discount: float = 1.0) -> Tensor:
-    """Sum what each token and those after it in its sequence were given: ``G_t = sum_{s >= t} discount^(s-t) r_s``.
+    """Return each token's discounted sum of rewards to go: ``G_t = sum_{s >= t} discount^(s-t) r_s``.
 
     Args:
         token_rewards: [T]; a reward of the whole completion belongs on its last token.
@@ -110,7 +110,7 @@ def token_returns(token_rewards: Tensor, cu_seqlens: Tensor, *, discount: float 
 
 
 def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON) -> Tensor:
-    """Which completions stand in a group whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
+    """Return which completions are in a group whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
 
     Args:
         rewards: [N], one a completion.
@@ -126,7 +126,8 @@ def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int | Tensor, cache_tokens: int | Tensor) -> Tensor:
-    """Punish completions that come near the token limit (DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13).
+    """Return a penalty for completions close to the token limit (DAPO's soft overlong punishment, arXiv:2503.14476, eq.
+    13).
 
     0 up to ``max_tokens - cache_tokens``; from there it falls linearly to -1 at ``max_tokens``, and stays there.
 
@@ -144,7 +145,7 @@ def overlong_penalty(lengths: Tensor, max_tokens: int | Tensor, cache_tokens: in
 
 
 def _centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Subtract each group's mean; exactly 0 throughout a group whose rewards differ by rounding alone.
+    """Subtract each group's mean; the result is exactly 0 for groups whose rewards differ by rounding only.
 
     Returns:
         The centred rewards [N] in float64, each one's group [N] counted from 0, and the groups' sizes [G] in float64.
@@ -157,7 +158,7 @@ def _centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _spread_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """How far apart each group's rewards lie, and how far rounding alone may set them apart: [G] each, in float64."""
+    """Return each group's range of rewards, and the range that rounding alone can explain: [G] each, in float64."""
     relative = max(ROUNDING, 4 * torch.finfo(rewards.dtype).eps) if rewards.is_floating_point() else 0.0
     rewards = rewards.double()
     highest = rewards.new_zeros(num_groups).scatter_reduce(0, groups, rewards, "amax", include_self=False)
@@ -166,5 +167,5 @@ def _spread_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Te
 
 
 def _sum_groups(values: Tensor, groups: Tensor, counts: Tensor) -> Tensor:
-    """Sums [G] of values [N]."""
+    """Return the sum of each group's values [N]: [G]."""
     return torch.zeros_like(counts).index_add_(0, groups, values)

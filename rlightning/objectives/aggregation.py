@@ -1,4 +1,4 @@
-"""From a loss a token to the loss: an axis of its own, independent of the algorithm."""
+"""Aggregation of token losses to a scalar loss, which can be chosen independently of the algorithm."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ def aggregate(
     group_lengths: Tensor | None = None,
     constant: float | None = None,
 ) -> Tensor:
-    """Reduce a loss a token to this micro-batch's share of the loss of the whole optimizer step.
+    """Reduce token losses to this micro-batch's share of the loss of the whole optimizer step.
 
     The shares of all micro-batches and ranks ADD UP to the loss, however the step's sequences were split, because
     ``totals`` counts all of them. A framework that averages gradients over ranks needs the share times the world size.

@@ -1,4 +1,4 @@
-"""The terms of a loss: each with a weight and a denominator of its own, the same however a step is cut.
+"""The terms of a loss, each with its own weight and denominator, so that their sum does not depend on micro-batches.
 
     loss = sum over components of weight * sum over tokens of term / denominator
 
@@ -28,7 +28,7 @@ from rlightning.types import RolloutBatch
 
 
 class ForwardPass(NamedTuple):
-    """What the actor's forward pass over a micro-batch gave.
+    """The outputs of the actor's forward pass over a micro-batch.
 
     Attributes:
         logprobs: [T] float32, of the sampled tokens, with gradient; 0 elsewhere.
@@ -41,7 +41,7 @@ class ForwardPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossComponent:
-    """One term of the loss.
+    """One term of the loss, such as the policy loss or a KL penalty.
 
     Attributes:
         name: the term is logged as ``policy/<name>``, its mean over sampled tokens.
@@ -59,7 +59,7 @@ class LossComponent:
 def sum_components(
     components: Sequence[LossComponent], values: Mapping[str, Tensor], batch: RolloutBatch, *, constant: float
 ) -> Tensor:
-    """Return a micro-batch's share of the loss of its optimizer step; the shares of all micro-batches add up to it.
+    """Return a micro-batch's share of the loss of its optimizer step; the shares of all micro-batches sum to the loss.
 
     Terms of one denominator are added token by token before they are reduced.
 
@@ -101,7 +101,7 @@ PolicyObjective = Callable[[Tensor, RolloutBatch], TokenLoss]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedSurrogate:
-    """PPO's objective, as :func:`~rlightning.objectives.clipped_loss` of the ratio of each token or of its sequence.
+    """PPO's clipped loss: :func:`~rlightning.objectives.clipped_loss` of the ratio of each token or of its sequence.
 
     Attributes:
         clip_low: the ratio counts down to ``1 - clip_low``.
@@ -116,7 +116,7 @@ class ClippedSurrogate:
     level: Literal["token", "sequence"] = "token"
 
     def __post_init__(self) -> None:
-        """Refuse bounds between which the ratio cannot move."""
+        """Refuse clip bounds that leave the ratio no room to change."""
         low, high, dual = self.clip_low, self.clip_high, self.dual_clip
         if not 0 < low <= 1:
             raise ConfigError(f"clip_low={low} must be in (0, 1]: ratios are clipped at 1 - clip_low. Try 0.2.")
@@ -126,7 +126,7 @@ class ClippedSurrogate:
             raise ConfigError(f"dual_clip={dual} must be above 1 + clip_high = {1 + high}. Try 3.0, or null.")
 
     def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-        """Return [T] losses, and the shares of tokens that each bound stopped."""
+        """Return [T] losses, and the shares of tokens that each bound clipped."""
         assert batch.old_logprobs is not None and batch.advantages is not None
         if self.level == "token":
             log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
@@ -139,7 +139,7 @@ class ClippedSurrogate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CappedWeight:
-    """CISPO's objective, as :func:`~rlightning.objectives.capped_weight_loss` of the token's ratio.
+    """CISPO's loss: :func:`~rlightning.objectives.capped_weight_loss` of the token's ratio.
 
     Attributes:
         max_ratio: the largest weight, as an absolute value of the ratio.
@@ -150,7 +150,7 @@ class CappedWeight:
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse bounds that leave out an unchanged policy."""
+        """Refuse bounds that exclude a ratio of 1."""
         if not 0 <= self.min_ratio <= 1 <= self.max_ratio:
             raise ConfigError(
                 f"min_ratio={self.min_ratio} and max_ratio={self.max_ratio} leave out a ratio of 1, that of an "
@@ -158,7 +158,7 @@ class CappedWeight:
             )
 
     def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-        """Return [T] losses, and the shares of tokens whose weight each bound holds."""
+        """Return [T] losses, and the shares of tokens whose weight each bound clipped."""
         assert batch.old_logprobs is not None and batch.advantages is not None
         log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
         return capped_weight_loss(
@@ -168,7 +168,7 @@ class CappedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftGate:
-    """SAPO's objective, as :func:`~rlightning.objectives.soft_gate_loss` of the token's ratio.
+    """SAPO's loss: :func:`~rlightning.objectives.soft_gate_loss` of the token's ratio.
 
     Attributes:
         temperature_positive: how fast tokens with a positive advantage fade as their ratio leaves 1.
@@ -179,13 +179,13 @@ class SoftGate:
     temperature_negative: float
 
     def __post_init__(self) -> None:
-        """Refuse temperatures at which nothing fades."""
+        """Refuse temperatures that are not positive."""
         for name, temperature in asdict(self).items():
             if temperature <= 0:
                 raise ConfigError(f"{name}={temperature} must be above 0.")
 
     def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-        """Return [T] losses, and how far each token's gate is open."""
+        """Return [T] losses, and each token's gate value as a metric."""
         assert batch.old_logprobs is not None and batch.advantages is not None
         return soft_gate_loss(
             token_log_ratio(logprobs, batch.old_logprobs),
@@ -196,19 +196,19 @@ class SoftGate:
 
 
 def reinforce(logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-    """The plain policy gradient of each token: [T]; right for one update a rollout."""
+    """Return the plain policy gradient loss of each token: [T]; on-policy only, so for one update a rollout."""
     assert batch.advantages is not None
     return reinforce_loss(logprobs, batch.advantages)
 
 
 def cross_entropy(logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-    """The negative log-likelihood of each token: [T]."""
+    """Return the negative log-likelihood of each token: [T]."""
     return -logprobs.float(), {}
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKL:
-    """A term: the divergence from the reference model, estimated on each token.
+    """The KL penalty as a loss term: the divergence from the reference model, estimated on each token.
 
     Attributes:
         estimator: see :func:`~rlightning.objectives.kl.estimate_kl`.
@@ -223,5 +223,5 @@ class ReferenceKL:
 
 
 def entropy(forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-    """A term: the entropy of each token's distribution, in nats: [T]. A bonus has a negative weight."""
+    """Return the entropy of each token's distribution, in nats: [T]. A negative weight makes it a bonus."""
     return forward.entropy, {}

@@ -1,4 +1,4 @@
-"""The gap between sampler and trainer: importance weights from the engine's log-probabilities to the trainer's.
+"""Corrects the mismatch of sampler and trainer by importance weights from the engine's log-probabilities.
 
 Even with equal weights the engine's kernels give other log-probabilities than the trainer's, and a sampler that runs
 behind gives yet others; both make the data off-policy without any ratio of the policy loss noticing.
@@ -20,7 +20,7 @@ _LEVELS = ("token", "sequence_sum", "sequence_mean")
 
 @dataclass(frozen=True, slots=True)
 class RolloutCorrection:
-    """How to weigh the policy loss by ``r = pi_trainer(token) / pi_sampler(token)``.
+    """Settings of the weights of the policy loss, by ``r = pi_trainer(token) / pi_sampler(token)``.
 
     kind:
         - truncate: ``clip(r, lower, upper)`` (truncated importance sampling; bounds 0 and 2).
@@ -49,7 +49,7 @@ class RolloutCorrection:
     upper: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse bounds that contradict each other or the kind of correction."""
         for name, value, choices in (("kind", self.kind, _DEFAULT_BOUNDS), ("level", self.level, _LEVELS)):
             if value not in choices:
                 raise ConfigError(f"rollout_correction.{name}='{value}' is unknown. {did_you_mean(value, choices)}")
@@ -64,14 +64,14 @@ class RolloutCorrection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lower and upper bound, with the kind's in place of None."""
+        """The lower and the upper bound, with the kind's default for None."""
         lower, upper = _DEFAULT_BOUNDS[self.kind]
         return (lower if self.lower is None else self.lower, upper if self.upper is None else self.upper)
 
     def weigh(
         self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weights to multiply the policy loss by, a token.
+        """Return the weight by which each token's policy loss is multiplied.
 
         Args:
             logprobs: [T], the trainer's, of the policy before the rollout's first update (``batch.old_logprobs``).

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from the reference model, a token at a time."""
+"""Estimators of the KL divergence from the reference model, for each token."""
 
 from typing import Literal
 
@@ -41,7 +41,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
 
 def subtract_kl(rewards: Tensor, kl: Tensor, mask: Tensor, trajectory_ids: Tensor, coefficient: float) -> Tensor:
-    """Charge each trajectory for its divergence: ``R = r - coefficient * sum_t kl_t`` (RLOO, arXiv:2402.14740).
+    """Subtract each trajectory's KL from its reward: ``R = r - coefficient * sum_t kl_t`` (RLOO, arXiv:2402.14740).
 
     Args:
         rewards: [M].

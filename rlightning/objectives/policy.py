@@ -1,4 +1,4 @@
-"""Policy losses, a token at a time; nothing here is masked or aggregated.
+"""Policy losses for each token, without masking or aggregation.
 
 The ratio's level is a choice of its own: make a log-ratio with :func:`token_log_ratio` or :func:`sequence_log_ratio`
 and give it to the loss. Besides the loss each function returns quantities a token for the metrics, detached.
@@ -16,12 +16,13 @@ MAX_LOG_RATIO = 20.0
 
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Log of ``pi(token) / pi_old(token)``: [T] float32, from two [T]."""
+    """Return the log of ``pi(token) / pi_old(token)``: [T] float32, from two [T]."""
     return (logprobs.float() - old_logprobs.float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Log of the geometric mean of a completion's token ratios, on each of its tokens (GSPO, arXiv:2507.18071, eq. 7).
+    """Return the log of the geometric mean of a completion's token ratios, on each of its tokens (GSPO,
+    arXiv:2507.18071, eq. 7).
 
     ``s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)``. The value is the sequence's, the gradient the token's own,
     ``s_i * grad log pi_t`` (GSPO-token, eq. 14): averaged over a sequence with one advantage that is the gradient of
@@ -46,7 +47,7 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cu_
 def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> TokenLoss:
-    """The clipped surrogate, ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, its bounds apart.
+    """Return PPO's clipped loss, ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, with separate bounds.
 
     PPO (arXiv:1707.06347, eq. 7) has equal bounds, DAPO (arXiv:2503.14476, eq. 8) a higher upper one. With
     ``dual_clip`` = c > 1 the objective of a token with a negative advantage is never below ``c A``, so that a ratio
@@ -76,7 +77,7 @@ def clipped_loss(
 def capped_weight_loss(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, *, max_ratio: float, min_ratio: float = 0.0
 ) -> TokenLoss:
-    """REINFORCE with a detached, clipped importance weight (CISPO, arXiv:2506.13585, eqs. 4 and 5).
+    """Return REINFORCE with a detached, clipped importance weight (CISPO, arXiv:2506.13585, eqs. 4 and 5).
 
     ``-sg(clip(r, min_ratio, max_ratio)) A log pi``: no token ever loses its gradient, only its weight is bounded.
 
@@ -102,7 +103,7 @@ def capped_weight_loss(
 def soft_gate_loss(
     log_ratio: Tensor, advantages: Tensor, *, temperature_positive: float, temperature_negative: float
 ) -> TokenLoss:
-    """A sigmoid gate in place of the clip (SAPO, arXiv:2511.20347, eqs. 5 and 6).
+    """Return a loss with a sigmoid gate in place of the clip (SAPO, arXiv:2511.20347, eqs. 5 and 6).
 
     ``-4 / tau * sigmoid(tau (r - 1)) A``, where tau depends on the advantage's sign. The gradient's weight
     is ``4 p (1 - p) r`` with ``p = sigmoid(tau (r - 1))``: 1 on policy, and fading smoothly on both sides.
@@ -123,7 +124,7 @@ def soft_gate_loss(
 
 
 def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
-    """``-A log pi``: the plain policy gradient, right only for samples of the very policy that is updated.
+    """Return ``-A log pi``, the plain policy gradient, which is unbiased only for samples of the current policy.
 
     Args:
         logprobs: [T].

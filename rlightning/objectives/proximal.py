@@ -1,11 +1,11 @@
-"""The proximal policy: the one that an update begins with, from which the policy loss measures how far it has come."""
+"""Decoupled PPO's proximal policy: the one before the update, which the loss's ratio is relative to."""
 
 import torch
 from torch import Tensor
 
 
 def approximate_proximal(logprobs: Tensor, rollout_logprobs: Tensor, ages: Tensor, progress: float) -> Tensor:
-    """Log-probabilities under the policy that the update began with, without computing them.
+    """Approximate the log-probabilities under the policy before the update without a forward pass.
 
     Between the sampler, ``ages`` updates behind, and the policy now, ``progress`` of an update ahead, log-probabilities
     are taken to move evenly (A-3PO, arXiv:2512.06547, with the versions counted in parts of an update):

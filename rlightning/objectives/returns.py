@@ -1,4 +1,4 @@
-"""What advantages are taken of: the reward of each trajectory or of each agent in it, or the return of each turn.
+"""The values that advantages are computed from: the reward of a trajectory or an agent, or the return of a turn.
 
 Letters beside those of the package: ``M`` trajectories; ``A`` traces, each what one agent did in a trajectory, which is
 all of it where there is one agent; ``K`` the policy's turns, trace by trace and in their order; ``U`` what is compared:
@@ -19,7 +19,7 @@ TurnBaseline = Literal["group", "turn"]
 
 
 class Traces(NamedTuple):
-    """What each agent did in the trajectories of a batch.
+    """The agents' traces in a batch: rewards, groups and turns of each agent of each trajectory.
 
     Attributes:
         rewards: [A] float64: the trajectory's, and what its environment gave the trace above or below that.
@@ -35,7 +35,7 @@ class Traces(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch, rewards: Tensor | None = None) -> Self:
-        """Return those of a batch, on the CPU.
+        """Return the traces of a batch, on the CPU.
 
         Args:
             batch: with rewards.
@@ -67,17 +67,17 @@ class Traces(NamedTuple):
 
     @property
     def order(self) -> Tensor:
-        """[K] int64: of the turns, trace by trace, the place of each in the trajectories' order."""
+        """[K] int64: the index of each turn in the trajectories' order, with turns sorted by trace."""
         return torch.tensor([turn for turns in self.turns for turn in turns], dtype=torch.int64)
 
     @property
     def of_turns(self) -> Tensor:
-        """[K] int64, the trace that each turn is of."""
+        """[K] int64, the index of the trace that each turn belongs to."""
         return torch.arange(len(self.turns)).repeat_interleave(torch.tensor(list(map(len, self.turns))).long())
 
 
 class Turns(NamedTuple):
-    """The policy's turns of a batch, for estimators that give each turn or token a credit of its own.
+    """The policy's turns in a batch, for estimators that assign credit to each turn or token.
 
     Attributes:
         rewards: [K] float64, which sum to the trajectory's in ``batch.rewards``, or of several agents to the trace's:
@@ -96,7 +96,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Self:
-        """Return those of a batch with rewards, on the CPU.
+        """Return the turns of a batch with rewards, on the CPU.
 
         Raises:
             ConfigError: an environment gave another number of turn rewards than the policy has turns.
@@ -119,7 +119,7 @@ class Turns(NamedTuple):
         )
 
     def discount_rewards(self, discount: float) -> Tensor:
-        """Return what each turn and those after it were given: ``G_k = r_k + discount * G_{k+1}``: [K] float64."""
+        """Return each turn's discounted return: ``G_k = r_k + discount * G_{k+1}``: [K] float64."""
         returns = self.rewards.clone()
         for number in range(max(self.numbers.tolist(), default=0), 0, -1):
             later = (self.numbers == number).nonzero()[:, 0]
@@ -137,7 +137,7 @@ class Turns(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What group baselines compare: trajectories or their agents' traces by rewards, or turns by returns.
+    """The values that group baselines compare: rewards of trajectories or of agents, or returns of turns.
 
     Attributes:
         values: [U], a reward or a return each.
@@ -153,7 +153,7 @@ class Returns(NamedTuple):
 
     @classmethod
     def of_trajectories(cls, batch: RolloutBatch, rewards: Tensor | None = None) -> Self:
-        """Return each trajectory's reward, to be compared within its group; its tokens all have the same credit.
+        """Return each trajectory's reward, compared within its group; all of its tokens get the same advantage.
 
         Of trajectories with traces, each trace's reward instead, to be compared with those of the same agent in the
         group; an agent's tokens have the credit of their trace.
@@ -202,7 +202,7 @@ class Returns(NamedTuple):
 
 
 def find_signal(batch: RolloutBatch, rewards: Tensor, *, tolerance: float = EPSILON) -> Tensor:
-    """Which trajectories are of a group that says what is better: [M] bool, see :func:`has_signal`.
+    """Return which trajectories are in a group with differing values: [M] bool, see :func:`has_signal`.
 
     Of a group of several agents, one whose traces differ is enough.
 
@@ -217,7 +217,7 @@ def find_signal(batch: RolloutBatch, rewards: Tensor, *, tolerance: float = EPSI
 
 
 def _find_traces(trajectory: Trajectory) -> list[AgentTrace]:
-    """Return a trajectory's traces; one of all its turns where its environment gave none.
+    """Return a trajectory's agent traces; a single trace of all turns if its environment returned none.
 
     Raises:
         ConfigError: a turn of the policy is in none of them, or in several, or a reward is not finite.
@@ -240,7 +240,7 @@ def _find_traces(trajectory: Trajectory) -> list[AgentTrace]:
 
 
 def _read_turn_rewards(trajectory: Trajectory) -> list[float]:
-    """Return the rewards of a trajectory's turns as its environment gave them, 0 where it gave none."""
+    """Return the rewards of a trajectory's turns; 0 for turns without a reward from the environment."""
     given, num_turns = trajectory.turn_rewards, len(trajectory.samples)
     rewards = [0.0] * num_turns if given is None else given
     if len(rewards) != num_turns:
@@ -253,7 +253,7 @@ def _read_turn_rewards(trajectory: Trajectory) -> list[float]:
 
 
 def _spread_turns(batch: RolloutBatch, values: Tensor, order: Tensor) -> Tensor:
-    """Return the value of the turn that sampled each token: [T]; -1 elsewhere.
+    """Spread a value of each turn over the tokens that the turn sampled: [T]; -1 for other tokens.
 
     Args:
         batch: of the turns.
@@ -270,7 +270,7 @@ def _spread_turns(batch: RolloutBatch, values: Tensor, order: Tensor) -> Tensor:
 
 
 def _check_comparable(batch: RolloutBatch, traces: Traces) -> None:
-    """Refuse groups of which a trajectory has turns that another one has not."""
+    """Refuse groups whose trajectories differ in their numbers of turns."""
     num_turns = torch.tensor(list(map(len, traces.turns)))
     for group in traces.group_ids.unique():
         own = num_turns[traces.group_ids == group]

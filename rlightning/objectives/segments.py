@@ -1,4 +1,4 @@
-"""Sums over the sequences of a packed tensor, and the way back."""
+"""Sums over the sequences of a packed tensor, and repetition of a sequence's value over its tokens."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Whether a loss has any gradient on given sequences, found by differentiating it without a model."""
+"""Checks whether a loss can have a gradient on given sequences, by differentiating it without a model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ MIN_LOGPROB = -60.0
 
 
 def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) -> bool:
-    """Return whether no weighted term has a gradient on these sequences, whatever the model's forward pass gives.
+    """Return whether every weighted loss term has zero gradient on these sequences for any output of the model.
 
     Each term is differentiated at random log-probabilities and entropies, with importance ratios of exactly
     1, near it, and far beyond every clip; and with old log-probabilities that are the sampler's, near them, and far
@@ -42,7 +42,7 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
 
 
 def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float, rollout_scale: float | None) -> bool:
-    """Whether a term has no gradient at one draw of random log-probabilities and entropies."""
+    """Return whether a loss term has zero gradient for one draw of random log-probabilities and entropies."""
     mask = batch.is_sampled
     likely, entropy, weights = torch.rand(3, batch.num_tokens, device=mask.device)
     evenly = -0.001 * 30000**likely  # from -30 to -0.001 nats, evenly in the logarithm
@@ -63,12 +63,12 @@ def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float, rollou
 
 
 def _scatter(logprobs: Tensor, scale: float) -> Tensor:
-    """Log-probabilities times random factors, of this standard deviation in the logarithm."""
+    """Multiply log-probabilities by random factors, log-normal with this standard deviation in the logarithm."""
     return (logprobs * torch.exp(scale * torch.randn_like(logprobs))).clamp(min=MIN_LOGPROB)
 
 
 def _leaves(value: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a backward pass from a value would give gradients to."""
+    """Yield the leaf tensors that a backward pass from a value would reach."""
     waiting, seen = [value.grad_fn], set()
     while waiting:
         node = waiting.pop()

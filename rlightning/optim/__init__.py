@@ -1,4 +1,4 @@
-"""AdamW, with its moments as it computes with them, in fewer bytes, or in the host's memory."""
+"""AdamW whose moments can be stored in float32, in fewer bytes, or in the host's memory."""
 
 from rlightning.optim.adamw import StoredMomentsAdamW, fetch_all
 from rlightning.optim.moments import OptimizerStates

@@ -19,7 +19,7 @@ State = dict[str, Any]
 
 
 class StoredMomentsAdamW(AdamW):
-    """AdamW whose step takes its moments out of the form that they are stored in, some parameters at a time.
+    """AdamW that unpacks its stored moments during a step, for some parameters at a time.
 
     The step itself is torch's, on the parameters' device and in their dtype. What is rounded to store it, is rounded
     with random numbers that follow from the run's seed, the count of steps, the parameter's place and the shard: the
@@ -49,7 +49,7 @@ class StoredMomentsAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As AdamW's."""
+        """Take an optimizer step, with the arguments and the result of AdamW's."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -75,7 +75,7 @@ class StoredMomentsAdamW(AdamW):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As AdamW's, from moments in any form; each goes straight to where it is stored."""
+        """Load moments in any stored form; each is converted directly into this optimizer's form."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -97,7 +97,7 @@ class StoredMomentsAdamW(AdamW):
             yield portion
 
     def _store(self, parameter: Tensor, stored: State, seed: str) -> State:
-        """Put what a step has left in the state back into ``stored``, which is empty after the first one."""
+        """Pack a step's moments into ``stored``, which is empty after the first step."""
         state = self.state[parameter]
         stored["step"] = state["step"]
         for name in SIGNED:
@@ -111,7 +111,7 @@ class StoredMomentsAdamW(AdamW):
         return stored
 
     def _convert_saved(self, saved: Mapping[str, Any], parameter: Tensor, seed: str) -> State:
-        """A state of any form, in this optimizer's."""
+        """Convert a saved state of any form to this optimizer's form."""
         adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts its steps where it computes
         for name in SIGNED:
             keys = [key for key in (name, scale_name(name)) if key in saved]
@@ -123,7 +123,7 @@ class StoredMomentsAdamW(AdamW):
         return adopted
 
     def _place(self, packed: Tensor, parameter: Tensor) -> Tensor:
-        """A copy of this rank's part, where it is to be stored; the whole is sharded as the parameter is."""
+        """Copy this rank's part to the memory where it is stored, as a DTensor if the parameter is sharded."""
         copied = torch.empty(
             packed.shape,
             dtype=packed.dtype,
@@ -138,7 +138,7 @@ class StoredMomentsAdamW(AdamW):
 
 
 def fetch(state: State, parameter: Tensor) -> State:
-    """A stored state as AdamW computes with it, on the parameter's device."""
+    """Return a stored state in the form in which AdamW computes, on the parameter's device."""
     fetched = {"step": state["step"]}
     for name in SIGNED:
         keys = [key for key in (name, scale_name(name)) if key in state]
@@ -148,7 +148,7 @@ def fetch(state: State, parameter: Tensor) -> State:
 
 
 def fetch_all(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Before a plain AdamW loads what another form was stored in: the same in the parameters' dtype."""
+    """Convert a stored state dict of any form to the parameters' dtype, for a plain AdamW to load."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))  # AdamW itself refuses other numbers of them
@@ -157,7 +157,7 @@ def fetch_all(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 
 
 def seeded(seed: str, parameter: Tensor, device: torch.device) -> Generator:
-    """Random numbers for a parameter: the same for copies of a shard, others for each shard."""
+    """Return a random generator for a parameter: with the same seed for copies of a shard, another for each shard."""
     if isinstance(parameter, DTensor):
         coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
         is_copy = [placement.is_replicate() for placement in parameter.placements]

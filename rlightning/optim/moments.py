@@ -1,4 +1,4 @@
-"""AdamW's moments in fewer bytes than it computes with: bfloat16, or 8-bit codes with a scale a block.
+"""AdamW's moments in fewer bytes than it computes with: bfloat16, or 8-bit codes with a scale for each block.
 
 Both are rounded up or down at random, so that the mean is exact. To the nearest would not do: with ``betas[1]`` 0.999 a
 step takes a thousandth off a second moment, and half the distance between two numbers in bfloat16 is at least 2^-9 of
@@ -25,17 +25,17 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def bytes_per_parameter(states: OptimizerStates, itemsize: int = 4) -> float:
-    """What both moments take of a parameter that is a matrix, whose own number takes ``itemsize`` bytes."""
+    """Return the bytes of both moments for each number of a matrix; ``itemsize`` is that of the parameter's dtype."""
     return {"float32": 2.0 * itemsize, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
 
 
 def scale_name(name: str) -> str:
-    """Under which a moment's scales are kept."""
+    """Return the key in the optimizer's state of a moment's scales."""
     return f"{name}_scale"
 
 
 def pack_moment(name: str, values: Tensor, states: OptimizerStates, generator: Generator) -> dict[str, Tensor]:
-    """A moment as it is kept between steps.
+    """Return a moment in the form that is stored between steps.
 
     Args:
         name: AdamW's for it.
@@ -55,14 +55,14 @@ def pack_moment(name: str, values: Tensor, states: OptimizerStates, generator: G
 
 
 def unpack_moment(name: str, kept: Mapping[str, Tensor]) -> Tensor:
-    """What :func:`pack_moment` has kept, whichever way; float32 if that was 8 bits."""
+    """Return the moment that :func:`pack_moment` packed, in any form; float32 if it was stored in 8 bits."""
     if (scales := kept.get(scale_name(name))) is None:
         return kept[name]
     return dequantize(kept[name], scales, is_signed=SIGNED[name])
 
 
 def round_to_bfloat16(values: Tensor, generator: Generator) -> Tensor:
-    """Round to one of the two nearest numbers, each as probable as it is near.
+    """Round stochastically to one of the two nearest bfloat16 numbers; the nearer one is more probable.
 
     The lower 16 bits of a float32 say how far it is on its way to the next bfloat16, which has the upper 16 bits.
     Adding 16 random bits carries into those with that probability.
@@ -118,7 +118,7 @@ def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
-    """What :func:`quantize` was given, rounded: float32 [..., C].
+    """Return the values that :func:`quantize` rounded: float32 [..., C].
 
     Args:
         codes: [..., C].
@@ -137,13 +137,13 @@ def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
 
 @cache
 def block_length(num_columns: int) -> int:
-    """The longest block of which a row is a multiple."""
+    """Return the largest block length, up to :data:`BLOCK`, that divides the row length."""
     return max(length for length in range(1, BLOCK + 1) if num_columns % length == 0)
 
 
 @cache
 def levels(is_signed: bool, device: torch.device) -> Tensor:
-    """What codes stand for, ascending: finer towards 0, over seven powers of ten, up to the block's largest magnitude.
+    """Return the value of each code, ascending: finer towards 0, over seven powers of ten, up to the block's maximum.
 
     As in arXiv:2110.02861, with two differences. There is a -1 as there is a 1: the largest magnitude is kept exactly.
     Without signs there is no 0 (arXiv:2309.01507): AdamW divides by the second moment's root, and a weight whose moment

@@ -1,4 +1,4 @@
-"""AdamW of a model: its groups, its learning rate, and the norm of its gradients."""
+"""Makes a model's AdamW: parameter groups, learning rate schedule, and clipping by the global gradient norm."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ LRSchedule = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWSettings:
-    """How a model is trained.
+    """The settings of a model's optimizer and learning rate schedule.
 
     Attributes:
         lr: the peak of the learning rate.
@@ -49,7 +49,7 @@ class AdamWSettings:
     optimizer_states: OptimizerStates = "float32"
 
     def __post_init__(self) -> None:
-        """Refuse numbers with which nothing would be learned, and unknown names, before anything is loaded."""
+        """Refuse values with which nothing would be learned, and unknown names, before weights are loaded."""
         lr, decay, betas, states = self.lr, self.weight_decay, self.betas, self.optimizer_states
         check_rules(
             {
@@ -67,7 +67,7 @@ class AdamWSettings:
 
 
 def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay is for a parameter, by its role: not for biases, gains of norms, and other vectors.
+    """Return whether weight decay applies to a parameter: not to biases, norm gains and other vectors.
 
     The number of dimensions does not tell: experts' biases have a row an expert, a norm of queries a row a head.
 
@@ -77,7 +77,7 @@ def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         parameter: whole or sharded.
     """
     is_norm = "norm" in type(module).__name__.lower() or "norm" in name
-    is_excluded = getattr(parameter, "_no_weight_decay", False)  # set by transformers' state space models
+    is_excluded = bool(vars(parameter).get("_no_weight_decay"))  # set by transformers' state space models
     return not (is_norm or "bias" in name or is_excluded or parameter.ndim < 2)
 
 
@@ -86,7 +86,7 @@ Split = tuple[list[nn.Parameter], list[nn.Parameter]]
 
 
 def split_by_decay(network: nn.Module, *, but: Collection[nn.Parameter] = ()) -> Split:
-    """Return the trained parameters that decay, and those that do not, each in the order of ``parameters()``.
+    """Return the trained parameters with weight decay and those without, each in the order of ``parameters()``.
 
     Args:
         network: has the parameters.
@@ -101,7 +101,7 @@ def split_by_decay(network: nn.Module, *, but: Collection[nn.Parameter] = ()) ->
 
 
 def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bool = False, name: str = "") -> AdamW:
-    """AdamW, fused where parameters are on a GPU or sharded.
+    """Return AdamW for a model, fused if parameters are on a GPU or sharded.
 
     Args:
         settings: learning rate, betas and the like.
@@ -133,7 +133,7 @@ PROGRESS = ("params", "num_steps")
 
 
 def keep_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Take the state from a checkpoint, and the settings from this run's configuration."""
+    """Return a state dict with the checkpoint's state and the settings of this run's configuration."""
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
         return state_dict  # which torch refuses
     groups = [
@@ -144,10 +144,10 @@ def keep_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
 
 class ConfiguredLR(LambdaLR):
-    """A schedule of which a checkpoint keeps the position alone: what it does from there on is configured."""
+    """A schedule whose checkpoints hold the position alone; the shape of the schedule comes from the configuration."""
 
     def add_groups(self) -> None:
-        """Schedule the groups that the optimizer has been given since, from their own peaks, as the first one."""
+        """Include parameter groups that were added to the optimizer later, with the schedule of the first group."""
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
             self.lr_lambdas.append(self.lr_lambdas[0])
@@ -155,7 +155,7 @@ class ConfiguredLR(LambdaLR):
             self._last_lr.append(group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the position of ``state_dict``, with the learning rate that this run's schedule has there."""
+        """Restore the position from ``state_dict``, and set this run's learning rate for it."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
         self._last_lr = [
             base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
@@ -165,7 +165,7 @@ class ConfiguredLR(LambdaLR):
 
 
 def make_lr_schedule(optimizer: AdamW, settings: AdamWSettings, *, max_steps: int) -> ConfiguredLR:
-    """Linear warm-up, then the schedule, both counted in rollout steps.
+    """Return a schedule of linear warm-up and decay, both counted in rollout steps.
 
     Args:
         optimizer: whose learning rate is the peak, each group's its own.
@@ -195,7 +195,7 @@ def make_lr_schedule(optimizer: AdamW, settings: AdamWSettings, *, max_steps: in
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, Tensor]:
-    """Scale gradients down to a global norm; drop them where they are not finite.
+    """Scale gradients down to a global norm; drop them if they are not finite.
 
     Args:
         parameters: plain or sharded. If they are sharded, all ranks have to call this.
@@ -222,7 +222,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple
 
 @torch.no_grad()
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The Euclidean norm of all tensors together, whole ones and shards, on whatever meshes.
+    """Return the Euclidean norm of all tensors together, whole or sharded over any device mesh.
 
     torch's own ``clip_grad_norm_`` takes one mesh only. With tensor parallelism there are two: most norms are not cut.
 

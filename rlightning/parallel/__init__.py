@@ -1,4 +1,4 @@
-"""Several processes: strategies, barriers, collectives, and what happens when a rank fails.
+"""Runs of several processes: strategies, barriers, collectives, and the end of all ranks when one fails.
 
 ``trainer.strategy`` can name ``rlightning.parallel.FSDP`` or ``rlightning.parallel.DDP``, which are imported when they
 are asked for: other parts of this folder do without Lightning and transformers.

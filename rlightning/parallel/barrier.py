@@ -1,4 +1,4 @@
-"""The one barrier: it has a name and a timeout, and its error names the ranks that did not reach it.
+"""The barrier of all ranks: it has a name and a timeout, and its error names the ranks that did not reach it.
 
 Every rank writes to the store which barrier it has reached, before an all-reduce on the CPU group. If that fails, the
 entries tell which ranks are missing; the first rank to write a diagnosis decides the error of all.
@@ -51,7 +51,7 @@ def remove_barrier_hook(hook: Callable[[], None]) -> None:
 
 
 def barrier(name: str, *, timeout: float | None = None, device: torch.device | None = None) -> None:
-    """Wait until all ranks are here.
+    """Wait until all ranks have called this.
 
     A single process, or one without ``torch.distributed``, does not wait; device and hooks are served all the same.
 
@@ -75,7 +75,7 @@ def barrier(name: str, *, timeout: float | None = None, device: torch.device | N
 
 
 class _Arrival(NamedTuple):
-    """A rank's ``number``-th barrier, ``name``, reached at ``time`` (seconds, the rank's own clock)."""
+    """A rank's arrival at its ``number``-th barrier, ``name``, at ``time`` (seconds, the rank's own clock)."""
 
     number: int
     name: str
@@ -86,14 +86,14 @@ class _Arrival(NamedTuple):
 
 
 class _Diagnosis(NamedTuple):
-    """The error of all ranks, and the ranks that it names."""
+    """The text of the error, equal on all ranks, and the ranks that it names as missing."""
 
     message: str
     missing: list[int]
 
 
 class _Barrier:
-    """One barrier on one rank."""
+    """The state of one barrier on one rank."""
 
     def __init__(self, name: str, seconds: float, shared: Connection) -> None:
         self.name, self.seconds = name, seconds
@@ -103,7 +103,7 @@ class _Barrier:
         self.store = shared.store.until(self.deadline)
 
     def wait(self) -> None:
-        """Wait for the other ranks, or raise."""
+        """Wait for the other ranks, or raise a BarrierError."""
         try:
             arrival = _Arrival(self.number, self.name, time.time())
             self.store.set(f"{ARRIVAL}/{self.store.rank}", json.dumps(arrival))
@@ -121,7 +121,7 @@ class _Barrier:
             self._fail(self._different_names)
 
     def _wait_at_store(self) -> None:
-        """Wait for all ranks before the CPU group is made, which has no name and a long timeout of its own."""
+        """Wait for all ranks before the CPU group is made: making it has no name and a long timeout of its own."""
         self.store.add("num_arrived", 1)
         while self.store.add("num_arrived", 0) < len(self.store.ranks):
             self._raise_decided()
@@ -147,20 +147,20 @@ class _Barrier:
             self._fail(self._not_reached if self.deadline.is_over else self._broken)
 
     def _ends_late(self, work: dist.Work) -> bool:
-        """Whether the last rank came just now, and the barrier is passed after all."""
+        """Return whether the last rank arrived just after the deadline, so that the barrier succeeds after all."""
         return not self._missing(self._arrivals()) and _ends_within(work, intervals.BARRIER_REPORT_GRACE)
 
     def _is_lost(self, error: StoreError) -> bool:
-        """Whether the store is lost; while its host may only be stopped, this rank waits as for any other."""
+        """Return whether to treat the store as lost; until the deadline, its host may only be stopped."""
         return not isinstance(error, StoreSilentError) or self.deadline.is_over
 
     def _raise_decided(self) -> None:
-        """Raise the ranks' diagnosis, if there is one."""
+        """Raise a BarrierError with the ranks' common diagnosis if one has been stored."""
         if (text := self.store.get("diagnosis")) is not None:
             self._raise(text)
 
     def _fail(self, diagnose: Callable[[], _Diagnosis]) -> NoReturn:
-        """Raise this rank's diagnosis on all ranks, unless another rank's was first."""
+        """Store this rank's diagnosis for all ranks, unless another rank has stored one first, and raise it."""
         try:
             self._raise(self.store.set_first("diagnosis", json.dumps(diagnose())))
         except StoreError as error:
@@ -187,7 +187,7 @@ class _Barrier:
         return _Diagnosis(f"{rule}: {self._describe(missing, arrivals)}.", missing)
 
     def _broken(self) -> _Diagnosis:
-        """A connection closed: ranks at this barrier that do not answer now have disconnected, too."""
+        """Return the diagnosis after a connection closed: ranks that do not answer now have disconnected too."""
         self.store.set("is_broken", "1")
 
         def is_explained(missing: list[int]) -> bool:
@@ -224,11 +224,11 @@ class _Barrier:
         return {rank: _Arrival(*json.loads(text)) for rank, text in self.store.by_rank(ARRIVAL).items()}
 
     def _missing(self, arrivals: dict[int, _Arrival]) -> list[int]:
-        """The ranks that have not reached this barrier."""
+        """Return the ranks that have not reached this barrier."""
         return [rank for rank in self.store.ranks if rank not in arrivals or arrivals[rank].number < self.number]
 
     def _describe(self, missing: list[int], arrivals: dict[int, _Arrival]) -> str:
-        """The failure or the last reported location of each missing rank."""
+        """Describe the failure or the last reported location of each missing rank."""
         texts = {
             rank: "was there, but does not answer any more" if arrival.number == self.number else arrival.describe()
             for rank, arrival in arrivals.items()
@@ -237,7 +237,7 @@ class _Barrier:
 
 
 def report_arrivals(is_over: Callable[[], bool]) -> str:
-    """Describe the ranks whose collective has not failed; called by the ranks whose has.
+    """Report that a collective failed on this rank; return a description of the ranks that report none.
 
     Args:
         is_over: polled; ends the wait for other ranks, as there is another cause.
@@ -264,12 +264,12 @@ def report_arrivals(is_over: Callable[[], bool]) -> str:
 
 
 def describe_ranks(ranks: Iterable[int], texts: Mapping[int, str]) -> str:
-    """Return what is known of ranks that have not reached a barrier."""
+    """Return a text about ranks that have not reached a barrier."""
     return "; ".join(f"rank {rank} {texts.get(rank, 'has reached no barrier yet')}" for rank in ranks)
 
 
 def write_failure(rank: int, text: str) -> None:
-    """Add what has happened to ``rank``, such as "failed: ValueError: boom", to errors of barriers."""
+    """Store a text about what happened to ``rank``, such as "failed: ValueError: boom", for the errors of barriers."""
     shared = connection()
     if shared is not None:
         with contextlib.suppress(StoreError):
@@ -288,7 +288,7 @@ def _start_max(tensor: torch.Tensor, seconds: float) -> dist.Work:
 
 
 def _ends_within(work: dist.Work, seconds: float) -> bool:
-    """Whether ``work`` has ended, well or not; waits for it up to ``seconds``."""
+    """Return whether ``work`` ends, successfully or not, within ``seconds``."""
     with contextlib.suppress(RuntimeError):  # raised at the timeout, too
         work.wait(timedelta(seconds=seconds))
     return work.is_completed()

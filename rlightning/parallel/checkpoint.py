@@ -1,4 +1,4 @@
-"""What makes a strategy save and load shards."""
+"""Mixins by which a strategy saves and loads sharded checkpoints."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,53 +34,53 @@ from rlightning.parallel.sharding import local_tensor
 
 @runtime_checkable
 class StateOnHost(Protocol):
-    """An optimizer whose state may be in the host's memory, into which a checkpoint is then read."""
+    """An optimizer that may keep its state in host memory, so that a checkpoint is read into host memory too."""
 
     is_state_on_host: bool
 
 
 class LoadsByItself(Strategy):
-    """A strategy whose :meth:`load_checkpoint` fills model and optimizers; mixed in before Lightning's class."""
+    """Mixin, before Lightning's class, for a strategy whose :meth:`load_checkpoint` fills model and optimizers."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """The model has to be set up before a checkpoint is loaded into it."""
+        """True: the model must be set up before a checkpoint is loaded into it."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """:meth:`load_checkpoint` restores optimizers."""
+        """False: :meth:`load_checkpoint` restores the optimizers."""
         return False
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing."""
+        """Do nothing: :meth:`load_checkpoint` has filled the model."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Do nothing: :meth:`load_checkpoint` has filled the optimizers."""
 
 
 class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
-    """A strategy's checkpoints are folders, to which each rank writes its shards; mixed in before Lightning's class.
+    """Mixin for checkpoints that are folders, to which each rank writes its shards; stands before Lightning's class.
 
     They are read on any number of ranks, split in any way. The single files of strategies that do not shard are read
     too. Messages between the ranks go over the CPU group.
     """
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers by name, tied ones once; those of this rank are its shards, not copies of them."""
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name, tied ones once, as this rank's shards and without copies."""
         assert self.lightning_module is not None
         tied = find_tied(self.lightning_module)
         state = self.lightning_module.state_dict()
         return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by the parameters' names."""
+        """Return the optimizer's state by the parameters' names."""
         assert self.lightning_module is not None
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return named_optimizer_state(inner, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Write a folder aside, then give it its name, rank 0's ``filepath``; all ranks call it.
+        """Write a folder under a temporary name, then rename it to rank 0's ``filepath``; collective.
 
         Raises:
             ConfigError: for ``storage_options`` and for an address.
@@ -105,7 +105,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             self.barrier("the checkpoint has its name")
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill this rank's shards of the model and, when training goes on, of the optimizers' state.
+        """Fill this rank's shards of the model and, to resume training, of the optimizers' state.
 
         Returns:
             The rest of the checkpoint.
@@ -126,12 +126,12 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a folder; what is left of it while that goes on is not taken for a checkpoint."""
+        """Remove a checkpoint's folder; a partly removed folder is not taken for a checkpoint."""
         if self.is_global_zero:
             AtomicCheckpointIO().remove_checkpoint(filepath)
 
     def _verified(self, checkpoint_path: str | Path) -> Path:
-        """Rank 0's path of a checkpoint, once rank 0 has compared it with its checksums.
+        """Return rank 0's checkpoint path, after rank 0 has verified its checksums.
 
         Raises:
             DamagedError: on every rank.
@@ -148,7 +148,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         return Path(name)
 
     def _load_file(self, path: Path, weights: dict[str, Tensor], weights_only: bool | None) -> dict[str, Any]:
-        """A single file: every rank maps it into memory and reads its own parts."""
+        """Load a single-file checkpoint: every rank maps it into memory and reads its own parts."""
         checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         if "state_dict" not in checkpoint:
             raise ConfigError(f"ckpt_path={path} is no checkpoint of a run. To start from a model, name it in model.")
@@ -169,12 +169,12 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
 
 
 def local_part(whole: Tensor, target: Tensor) -> Tensor:
-    """Return this rank's part of a full value, as ``target`` is sharded."""
+    """Return this rank's part of a full value that is to be sharded as ``target`` is."""
     return local_box(target).of(whole) if isinstance(target, DTensor) else whole
 
 
 def shard_like(value: object, parameter: nn.Parameter) -> object:
-    """Return a full tensor of an optimizer's state, sharded as its parameter is; anything else as it is."""
+    """Return a full optimizer state tensor sharded as its parameter is; other values unchanged."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:
         return value
     shard = empty_shard(parameter.detach(), value.shape, value.dtype, parameter.to_local().device)

@@ -1,4 +1,4 @@
-"""A sharded checkpoint: a folder to which each rank writes its shards, and from which any number of ranks reads theirs.
+"""Sharded checkpoints: folders to which each rank writes its shards, and which any number of ranks can read.
 
     last.ckpt/.metadata       which file holds which part of which tensor (torch.distributed.checkpoint)
     last.ckpt/__0_0.distcp    rank 0's shards, and so on
@@ -31,19 +31,19 @@ META, INDEX = "meta.pt", ".metadata"
 """The names that Lightning gives these files too."""
 FORMAT = "rlightning_checkpoint"
 """The key in it that marks a folder of this module."""
-VERSION = 1
-"""Of such folders; grows when this code could not read them any more."""
+VERSION = 2
+"""Of such folders; grows when earlier code cannot read new ones."""
 
 Stored = Mapping[str, TensorStorageMetadata]
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder with a whole checkpoint of a strategy."""
+    """Return whether ``path`` is a folder with a complete sharded checkpoint."""
     return (path / META).is_file() and (path / INDEX).is_file()
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's ``state_dict``, with names in place of numbers and the tensors themselves, not copies."""
+    """Return an optimizer's ``state_dict`` by parameter names in place of numbers, without copying tensors."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return {
         "state": {names[parameter]: dict(state) for parameter, state in optimizer.state.items()},
@@ -54,7 +54,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
 
 
 def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``state_dict`` with numbers again, as ``Optimizer.load_state_dict`` takes it."""
+    """Return a named ``state_dict`` by parameter numbers, as ``Optimizer.load_state_dict`` expects it."""
     order = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     return {
@@ -66,7 +66,7 @@ def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
-    """Move the tensors of a checkpoint to ``folder``; every rank writes its own parts, and reads them for a checksum.
+    """Move a checkpoint's tensors to ``folder``; every rank writes its own shards and returns their checksums.
 
     Args:
         folder: is there, on every rank.
@@ -95,14 +95,14 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
 def write_meta(
     folder: Path, checkpoint: dict[str, Any], tied: Mapping[str, str], files: Checksums | None = None
 ) -> None:
-    """Write what :func:`write_tensors` left of a checkpoint, the names of :func:`find_tied`, and the checksums."""
-    own = {"version": VERSION, "twins": dict(tied), "files": dict(files or {})}
+    """Write the part of a checkpoint without tensors, the names of tied parameters and the checksums."""
+    own = {"version": VERSION, "tied": dict(tied), "files": dict(files or {})}
     torch.save({**checkpoint, FORMAT: own}, folder / META)
     seal_file(folder / META)
 
 
 def verify_checkpoint_folder(folder: Path) -> None:
-    """Compare all files of a checkpoint with their checksums.
+    """Verify all files of a checkpoint by their checksums.
 
     Raises:
         DamagedError: names the first file that is missing, or not what was written.
@@ -119,7 +119,7 @@ def verify_checkpoint_folder(folder: Path) -> None:
 
 
 def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """Return what :func:`write_meta` wrote."""
+    """Read the file that :func:`write_meta` wrote."""
     meta: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
     if FORMAT not in meta:
         raise ConfigError(
@@ -136,13 +136,13 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
 
 
 def stored_tensors(folder: Path) -> Stored:
-    """Return sizes and dtypes of the tensors in a folder."""
+    """Return sizes and dtypes of the tensors in a checkpoint folder."""
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def read_model(folder: Path, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors of a module, of each shard what belongs into it.
+    """Fill the tensors of a module, and of sharded ones this rank's shard, from a folder.
 
     Raises:
         ConfigError: if the folder holds another model.
@@ -163,7 +163,7 @@ def read_optimizer(
     *,
     is_on_host: bool = False,
 ) -> dict[str, Any]:
-    """Read an optimizer's ``state_dict``, its tensors sharded as the parameters are.
+    """Read an optimizer's ``state_dict`` from a folder, with its tensors sharded as the parameters are.
 
     Args:
         folder: of the checkpoint, which has the ``stored`` tensors.
@@ -217,13 +217,14 @@ def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, devi
 
 
 def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """Return the checkpoint as Lightning has it in a single file, for strategies that do not shard; all on the host."""
+    """Return the checkpoint in Lightning's single-file form, in host memory, for strategies that do not shard."""
     meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     with _alone_on_purpose():
         state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
     weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    tied = meta.pop(FORMAT)["twins"]
+    own = meta.pop(FORMAT)
+    tied = own["twins" if own["version"] == 1 else "tied"]
     meta["state_dict"] = weights | {name: weights[first] for name, first in tied.items()}
     for number, named in enumerate(meta.get("optimizer_states", [])):
         prefix = f"optimizer/{number}/"
@@ -235,7 +236,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
 
 
 def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | None) -> ConfigError:
-    """Return the error for a checkpoint that holds, in place of ``tensor``, one of the shape ``held``, or none."""
+    """Return the error for a checkpoint that has shape ``held`` for ``tensor``, or lacks it (None)."""
     instead = "nothing of that name" if held is None else f"one of {tuple(held)}"
     return ConfigError(
         f"ckpt_path={path} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and holds {instead}. "
@@ -244,14 +245,14 @@ def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | Non
 
 
 def find_tied(module: nn.Module) -> dict[str, str]:
-    """Return the names of tied parameters, and the name of each in ``named_parameters()``."""
+    """Return the names of tied parameters, and for each the name under which ``named_parameters()`` lists it."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     everything: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
     return {name: names[parameter] for name, parameter in everything if names[parameter] != name}
 
 
 def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Read into the tensors, in place."""
+    """Read values from a folder into the given tensors, in place."""
     group = cpu_group()
     with torch.no_grad(), _alone_on_purpose():
         state_dict_loader.load(
@@ -264,7 +265,7 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """Without the warning that one process may not be what was meant."""
+    """Context without the warning that a single process may be a mistake."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         yield

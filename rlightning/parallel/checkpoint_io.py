@@ -1,4 +1,4 @@
-"""Checkpoints on a disk, such that a crash leaves the last good one in place and found."""
+"""Checkpoint files that survive a crash: the last complete checkpoint stays in place and is found."""
 
 import io
 import logging
@@ -27,7 +27,7 @@ SUFFIX = ".ckpt"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, written aside first with a checksum, then renamed; sharded folders are read too.
+    """Writes Lightning's checkpoint files atomically, with a checksum; it reads sharded folders too.
 
     Lightning itself builds a second copy in memory and writes it to the system's temporary folder, from where it is
     copied, not renamed, if that is another disk. Addresses (``s3://...``) are left to Lightning.
@@ -35,7 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Trainer(plugins=[AtomicCheckpointIO()], ...)
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
         """Write a single file; called on rank 0 only.
 
         Raises:
@@ -53,7 +53,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a single file, or the whole of a sharded folder, once rank 0 has compared it with its checksums.
+        """Read a single file or a whole sharded folder, after rank 0 has verified its checksums.
 
         Raises:
             DamagedError: it is not what was written.
@@ -67,7 +67,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file or a folder; links to it, such as ``last.ckpt``, lead to the newest one that is left."""
+        """Remove a file or a folder; links to it, such as ``last.ckpt``, then lead to the newest one left."""
         if "://" in str(path):
             super().remove_checkpoint(path)
             return
@@ -82,7 +82,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 @contextmanager
 def saving_checkpoint(path: Path) -> Iterator[None]:
-    """Within, an error of the disk becomes a line that names the last good checkpoint; parts of this one are removed.
+    """Context in which a disk error removes the partial checkpoint and raises a line that names the last good one.
 
     Raises:
         SaveError: for errors of the disk.
@@ -99,13 +99,13 @@ def saving_checkpoint(path: Path) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
-    """Return the checkpoint that was written last, a file or a folder; links do not count."""
+    """Return the checkpoint, a file or a folder, that was written last; links do not count."""
     found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but and is_whole(path)]
     return max(found, key=_written_at, default=None)
 
 
 class SavedState(NamedTuple):
-    """A checkpoint's file or folder, the step after which it was saved, and whether it holds more than weights."""
+    """A checkpoint's path, the step after which it was saved, and whether it holds more than weights."""
 
     path: Path
     step: int
@@ -113,7 +113,7 @@ class SavedState(NamedTuple):
 
 
 def read_state(path: Path) -> SavedState | None:
-    """Read a checkpoint's step without its tensors, and without making any object of what it holds.
+    """Read a checkpoint's step without its tensors and without unpickling its objects.
 
     Returns:
         None, and a log line, where it cannot be read.
@@ -127,7 +127,7 @@ def read_state(path: Path) -> SavedState | None:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    """Return what is wrong with a checkpoint whose reading has raised ``error``."""
+    """Return the reason why a checkpoint cannot be read, from the ``error`` that reading it raised."""
     try:
         verify_checkpoint(path)
     except DamagedError as damage:
@@ -138,7 +138,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare a checkpoint, a file or a folder, with its checksums; once a process, as long as its files stay.
+    """Verify a checkpoint, a file or a folder, by its checksums; once in a process, until its files change.
 
     Raises:
         DamagedError: it is not what was written.
@@ -151,7 +151,7 @@ def verify_checkpoint(path: Path) -> None:
 
 @lru_cache
 def _verify(path: Path, state: tuple[object, ...]) -> None:
-    """Compare a checkpoint with its checksums, unless that was done for the same ``state`` of its files before."""
+    """Verify a checkpoint by its checksums, unless this was done for the same ``state`` of its files."""
     if path.is_dir():
         verify_checkpoint_folder(path)
     else:
@@ -159,7 +159,7 @@ def _verify(path: Path, state: tuple[object, ...]) -> None:
 
 
 def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
-    """Return the checkpoints in a folder, and in those below it down to ``max_depth``, with what crashes have left."""
+    """Return the checkpoints in a folder and its subfolders down to ``max_depth``, including remains of crashes."""
     found: list[Path] = []
     for depth in range(max_depth + 1):
         below = "*/" * depth
@@ -171,7 +171,7 @@ def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
 
 
 def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifies: bool = True) -> SavedState | None:
-    """Return the undamaged checkpoint of the highest step; each that is skipped before it is named in the log.
+    """Return the undamaged checkpoint of the highest step; the log names those that are skipped.
 
     Args:
         paths: of :func:`list_checkpoints`. Of links and what they lead to, the link is preferred.
@@ -199,13 +199,13 @@ def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifie
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return what ``last`` stands for in a folder: the undamaged checkpoint of the highest step."""
+    """Return the checkpoint that ``last`` stands for in a folder: the undamaged one of the highest step."""
     latest = latest_checkpoint(list_checkpoints(folder))
     return None if latest is None else latest.path
 
 
 def relink(link: Path, target: Path) -> None:
-    """Have ``link`` lead to ``target`` beside it, without a moment in which it leads nowhere."""
+    """Point the symbolic link ``link`` to ``target`` in the same folder, atomically."""
     partial = partial_of(link)
     partial.unlink(missing_ok=True)
     partial.symlink_to(os.path.relpath(target, link.parent))
@@ -213,7 +213,7 @@ def relink(link: Path, target: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether it is a file, or a folder of which nothing is missing; links count as what they lead to."""
+    """Return whether a path is a file or a complete checkpoint folder; links are followed."""
     return path.is_file() or is_checkpoint_folder(path)
 
 
@@ -222,13 +222,15 @@ def _written_at(path: Path) -> float:
 
 
 class Inert(dict[object, object]):
-    """Stands for any class, function or object in a pickle, and ignores what is done to it except for its entries."""
+    """A stand-in for any class, function or object in a pickle, which ignores all that is done to it but keeps its
+    entries.
+    """
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
     def __call__(self, *_: object, **__: object) -> "Inert":
-        """Return another one, as of a call or of the making of an object."""
+        """Return another :class:`Inert`, in place of a call's result or a new object."""
         return Inert()
 
     __setstate__ = append = extend = add = __call__
@@ -236,19 +238,19 @@ class Inert(dict[object, object]):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Makes numbers, texts, lists, tuples and dictionaries; of all else, :class:`Inert` objects."""
+    """Unpickles numbers, texts, lists, tuples and dictionaries; anything else becomes :class:`Inert`."""
 
     def find_class(self, module: str, name: str) -> type[Inert]:
-        """Import no class."""
+        """Return :class:`Inert` instead of importing a class."""
         return Inert
 
     def persistent_load(self, key: object) -> Inert:
-        """Read no tensor."""
+        """Return :class:`Inert` instead of reading a tensor."""
         return Inert()
 
 
 def read_plain(path: Path) -> Any:
-    """Return the plain values of a file; tensors and other objects are :class:`Inert`.
+    """Return the plain values of a pickle file; tensors and other objects become :class:`Inert`.
 
     Raises:
         zipfile.BadZipFile: it is no file of ``torch.save``, or its pickle is not what was written, by its CRC-32.

@@ -1,4 +1,4 @@
-"""Collectives of what is no tensor of the model: counts, decisions, completions.
+"""Collectives on values other than the model's tensors: counts, decisions, completions.
 
 They go over the CPU (gloo) group and touch no device; in a single process they do nothing. All ranks must call the same
 function in the same order: a barrier comes first, whose error gives the ``name`` where a rank is missing.
@@ -47,7 +47,7 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str =
 
 
 def any_rank(flag: bool, *, name: str) -> bool:
-    """Whether ``flag`` is set on any rank; every rank gets the same answer."""
+    """Return whether ``flag`` is set on any rank; every rank gets the same result."""
     return bool(all_reduce(torch.tensor(int(flag)), "max", name=name))
 
 
@@ -63,7 +63,7 @@ def gather_objects(thing: T, *, name: str) -> list[T]:
 
 
 def all_to_all_objects(objects_by_rank: Mapping[int, T], *, name: str) -> dict[int, T]:
-    """Send each rank its object, pickled but for this rank's own; returns the received ones by the rank of origin."""
+    """Send each rank its object and return the objects received, by the rank that sent them."""
     group = cpu_group()
     own = dist.get_rank() if group is not None else 0
     received = {own: objects_by_rank[own]} if own in objects_by_rank else {}
@@ -92,7 +92,7 @@ def all_to_all_objects(objects_by_rank: Mapping[int, T], *, name: str) -> dict[i
 
 @runtime_checkable
 class HasRank(Protocol):
-    """A loop that knows the rank of this process, such as Lightning's Trainer."""
+    """A training loop that knows the rank of this process, such as Lightning's Trainer."""
 
     global_rank: int | None
 

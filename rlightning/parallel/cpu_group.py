@@ -1,4 +1,4 @@
-"""What the processes of a run share beside their devices: a gloo group over all ranks, and a key-value store.
+"""The CPU communication of a run's processes: a gloo group over all ranks, and a key-value store.
 
 A collective on a device's group waits behind everything that is queued there; those that steer the run go through the
 CPU.
@@ -18,7 +18,7 @@ from rlightning.torch_internals import default_store
 
 @dataclass
 class Connection:
-    """What belongs to one default process group.
+    """The store and the gloo group that belong to one default process group.
 
     Attributes:
         num_barriers: that this rank has reached.
@@ -32,7 +32,7 @@ class Connection:
 
     @contextmanager
     def waiting_at(self, name: str) -> Iterator[None]:
-        """Within, this rank waits for the others at barrier ``name``."""
+        """Context that records that this rank waits at barrier ``name``, for the hang watch."""
         self.waits_at = name
         try:
             yield
@@ -50,18 +50,18 @@ _timeout_seconds = DEFAULT_BARRIER_TIMEOUT
 
 
 def set_barrier_timeout(seconds: float) -> None:
-    """Set how long barriers wait that name no timeout; 1800 s unless set. The same on all ranks, please."""
+    """Set the default timeout of barriers, 1800 s unless set. It must be the same on all ranks."""
     global _timeout_seconds
     _timeout_seconds = seconds
 
 
 def barrier_timeout() -> float:
-    """How long barriers wait that name no timeout, in seconds."""
+    """Return the default timeout of barriers in seconds."""
     return _timeout_seconds
 
 
 def connection() -> Connection | None:
-    """The ranks' connection, or None in a process that is alone."""
+    """Return the connection of all ranks, or None in a single-process run."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
@@ -72,7 +72,7 @@ def connection() -> Connection | None:
 
 
 def renew_connection() -> None:
-    """Begin another connection, with a group of its own, where all ranks have left what they met for on the first."""
+    """Replace the connection by one with a new group, after all ranks were interrupted in the old one."""
     world = dist.group.WORLD
     assert world is not None
     if (left := _connections.get(world)) is not None:
@@ -90,7 +90,7 @@ def _connect(world: dist.ProcessGroup) -> Connection:
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """The gloo group over all ranks, or None in a process that is alone.
+    """Return the gloo group over all ranks, or None in a single-process run.
 
     The first call makes it, and is a collective: all ranks have to come to it.
     """
@@ -103,7 +103,7 @@ def cpu_group() -> dist.ProcessGroup | None:
 
 
 def leave_groups() -> None:
-    """Leave all process groups, once every rank is through, while Python still stands.
+    """Leave all process groups at the end of a run, before the interpreter shuts down.
 
     A thread of gloo's that releases its last tensor after the interpreter's end aborts the process
     (https://github.com/pytorch/pytorch/issues/190489).

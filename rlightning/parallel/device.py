@@ -1,4 +1,4 @@
-"""The device: the one place that synchronizes with it and that calls its memory allocator.
+"""The only module that synchronizes with the device and calls its memory allocator.
 
 Nothing here creates a CUDA context where there is none to serve: not for a CPU device, not in a controller
 (:mod:`~rlightning.parallel.execution_mode`). There, all of it does nothing.
@@ -26,7 +26,7 @@ EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """A device's memory, in bytes.
+    """A device's memory use, in bytes.
 
     Attributes:
         allocated: held by this process's tensors.
@@ -44,7 +44,7 @@ class MemoryUse:
 
 
 def share_host_threads(num_processes: int) -> None:
-    """Let torch's operations on the host use a share of its cores, unless ``OMP_NUM_THREADS`` says how many.
+    """Let torch use this rank's share of the host's cores, unless ``OMP_NUM_THREADS`` sets the number.
 
     Lightning sets that variable, which child processes would take for the user's word.
     """
@@ -53,7 +53,7 @@ def share_host_threads(num_processes: int) -> None:
 
 
 def limit_host_threads() -> None:
-    """Let torch's operations on the host use few threads, unless ``OMP_NUM_THREADS`` says how many.
+    """Let torch use few threads on the host, unless ``OMP_NUM_THREADS`` sets the number.
 
     Beside a GPU they copy a few megabytes a step, for which waking a thread on every core can take longer than copying.
     """
@@ -62,7 +62,7 @@ def limit_host_threads() -> None:
 
 
 def use_tensor_cores(device: torch.device, precision: str) -> None:
-    """Let CUDA's products of float32 matrices round their factors to TF32, in a run that computes in bfloat16.
+    """Allow TF32 for CUDA's float32 matrix products, in a run that computes in bfloat16.
 
     Few are left there, and their factors were rounded to less before. A run in float32 keeps float32's products.
     """
@@ -72,7 +72,7 @@ def use_tensor_cores(device: torch.device, precision: str) -> None:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Within, CUDA multiplies float32 matrices without rounding their factors to TF32."""
+    """Context in which CUDA computes float32 matrix products without TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -82,7 +82,7 @@ def exact_float32() -> Iterator[None]:
 
 
 def use_expandable_segments() -> None:
-    """Let PyTorch's caching allocator grow what it has instead of adding blocks that later sizes do not fit.
+    """Have PyTorch's caching allocator use expandable segments, which avoid fragmentation.
 
     Micro-batches of ever other lengths left 13 of an H100's 79 GiB in unused pieces otherwise (docs/measurements.md).
     A setting of the user's (:data:`ALLOCATOR_VARIABLES`) takes precedence.
@@ -93,7 +93,7 @@ def use_expandable_segments() -> None:
 
 @contextmanager
 def shareable_memory() -> Iterator[None]:
-    """Within, allocate CUDA memory such that other processes can open it.
+    """Context in which CUDA memory is allocated such that other processes can open it.
 
     They could open an expandable segment only where the system lets them trace this process (pytorch issue 165685).
     """
@@ -113,7 +113,7 @@ def _allocator_settings() -> str:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Wait until the device has done all work that this process queued, on any stream.
+    """Wait until the device has finished all work that this process queued, on any stream.
 
     Args:
         device: None is the CUDA device that this process uses, if it uses one.
@@ -123,20 +123,20 @@ def synchronize(device: torch.device | None = None) -> None:
 
 
 def synchronize_stream(device: torch.device | None = None) -> None:
-    """Wait until the device has done the work of the current stream; other streams may go on."""
+    """Wait until the device has finished the work of the current stream; other streams may continue."""
     if _is_used(device):
         torch.cuda.current_stream(device).synchronize()
 
 
 def empty_cache(device: torch.device | None = None) -> None:
-    """Give the caching allocator's unused blocks back to the device, where other processes can have them."""
+    """Return the caching allocator's unused blocks to the device, where other processes can use them."""
     if _is_used(device):
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
 
 
 def memory_use(device: torch.device | None = None) -> MemoryUse | None:
-    """Return the use of the device's memory; None where this process uses no CUDA device."""
+    """Return the device's memory use; None if this process uses no CUDA device."""
     if not _is_used(device):
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -150,7 +150,7 @@ def memory_use(device: torch.device | None = None) -> MemoryUse | None:
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """Measure :attr:`MemoryUse.peak` from now on."""
+    """Reset :attr:`MemoryUse.peak` to the current use."""
     if _is_used(device):
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -161,7 +161,7 @@ def has_context() -> bool:
 
 
 def device_of(trainer: object, module: object) -> torch.device | None:
-    """Return the device that a training loop works on, whatever kind of loop it is; None where that cannot be told.
+    """Return the device of a training loop of any kind; None if the loop does not tell.
 
     The trainer is Lightning's or a Fabric (``strategy.root_device``), transformers' (``accelerator.device``), or an
     object of the user's (``device``); the module has a ``device``, or parameters.
@@ -185,7 +185,7 @@ def _named_devices(trainer: object, module: object) -> Iterator[torch.device | s
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """Return host memory to copy to and from ``device``: page-locked for a CUDA device, for copies at full speed.
+    """Return a buffer in host memory for copies to and from ``device``; pinned for a CUDA device, for full speed.
 
     Returns:
         [num_bytes] uint8, uninitialised.
@@ -194,6 +194,6 @@ def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _is_used(device: torch.device | None) -> bool:
-    """Whether there can be work or memory of this process on the device: without a context there is none."""
+    """Return whether this process can have work or memory on the device, which needs a CUDA context."""
     is_cuda = device is None or device.type == "cuda"
     return is_cuda and torch.cuda.is_initialized() and not is_controller()

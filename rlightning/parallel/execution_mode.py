@@ -1,4 +1,4 @@
-"""The mode of this process: to work on a device, to orchestrate processes that do, or to execute such commands.
+"""The execution mode of this process: it computes on a device, controls worker processes, or is such a worker.
 
 The mode is resolved once (:func:`resolve_execution_mode`) and never changes. All other code asks
 :func:`execution_mode`; nothing else reads the environment for it.
@@ -20,7 +20,7 @@ UNNAMED = "the launcher (WORLD_SIZE)"
 
 
 class ExecutionMode(StrEnum):
-    """The three kinds of processes of a run."""
+    """The three kinds of processes in a run."""
 
     SPMD = "spmd"
     """One of equal processes, each with a device of its own, as Lightning's strategies start them."""
@@ -31,7 +31,7 @@ class ExecutionMode(StrEnum):
 
 
 class Launch(NamedTuple):
-    """The launcher of this process, and the number of processes that it has started."""
+    """The launcher that started this process, and the number of processes that it has started."""
 
     launcher: str
     world_size: int
@@ -46,14 +46,14 @@ class DeclaresMode(Protocol):
 
 @runtime_checkable
 class HasController(Protocol):
-    """The strategy of a worker, with the name or address of its controller."""
+    """A worker's strategy, which has the name or address of its controller."""
 
     controller: str | None
 
 
 @runtime_checkable
 class HasWorldSize(Protocol):
-    """A strategy or a loop of a known number of processes."""
+    """A strategy or a loop with a known number of processes."""
 
     world_size: int | None
 
@@ -67,14 +67,14 @@ def execution_mode() -> ExecutionMode:
 
 
 def is_controller() -> bool:
-    """Whether this process must not touch a device."""
+    """Return whether this process is a controller, which must not touch a device."""
     return execution_mode() is ExecutionMode.CONTROLLER
 
 
 def resolve_execution_mode(
     requested: RequestedMode = "auto", *, strategy: object = None, controller: str | None = None
 ) -> ExecutionMode:
-    """Settle the mode of this process for the rest of its life, and return it.
+    """Determine the mode of this process, which then never changes, and return it.
 
     Args:
         requested: by the user; "auto" leaves it to the strategy.
@@ -93,7 +93,7 @@ def resolve_execution_mode(
 def check_execution_mode(
     requested: RequestedMode = "auto", *, strategy: object = None, controller: str | None = None
 ) -> ExecutionMode:
-    """Return what :func:`resolve_execution_mode` would, without settling it."""
+    """Return the mode that :func:`resolve_execution_mode` would determine, without setting it."""
     # A controller has no device to ask: the strategy's is read from its configuration.
     device = strategy.root_device if has(strategy, HasRootDevice) else None
     mode = decide(
@@ -119,7 +119,7 @@ def decide(
     launch: Launch | None = None,
     controller: str | None = None,
 ) -> ExecutionMode:
-    """Return the mode that was requested, else the one that the strategy declares, else SPMD, if all else fits it."""
+    """Return the requested mode, else the strategy's, else SPMD; refuse one that the launcher contradicts."""
     mode = (declared or ExecutionMode.SPMD) if requested == "auto" else _parse(requested)
     if declared not in (None, mode):
         raise ConfigError(
@@ -167,7 +167,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _find_launch(strategy: object) -> Launch | None:
-    """Return the launcher of this process, or of more of its kind."""
+    """Return the launcher of this process; Lightning's own if no other is named but several ranks run."""
     launch = read_launch(os.environ)
     world_size = (strategy.world_size if isinstance(strategy, HasWorldSize) else None) or 1
     # Lightning's own launcher sets WORLD_SIZE, too.

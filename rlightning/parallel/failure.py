@@ -1,4 +1,4 @@
-"""Ends all ranks at the first failure of any, whatever they do; only the rank that failed shows a traceback.
+"""Ends all ranks at the first failure of any rank, at any point; only the failed rank shows a traceback.
 
 A rank that hangs is one that fails, too (:mod:`~rlightning.parallel.hang_watch`).
 """
@@ -42,7 +42,7 @@ SIGNAL = signal.SIGRTMIN if sys.platform == "linux" else signal.SIGUSR2
 
 
 class PeerFailure(SystemExit):
-    """Raised in the main thread of a rank whose run another rank's failure ended.
+    """Raised in the main thread of a rank when another rank's failure ends the run.
 
     It passes an ``except Exception`` and ends the process without a traceback, but lets ``finally`` and callbacks'
     ``on_exception`` have their turn.
@@ -50,7 +50,7 @@ class PeerFailure(SystemExit):
 
 
 class FailureWatch:
-    """Ends all ranks when one fails: by an exception, by Ctrl-C, by ``kill -9``, by a lost host, or as it hangs.
+    """Ends all ranks when one fails: by an exception, Ctrl-C, ``kill -9``, a lost host, or a hang.
 
     The other ranks get :class:`PeerFailure` in their main thread, which interrupts Python code, sleeping and waiting
     for processes; collectives of NCCL are aborted. What nothing interrupts ends without cleaning up when the grace is
@@ -108,7 +108,7 @@ class FailureWatch:
             self.report(error)
 
     def start(self) -> None:
-        """Connect all ranks; a collective. From here on this process's uncaught exceptions end the run."""
+        """Connect all ranks; collective. After this, an uncaught exception in this process ends the run."""
         global _active
         shared = connection()
         if shared is None or self._peer is not None:
@@ -176,7 +176,7 @@ class FailureWatch:
         self._send("report", asdict(hang_watch.make_report()))
 
     async def _watch_server(self, peer: Peer) -> None:
-        """End this process when the connection to rank 0 ends."""
+        """Wait for the connection to rank 0 to end, then end this process."""
         await peer.wait_closed()
         if not self._is_leaving and self._first is None:
             silent = self._hang_watch.find_silent()
@@ -184,7 +184,7 @@ class FailureWatch:
             self._learn(Failure(0, f"hangs: it was last seen {silent[0].where}" if 0 in silent else DISCONNECTED))
 
     def stop(self) -> None:
-        """Report that this rank ends well. Rank 0 waits until the others have reported so, too.
+        """Report that this rank ends without failure. Rank 0 waits until all others have reported this.
 
         Raises:
             PeerFailure: one of them failed instead.
@@ -206,7 +206,7 @@ class FailureWatch:
         sys.excepthook = self._usual_excepthook
 
     def _await_others(self, server: FailureServer) -> None:
-        """Wait on rank 0 until all others have ended, well or not."""
+        """Wait on rank 0 until all other ranks have ended or failed."""
         shared, deadline = connection(), Deadline(barrier_timeout())
         with contextlib.nullcontext() if shared is None else shared.waiting_at("the end of the run"):
             while self._first is None and not deadline.is_over and not server.is_over.wait(0.1):
@@ -219,11 +219,11 @@ class FailureWatch:
             log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
 
     def stop_at_exit(self) -> None:
-        """Call :meth:`stop` and leave the process groups when the process ends in any way that Python runs code in."""
+        """Have :meth:`stop` called, and process groups left, at the interpreter's exit."""
         Finalize(None, self._stop_finally, exitpriority=100)
 
     def report(self, error: BaseException) -> Failure:
-        """Tell the others that this rank failed, and end it hard if it has not ended by itself after the grace.
+        """Report this rank's failure to the others, and kill this process if it has not ended within the grace period.
 
         Only the first call counts. Returns the first failure of all ranks.
         """
@@ -243,21 +243,21 @@ class FailureWatch:
         return self._first or own
 
     def give_up(self, error: BaseException) -> Failure:
-        """Report an error that nothing has caught: the process ends with the first failure's exit code."""
+        """Report an uncaught error: the process ends with the exit code of the first failure."""
         self._is_fatal = True
         return self.report(error)
 
     def tell_end(self, code: int) -> None:
-        """Tell the others that this process ends hard after a signal, so that they end with its exit ``code``."""
+        """Report that a signal kills this process, so that the other ranks end with its exit ``code``."""
         self._send("fail", asdict(Failure(self.rank, "was ended by a signal", code, is_foreseen=True)), waits=True)
 
     def is_first(self, failure: Failure) -> bool:
-        """Whether this rank is the one to show what happened; it counts as shown from now on."""
+        """Return whether this rank failed first, so that it shows the error; marks the error as shown."""
         self._is_shown = True
         return failure.rank == self.rank
 
     def _name_missing(self, error: BaseException, own: Failure) -> Failure:
-        """Return the failure of a collective, with the ranks that were not in it."""
+        """Return the failure of a collective with the names of the ranks that did not take part."""
         missing = report_arrivals(self._is_first_known.is_set)
         if not missing:
             return own
@@ -266,7 +266,7 @@ class FailureWatch:
         return replace(own, text=f"{own.text} ({missing})")
 
     async def _find_cause_of_death(self, rank: int) -> str:
-        """Return what became of a rank that has disconnected, as far as this process can know."""
+        """Return how a disconnected rank has ended, as far as this process can know."""
         if not 0 < rank <= len(self.children):
             return DISCONNECTED
         child, deadline = self.children[rank - 1], Deadline(intervals.RANK_EXIT_GRACE)
@@ -280,7 +280,7 @@ class FailureWatch:
         return f"was killed by {name}{' (out of host memory?)' if name == 'SIGKILL' else ''}"
 
     def _send(self, method: str, *arguments: object, waits: bool = False) -> None:
-        """Call a method of rank 0's server, while there is one; ``waits`` until it has run, for a process that ends."""
+        """Call a method of rank 0's server, if connected; with ``waits``, return after it has run."""
         if self._peer is None or self._loop is None:
             return
         if waits:
@@ -290,7 +290,7 @@ class FailureWatch:
             self._loop.submit(self._peer.notify(method, self.rank, *arguments))
 
     def _end_hung(self, rank: int, reason: str) -> None:
-        """End the run for a rank that hangs; rank 0 reports it to all, unless it is that rank."""
+        """End the run because a rank hangs; rank 0 reports it to all, or this rank ends alone if rank 0 hangs."""
         failure = Failure(rank, reason)
         if self._error is None:
             record_all(f"rank {rank} {reason}")
@@ -302,7 +302,7 @@ class FailureWatch:
             self._send("fail", asdict(failure))
 
     def _learn(self, first: Failure) -> None:
-        """Have this process end because of the first failure, however long that takes."""
+        """Start the thread that ends this process because of the first failure."""
         if self._first is None:
             self._first = first
             threading.Thread(target=self._end, args=(first,), name="failure-end", daemon=True).start()
@@ -337,7 +337,7 @@ class FailureWatch:
             raise PeerFailure(self._first.exit_code)
 
     def _show_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Show the traceback of the rank that failed first, and no other."""
+        """Show the traceback of an uncaught error only if this rank failed first."""
         if self.is_first(self.give_up(error)):
             self._usual_excepthook(kind, error, trace)
 
@@ -352,7 +352,7 @@ class FailureWatch:
         self._end_children()
 
     def _end_failed(self) -> None:
-        """End a process whose failure was not caught, without destroying anything.
+        """Exit after an uncaught failure without running destructors.
 
         A thread of gloo's whose collective broke may release its tensors at any time, which aborts a process whose
         interpreter has ended (https://github.com/pytorch/pytorch/issues/190489).
@@ -362,7 +362,7 @@ class FailureWatch:
             exit_now((self._first or self._own).exit_code)
 
     def _end_children(self) -> None:
-        """Wait for the ranks started here up to the grace; after a failure, not for those that nothing interrupts."""
+        """Wait for child ranks up to the grace period; after a failure, kill those that do not react."""
         if self._first is not None and self._server is not None:
             stuck, reacted = dict(enumerate(self.children, start=1)), self._server.cleaning_up
 
@@ -377,7 +377,7 @@ class FailureWatch:
         end_children(self.children, self.grace)
 
     def _close_copies(self) -> None:
-        """In a forked child, which would keep the connections open after this process's death."""
+        """Close a forked child's copies of the connections, which would stay open after this process ends."""
         if self._server is not None:
             self._server.close_copies()
         if self._peer is not None:
@@ -389,12 +389,12 @@ _active: FailureWatch | None = None
 
 
 def active_watch() -> FailureWatch | None:
-    """Return this process's watch, if it has one."""
+    """Return this process's failure watch, or None."""
     return _active
 
 
 def report_failure(error: BaseException) -> Failure | None:
-    """Report to the active watch, if there is one and ``error`` is a failure; the first failure of all."""
+    """Report ``error`` to the active watch if it counts as a failure; return the first failure of all ranks."""
     return _active.report(error) if _active is not None and is_failure(error) else None
 
 
@@ -409,19 +409,19 @@ def end_children(children: "list[subprocess.Popen[bytes]]", grace: float) -> Non
 
 
 def exit_now(code: object) -> None:
-    """End this process, whatever it is doing; not even destructors run."""
+    """Exit this process immediately, without destructors."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code if isinstance(code, int) else 1)
 
 
 def own_addresses() -> list[str]:
-    """Return where other hosts may reach this process, which is rank 0; its host's name is the last."""
+    """Return the addresses at which other hosts may reach this process (rank 0); the host name comes last."""
     return [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
 
 
 def abort_device_groups(deadline: Deadline) -> None:
-    """Abort NCCL's communicators of all process groups, so that what waits in their collectives goes on.
+    """Abort NCCL's communicators of all process groups, so that threads waiting in collectives continue.
 
     A rank that waited gets garbage from its collective, or an error, and can use the groups no more. Aborts can wait
     for one another, so each has a thread of its own.

@@ -1,4 +1,4 @@
-"""The channel of the failure watch: every rank calls a server in rank 0, which decides whose failure was the first.
+"""The server of the failure watch: every rank calls it in rank 0, which decides which failure was the first.
 
 It goes over :mod:`rlightning.rpc`. A connection that ends before its rank has left is a failure of that rank::
 
@@ -34,7 +34,7 @@ NO_TIMEOUT = float("inf")
 
 
 class FailureServer:
-    """Rank 0's side; all of it runs on the event loop of the failure watch.
+    """The server in rank 0; all of it runs on the event loop of the failure watch.
 
     Args:
         world_size: number of ranks that will connect, rank 0 included.
@@ -80,7 +80,7 @@ class FailureServer:
         self._methods: dict[str, Method] = {method.__name__: method for method in methods}
 
     async def start(self) -> None:
-        """Accept connections."""
+        """Start to accept connections from the ranks."""
         self._server = Server(
             self._listener,
             self.key,
@@ -95,7 +95,7 @@ class FailureServer:
         await self._server.close()
 
     def close_copies(self) -> None:
-        """Close what a forked child has inherited, which would keep connections open after this process's end."""
+        """Close a forked child's copies of the connections, which would stay open after this process ends."""
         self._listener.close()
         for peer in self._peers.values():
             peer.close_copy()
@@ -103,7 +103,7 @@ class FailureServer:
     # What ranks call
 
     async def fail(self, rank: int, failure: dict[str, Any]) -> None:
-        """Decide for a failure, unless it turns out as the consequence of a rank's death."""
+        """Accept a failure as the first, unless a rank's death turns out to be its cause."""
         found = Failure(**failure)
         if found.rank == rank:
             self.cleaning_up.add(rank)
@@ -114,11 +114,11 @@ class FailureServer:
                 self._announce(found)
 
     async def clean_up(self, rank: int) -> None:
-        """Note that a rank has reacted to the first failure."""
+        """Record that a rank has reacted to the first failure."""
         self.cleaning_up.add(rank)
 
     async def report(self, rank: int, status: dict[str, Any]) -> None:
-        """Take a heartbeat, and answer it."""
+        """Receive a rank's heartbeat and answer it."""
         if rank == 0:
             self._own_status = status
         self._on_report(rank, status)
@@ -126,11 +126,11 @@ class FailureServer:
             self._send([rank], "report", self._own_status)
 
     async def relay(self, rank: int, method: str, argument: object) -> None:
-        """Call a method of all other ranks."""
+        """Call a method of all ranks other than the caller."""
         self._send(set(self._peers) - {rank}, method, argument)
 
     async def leave(self, rank: int) -> None:
-        """Deregister a rank, whose connection may end from now on."""
+        """Deregister a rank, so that its connection may close without being a failure."""
         self._left.add(rank)
         self._on_leave(rank)
         if len(self._left) == len(self._ranks):
@@ -158,7 +158,7 @@ class FailureServer:
             self._announce(Failure(rank, await self._find_cause(rank)))
 
     def _is_first(self) -> bool:
-        """Whether the caller decides which failure was the first."""
+        """Return whether the caller is the first to report a failure, and so decides for all."""
         is_first, self._is_decided = not self._is_decided, True
         return is_first
 
@@ -168,7 +168,7 @@ class FailureServer:
         self._send(sorted(self._peers, reverse=True), "end", asdict(failure))  # rank 0 last: this loop ends with it
 
     def _send(self, ranks: Iterable[int], method: str, argument: object) -> None:
-        """Call a method of some ranks without waiting for it, even if the caller's own connection ends."""
+        """Notify some ranks of a method call, even if the caller's own connection ends meanwhile."""
         for rank in ranks:
             if rank in self._peers:
                 task = asyncio.ensure_future(_notify(self._peers[rank], method, argument))

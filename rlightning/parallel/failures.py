@@ -1,4 +1,4 @@
-"""A rank's failure, as it is reported to the other ranks."""
+"""The failure of a rank in the form that is reported to the other ranks."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ DISCONNECTED = "is gone: it was killed, or ended without a word"
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run.
+    """The failure of one rank, which ends the run.
 
     Attributes:
         rank: the one that failed.
@@ -31,23 +31,23 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "Failure":
-        """Return the failure of a rank that has raised ``error``."""
+        """Return the failure of a rank in which ``error`` was raised."""
         return cls(rank, describe(error), exit_code(error), is_foreseen=find_run_error(error) is not None)
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether ``error`` ends a run badly: everything but an exit without a code, or after SIGTERM."""
+    """Return whether ``error`` is a failure: any except an exit without a code or after SIGTERM."""
     return not isinstance(error, SystemExit) or error.code not in (None, 0, TERMINATED)
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether ``error`` is that of a collective, or of its connections: others may know more of its cause."""
+    """Return whether ``error`` comes from a collective or its connections, so that another rank may be the cause."""
     # gloo raises a bare RuntimeError that begins with its source file.
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 def describe(error: BaseException) -> str:
-    """``error`` in one line."""
+    """Return ``error`` in one line."""
     if isinstance(error, KeyboardInterrupt):
         return "was interrupted"
     lines = str(error).strip().splitlines() or [""]

@@ -1,8 +1,8 @@
-"""FSDP: the actor spread over several devices, as a Lightning strategy."""
+"""FSDP: a Lightning strategy that shards the actor over several devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,7 +21,8 @@ from rlightning.torch_internals import set_group_timeout
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Lays the ranks out in a mesh of three dimensions: copies of the weights, shards of each, and parts of each layer.
+    """Base of strategies with a mesh of three dimensions: replicas of the weights, their shards, and tensor
+    parallelism.
 
     Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank. Arguments are :class:`FSDP`'s.
     """
@@ -39,22 +40,22 @@ class MeshStrategy(ModelParallelStrategy):
         self.shard_size = shard_size
 
     def _configure_launcher(self) -> None:
-        """Called when the Trainer is made, before any process is started or device is touched."""
+        """Make the launcher; called before any process is started or device is touched."""
         self.check_world_size()
         super()._configure_launcher()
 
     @property
     def data_parallel_size(self) -> int:
-        """How many shares an update is dealt out to."""
+        """The number of shares that an update is split into."""
         return self.num_nodes * self.num_processes // self.tensor_parallel_size
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Lightning gives these to a sampler of its own; tensor-parallel neighbours have the same share."""
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Arguments of Lightning's distributed sampler; tensor-parallel neighbours get the same share."""
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 
     def check_world_size(self) -> None:
-        """Refuse numbers of ranks that do not divide."""
+        """Refuse a number of ranks that the mesh's dimensions do not divide."""
         world_size = self.num_nodes * self.num_processes
         if world_size % self.tensor_parallel_size:
             raise ConfigError(
@@ -69,7 +70,7 @@ class MeshStrategy(ModelParallelStrategy):
             )
 
     def setup_environment(self) -> None:
-        """Meet the other ranks and lay them out in a mesh."""
+        """Connect to the other ranks and arrange them in the mesh."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
@@ -135,7 +136,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
 
     @property
     def sharding(self) -> Sharding:
-        """How models are to be spread over the ranks; there once the processes have found each other."""
+        """How models are sharded over the ranks; available after the processes have connected."""
         return Sharding(
             mesh=self.device_mesh,
             device=self.root_device,
@@ -145,14 +146,14 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
         )
 
     def setup(self, trainer: Trainer) -> None:
-        """Called when the model is there."""
+        """Prepare the model for training; called when it has been loaded."""
         super().setup(trainer)
         # Weights that a forward pass has gathered in inference mode cannot be trained with afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
 
     def model_to_device(self) -> None:
-        """Shard what is whole yet, with rank 0's values; a model is sharded, and in its place, since it was loaded."""
+        """Shard the modules that are still whole, with rank 0's values; models were sharded while loading."""
         assert self.model is not None
         move_replicated(self.model, self.root_device)
         broadcast_replicated(self.model)
@@ -162,7 +163,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, a backward leaves out what it need not do before the last micro-batch of an optimizer step.
+        """Context in which backward passes postpone communication to the last micro-batch of an optimizer step.
 
         That is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False`` the
         whole exchange of gradients. What a forward keeps gathered for its backward stays so for the next forward too:
@@ -190,7 +191,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
                 module.set_reshard_after_backward(True, recurse=False)
 
     def average_gradients(self) -> None:
-        """Average over the ranks the gradients of what is not sharded, before an optimizer step."""
+        """Average over the ranks the gradients of parameters that are not sharded, before an optimizer step."""
         assert self.model is not None
         average_gradients(self.model)
 

@@ -1,4 +1,4 @@
-"""Full values of sharded parameters, gathered flat: one all-gather for many tensors, straight into plain outputs.
+"""Gathers the full values of sharded parameters: one all-gather for many tensors, directly into plain tensors.
 
 ``DTensor.full_tensor()`` costs one collective a parameter, in the parameter's dtype. Here the shards of many parameters
 are packed into one buffer in the outputs' dtypes, travel in one collective, and are copied to their places::
@@ -37,18 +37,18 @@ _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One rank's part of a tensor: where it starts and how long it is, along each of the tensor's dimensions."""
+    """One rank's part of a tensor: its offset and length along each of the tensor's dimensions."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of elements in the box."""
         return math.prod(self.shape)
 
     def of(self, full: Tensor) -> Tensor:
-        """The part of ``full`` that the box is, as a view."""
+        """Return a view of this box's part of ``full``."""
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
             full = full.narrow(dim, start, length)
         return full
@@ -56,14 +56,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a tensor lies on a mesh, less its shape; tensors of one layout travel together."""
+    """The mesh and placements of a tensor; tensors of the same layout share one collective."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
     @property
     def split_dims(self) -> tuple[int, ...]:
-        """The mesh's dimensions that split the tensor, in the order of the splits.
+        """The mesh's dimensions that split the tensor, in the order in which they split it.
 
         FSDP splits what tensor parallelism has split: a strided shard comes after the plain one to its right.
         """
@@ -72,7 +72,7 @@ class _Layout:
         return (*plain, *strided)
 
     def check(self) -> None:
-        """Refuse what neither FSDP nor tensor parallelism makes."""
+        """Refuse placements that neither FSDP nor tensor parallelism makes."""
         for index, placement in enumerate(self.placements):
             is_known = placement.is_replicate() or type(placement) is Shard
             if isinstance(placement, StridedShard):
@@ -84,7 +84,7 @@ class _Layout:
                 )
 
     def box(self, coordinate: Sequence[int], shape: Sequence[int]) -> Box:
-        """The part that the rank at ``coordinate`` of the mesh holds of a tensor of ``shape``."""
+        """Return the part of a tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds."""
         offset, lengths = [0] * len(shape), list(shape)
         for mesh_dim in self.split_dims:
             dim = self.placements[mesh_dim].dim  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ class _Layout:
         return Box(tuple(offset), tuple(lengths))
 
     def holders(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Rank and coordinate of each rank that holds another part than this rank, and of this rank itself."""
+        """Return the ranks and mesh coordinates that together hold the whole tensor, this rank included."""
         mine = self.mesh.get_coordinate()
         assert mine is not None, "this rank holds no part of the tensor"
         ranks = self.mesh.mesh
@@ -108,7 +108,7 @@ class _Layout:
 
 
 def local_box(tensor: DTensor) -> Box:
-    """The part of ``tensor`` that this rank holds."""
+    """Return the part of ``tensor`` that this rank holds."""
     layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
     layout.check()
     coordinate = tensor.device_mesh.get_coordinate()
@@ -172,7 +172,7 @@ def _windows(pairs: list[tuple[Tensor, DTensor]], gather_bytes: int) -> Iterator
 
 
 def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], destination: int | None) -> None:
-    """One collective."""
+    """Gather the parts that fit one buffer with one collective."""
     rank = dist.get_rank()
     mine = ranks.index(rank)
     boxes = [_boxes(tensor) for _, tensor in pairs]  # [tensor][holder]
@@ -202,13 +202,13 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
 
 
 def _boxes(tensor: DTensor) -> list[Box]:
-    """What each holder has of ``tensor``, in the order of their ranks."""
+    """Return each holder's part of ``tensor``, in the order of ranks."""
     layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
     return [layout.box(coordinate, tensor.shape) for _, coordinate in layout.holders()]
 
 
 def _plan(boxes: list[list[Box]], itemsizes: list[int], num_ranks: int) -> tuple[list[list[int]], int]:
-    """Where each rank's part of each tensor starts in that rank's buffer, and the size of the largest buffer, in bytes.
+    """Return the offset of each tensor's part in each rank's buffer, and the size of the largest buffer, in bytes.
 
     Each rank packs its own parts tightly: tensors too short for all ranks lie on the first ones, and padding each of
     them would add up.
@@ -227,7 +227,7 @@ def _slot(buffer: Tensor, offset: int, box: Box, dtype: torch.dtype) -> Tensor:
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    """Where the mesh's group communicates; offloaded shards are brought there."""
+    """Return the device that the mesh's collectives use, to which offloaded shards are copied."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
@@ -238,7 +238,7 @@ _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _group(tensor: DTensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of ``ranks``, in their order: a mesh's, the whole world's, or a new one."""
+    """Return a process group of ``ranks`` in this order: one of the mesh, the world, or a new one."""
     layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
     if len(layout.split_dims) == 1:
         group = tensor.device_mesh.get_group(layout.split_dims[0])

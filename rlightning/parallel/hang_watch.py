@@ -1,4 +1,4 @@
-"""Finds ranks that hang: each rank reports its position with its heartbeats, and whether it waits for others.
+"""Detects ranks that hang: each rank's heartbeat carries its position and whether it waits for other ranks.
 
 ::
 
@@ -51,7 +51,7 @@ class Status:
 
 
 class RankState(Heartbeat):
-    """What is known of a rank.
+    """The state of a rank as its heartbeats have reported it.
 
     Args:
         status: of its last heartbeat; None before the first.
@@ -62,27 +62,27 @@ class RankState(Heartbeat):
         self.status, self.silent_seconds = status, silent_seconds
 
     def tick(self) -> float:
-        """Count the time since the last tick."""
+        """Add the time since the last tick to the state's times."""
         self.interval = intervals.HEARTBEAT_INTERVAL
         return super().tick()
 
     @property
     def runs(self) -> bool:
-        """Whether its heartbeats arrive."""
+        """Whether the rank's heartbeats still arrive."""
         return self.silent_seconds < intervals.SILENT_AFTER
 
     @property
     def stuck_seconds(self) -> float:
-        """Seconds since its position changed, as far as is known."""
+        """Seconds since the rank's position last changed, as far as is known."""
         return 0.0 if self.status is None else self.status.stuck_seconds
 
     @property
     def waits(self) -> bool:
-        """Whether it was seen to wait for other ranks."""
+        """Whether the rank has reported that it waits for other ranks."""
         return self.status is not None and bool(self.status.waits_in)
 
     def describe(self) -> str:
-        """Return its last reported position, to follow upon "rank 1 "."""
+        """Return the rank's last reported position, as the end of a sentence that begins with "rank 1"."""
         if self.status is None:
             return "has given no heartbeat yet"
         if self.runs:
@@ -91,7 +91,7 @@ class RankState(Heartbeat):
 
 
 class HangWatch(threading.Thread):
-    """One rank's heartbeat, and its watch over others.
+    """Sends one rank's heartbeats and watches those of the other ranks.
 
     Args:
         others: the ranks to watch: on rank 0 all others, elsewhere rank 0.
@@ -124,7 +124,7 @@ class HangWatch(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Send heartbeats, and judge the others."""
+        """Send heartbeats and look for other ranks that hang, until :meth:`stop`."""
         while not self._over.wait(intervals.HEARTBEAT_INTERVAL):
             for state in list(self._others.values()):
                 state.tick()
@@ -143,28 +143,28 @@ class HangWatch(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """End the heartbeats."""
+        """Stop sending heartbeats."""
         self._over.set()
         self._recorder.forward = do_nothing
 
     def receive(self, rank: int, status: dict[str, Any]) -> None:
-        """Take another rank's heartbeat."""
+        """Record another rank's heartbeat."""
         if rank in self._others:
             self._num_unanswered = 0
             self._others[rank].status = Status(**status)
             self._others[rank].beat()
 
     def remove(self, rank: int) -> None:
-        """Watch a rank that has ended well no more."""
+        """Stop watching a rank that has ended without failure."""
         self._others.pop(rank, None)
 
     def find_silent(self) -> dict[int, Status]:
-        """Return the last status of ranks that do not run any more."""
+        """Return the last status of ranks whose heartbeats no longer arrive."""
         states = dict(self._others)
         return {rank: one.status for rank, one in states.items() if one.status is not None and not one.runs}
 
     def kill_silent(self, among: Container[int]) -> None:
-        """Kill those ``among`` the ranks that do not run: they neither clean up nor end by themselves."""
+        """Kill those ranks ``among`` the given ones whose heartbeats stopped: they will not end by themselves."""
         silent = self.find_silent()
         for rank, status in silent.items():
             if rank in among:
@@ -179,13 +179,13 @@ class HangWatch(threading.Thread):
         self.record_silent(reason)
 
     def record_silent(self, reason: str) -> None:
-        """Record the last position of ranks that do not run, which one rank does for all."""
+        """Write the last known stacks of ranks without heartbeats to the run's file; only one rank does."""
         for rank, status in self.find_silent().items() if self.rank <= 1 else ():
             text = f"It does not run. Its main thread was last seen {status.where}:\n{status.stack}"
             self._recorder.append(reason, text, name=f"rank {rank}, seen from rank {self.rank}")
 
     def make_report(self) -> Status:
-        """Return this rank's status."""
+        """Return this rank's current status, for its heartbeat."""
         position = find_position(self._thread)
         key = (self._shared.num_barriers, position.key)
         self._stuck_seconds = self._stuck_seconds + intervals.HEARTBEAT_INTERVAL if key == self._key else 0.0
@@ -198,7 +198,7 @@ class HangWatch(threading.Thread):
         return Status(where, waits_in, self._stuck_seconds, position.stack, self._process)  # type: ignore[arg-type]
 
     def _log_wait(self, states: Mapping[int, RankState]) -> None:
-        """Log at growing intervals for whom ranks wait; of several that wait for rank 0, one does."""
+        """Log at growing intervals which ranks are waited for; only one of several waiting ranks logs."""
         waiting, missing = find_missing(states, intervals.WAIT_REPORT_DELAY)
         if not missing:
             self._next_report = intervals.WAIT_REPORT_DELAY
@@ -209,7 +209,7 @@ class HangWatch(threading.Thread):
             log.warning("Waiting: %s", describe_wait(waiting, missing, states))
 
     def _find_hang(self, states: Mapping[int, RankState]) -> tuple[int, str] | None:
-        """Return a rank that hangs, and the reason, if the run must end for it; barriers have their own deadlines."""
+        """Return a hung rank and the reason, if the run must end for it; barriers have their own deadlines."""
         if self.needs_answer and self.rank != 0:
             return 0, f"hangs: it {states[0].describe()}"
         waiting, missing = find_missing(states, barrier_timeout() + intervals.HANG_GRACE, at_barriers=False)
@@ -221,7 +221,7 @@ class HangWatch(threading.Thread):
 def find_missing(
     states: Mapping[int, RankState], seconds: float, *, at_barriers: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that have not moved for some time because they wait for others, and those others.
+    """Return the ranks that wait for others without progress for some time, and the ranks they wait for.
 
     A rank waits if it is at a barrier or in a collective, as far as that shows; any rank that does not move may if
     another one has not run for as long, or if no rank moves and they are at different places (:func:`is_known`).
@@ -245,7 +245,7 @@ def find_missing(
 
 
 def is_known(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> bool:
-    """Return whether the run may end for what :func:`find_missing` has found.
+    """Return whether the result of :func:`find_missing` is certain enough to end the run.
 
     Ranks that run, and of which none is seen to wait for another, may each wait for something of their own, such as an
     engine or a reward.
@@ -258,7 +258,7 @@ def _is_wait_seen(waiting: Sequence[int], states: Mapping[int, RankState]) -> bo
 
 
 def describe_wait(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> str:
-    """Return a sentence on the ranks that :func:`find_missing` has found: who waits where, for whom."""
+    """Return a sentence on the result of :func:`find_missing`: which ranks wait where, and for which ranks."""
     first = states[waiting[0]].status
     assert first is not None
     seconds = min(states[rank].stuck_seconds for rank in waiting)

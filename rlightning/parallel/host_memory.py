@@ -1,4 +1,4 @@
-"""Tensors' bytes, moved to host memory and back, while the tensors stay the objects that they are."""
+"""Moves tensors' storage to host memory and back, without replacing the tensor objects."""
 
 from collections.abc import Iterable, Iterator
 
@@ -29,11 +29,11 @@ class HostMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are on the host now."""
+        """The bytes that are now in host memory."""
         return sum(size for _, _, size in self._moved)
 
     def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
-        """Move those of ``tensors`` that are on such a device, besides what was taken before; returns bytes moved."""
+        """Move the storage of ``tensors`` on such a device to the host; return the bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
             synchronize(device)  # whatever stream still writes to them
@@ -54,7 +54,7 @@ class HostMemory:
         return sum(size for _, _, size in moved)
 
     def give_back(self) -> int:
-        """Move everything back to its device; returns bytes moved.
+        """Move all storages back to their devices; return the bytes moved.
 
         Raises:
             torch.OutOfMemoryError: if the device has no room; what is not back yet stays on the host for another try.
@@ -76,12 +76,12 @@ class HostMemory:
         return num_bytes
 
     def close(self) -> None:
-        """Give everything back and the host memory to the system. May be called twice."""
+        """Move everything back and free the host memory. May be called twice."""
         self.give_back()
         self._blocks.clear()
 
     def _spans(self, storage: UntypedStorage, start: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A storage's bytes and their place on the host, cut where one block ends and the next begins."""
+        """Yield slices of a storage with the slices of host blocks that hold their bytes, split at block ends."""
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         done = 0
         while done < size:
@@ -94,7 +94,7 @@ class HostMemory:
 
 
 def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[UntypedStorage]:
-    """Each storage once: tied weights share one, and FSDP keeps views of its shards."""
+    """Yield each storage once: tied weights share one, and FSDP keeps views of its shards."""
     seen: set[int] = set()
     for tensor in tensors:
         for plain in _plain_tensors(tensor):
@@ -107,7 +107,7 @@ def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[Un
 
 
 def _plain_tensors(thing: object) -> Iterator[Tensor]:
-    """A tensor itself, or those that it is made of: a DTensor's shard (and its mesh), a quantised tensor's codes."""
+    """Yield a tensor itself, or its parts: a DTensor's shard, a quantised tensor's codes."""
     if is_traceable_wrapper_subclass(thing):
         for part in inner_tensors(thing).values():
             yield from _plain_tensors(part)

@@ -1,4 +1,4 @@
-"""The position of a rank: the line of its own code that it executes, and whether it waits there for other ranks."""
+"""Finds a rank's position: the line of its own code that it executes, and whether it waits there for other ranks."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from types import FrameType
 
 
 def _folder_of(package: str) -> str:
-    """Return where a package is, without importing it."""
+    """Return a package's folder, without importing the package."""
     spec = find_spec(package)
     return "" if spec is None or spec.origin is None else f"{Path(spec.origin).parent}{os.sep}"
 
@@ -31,7 +31,7 @@ NUM_SHOWN = 12
 
 @dataclass(frozen=True)
 class Position:
-    """What a thread is at.
+    """The position of a thread.
 
     Attributes:
         where: "in training_step (rlightning/module/rl_module.py, line 310)".
@@ -47,7 +47,7 @@ class Position:
 
 
 def find_position(thread: int) -> Position:
-    """Return what a thread of this process is at, by its ``threading.get_ident()``."""
+    """Return the position of a thread of this process by its ``threading.get_ident()``."""
     frames = list(_walk(sys._current_frames().get(thread)))  # the innermost first
     shown = [frame for frame in frames if not _is_library(frame)] or frames[:1]
     if not shown:

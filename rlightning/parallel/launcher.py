@@ -1,4 +1,4 @@
-"""Lightning's launcher of one machine's ranks, with an end for those that it started."""
+"""A launcher for the ranks of one machine, as Lightning's, which also ends the ranks that it started."""
 
 import contextlib
 import logging
@@ -32,7 +32,7 @@ PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
 
 
 class RankLauncher(SubprocessLauncher):
-    """Starts the other ranks as Lightning does, and reports an exception before anything is cleaned up.
+    """Starts the other ranks as Lightning does, and reports an exception before the clean-up begins.
 
     Lightning's own leaves the children behind when rank 0 raises, and kills rank 0 outright when a child has failed.
     Here the failure watch ends them; until it stands, a child's failure is rank 0's end, and the other way round.
@@ -60,13 +60,13 @@ class RankLauncher(SubprocessLauncher):
             raise
 
     def kill(self, signum: int) -> None:
-        """Forward a signal to the ranks started here; SIGKILL, Lightning's answer to Ctrl-C, is the failure watch's."""
+        """Forward a signal to the ranks started here, except SIGKILL: after Ctrl-C the failure watch ends them."""
         if signum != signal.SIGKILL or active_watch() is None:
             super().kill(signum)
 
 
 def check_launch(num_devices: int, num_nodes: int) -> None:
-    """Refuse numbers of devices and nodes that differ from what torchrun or SLURM has started."""
+    """Refuse numbers of devices and nodes that differ from those of torchrun or SLURM."""
     launch = read_launch(os.environ)
     wanted = num_devices * num_nodes
     if launch is None or launch.launcher not in PER_NODE or launch.world_size == wanted:
@@ -81,7 +81,7 @@ def check_launch(num_devices: int, num_nodes: int) -> None:
 
 
 def find_port() -> int:
-    """Return a free port, below the range that the system assigns to programs which ask for any.
+    """Return a free port below the system's range for ephemeral ports.
 
     One of these, as Lightning chooses, may be another program's by the time the ranks meet.
     """
@@ -93,7 +93,7 @@ def find_port() -> int:
 
 
 def check_port(port: int) -> None:
-    """Refuse a port of the rendezvous that another program listens on, before ranks are started that would reach it."""
+    """Refuse a rendezvous port that another program uses, before ranks are started that would connect to it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that is closing is free
         try:
@@ -105,7 +105,7 @@ def check_port(port: int) -> None:
 
 
 def describe_rendezvous(error: Exception) -> ConfigError:
-    """The error for ranks that cannot meet where the launcher's variables say."""
+    """Return the error for ranks that cannot connect at the address of the launcher's variables."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
     reason = cut_line(str(error).partition("\n")[0])
     if isinstance(error, dist.DistStoreError):
@@ -122,7 +122,7 @@ def describe_rendezvous(error: Exception) -> ConfigError:
 
 
 def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:
-    """End this process when a child ends badly before the failure watch stands."""
+    """End this process if a child fails before the failure watch has started."""
     while (watch := active_watch()) is None:
         codes = {rank: child.poll() for rank, child in enumerate(children, start=1)}
         failed = {rank: code for rank, code in codes.items() if code}

@@ -1,4 +1,4 @@
-"""What Lightning does not know when it logs: how many prompts a batch has, and at which step an epoch ends."""
+"""Corrects two defaults of Lightning's logging: the number of prompts in a batch, and the step of epoch metrics."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from rlightning.types import Prompt
 
 
 class PromptBatchModule(CheckedArguments, LightningModule):
-    """A module that gets lists of prompts: what it and its callbacks log for an epoch is weighted by their number."""
+    """A module with lists of prompts as batches: metrics of an epoch are weighted by the number of prompts."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log a metric; ``batch_size``, its weight in the mean of an epoch, is by default the number of prompts."""
+        """Log a metric; ``batch_size``, its weight in the epoch's mean, defaults to the number of prompts."""
         # Lightning looks for the first tensor of a batch, and a list of prompts has none.
         results = results_of(self)
         batch = None if results is None else results.batch
@@ -26,7 +26,7 @@ class PromptBatchModule(CheckedArguments, LightningModule):
 
 
 def log_epoch_step(trainer: Trainer, module: LightningModule) -> None:
-    """Log ``step``, the loggers' x-axis, with the metrics of an epoch that is over, if there are any.
+    """Log ``step``, the loggers' x-axis, with an epoch's metrics, if there are any.
 
     Lightning counts from 0 where it has to number them itself: they would stand one step before those of the last step.
     """
@@ -36,10 +36,10 @@ def log_epoch_step(trainer: Trainer, module: LightningModule) -> None:
 
 
 class EpochStep(Callback):
-    """Logs the step of an epoch's metrics. It stands behind the callbacks that log any."""
+    """A callback that logs the step of an epoch's metrics; it must come after the callbacks that log some."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the module's own, which may be the first to log something."""
+        """Log the epoch's step; called before the module's own hook, which may log the first metric."""
         log_epoch_step(trainer, pl_module)
         if trainer.loggers and not is_controller() and is_overridden("on_train_epoch_end", pl_module, LightningModule):
             pl_module.log("step", float(trainer.global_step))

@@ -1,4 +1,4 @@
-"""A key-value store that all ranks read and write: what they use to agree on something that is no collective.
+"""A key-value store of all ranks, by which they agree on decisions without a collective.
 
 A barrier keeps there where each rank is, a stop signal the ranks' votes, the failure watch its address and who failed.
 """
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class StoreError(RunError, RuntimeError):
-    """The store does not answer: the process that hosts it has ended, or cannot be reached."""
+    """The store does not answer: its host process has ended or cannot be reached."""
 
 
 class StoreSilentError(StoreError):
-    """The store gives no answer, but its connection stands: its host may be stopped, and go on."""
+    """The store does not answer, but its connection is open: its host may be stopped and continue later."""
 
 
 class RankStore:
-    """Texts by key, with an end to each wait.
+    """A store of texts by key, in which every wait has a timeout.
 
     The process group's own store can wait for ever when its host is stopped or cut off, and nothing interrupts it: so
     a thread of this process does the asking.
@@ -46,7 +46,7 @@ class RankStore:
         self._thread.start()
 
     def set(self, key: str, text: str) -> None:
-        """Write ``text``."""
+        """Write ``text`` under a key."""
         self._ask(lambda store: store.set(self._prefix + key, text))
 
     def get(self, key: str) -> str | None:
@@ -59,22 +59,22 @@ class RankStore:
         return self._ask(read)
 
     def set_first(self, key: str, text: str) -> str:
-        """Write ``text`` unless the key has one already; returns the key's text, the same on all ranks."""
+        """Write ``text`` unless the key has a value; return the key's value, which is the same on all ranks."""
         return self._ask(lambda store: store.compare_set(self._prefix + key, "", text)).decode()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter that begins at 0; returns its new value."""
+        """Add to a counter that starts at 0; return its new value."""
         return self._ask(lambda store: store.add(self._prefix + key, amount))
 
     def by_rank(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """Return what ranks, by default all, have written by :meth:`exchange` or under ``key/rank``."""
+        """Return the texts of ranks, by default all, that :meth:`exchange` or ``key/rank`` stored."""
         texts = {rank: self.get(f"{key}/{rank}") for rank in (self.ranks if ranks is None else ranks)}
         return {rank: text for rank, text in texts.items() if text is not None}
 
     def exchange(
         self, key: str, text: str, seconds: float, *, is_over: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, str]:
-        """Write this rank's text, wait some seconds for those of the others, and return what is there by rank.
+        """Write this rank's text, wait some seconds for the other ranks' texts, and return all by rank.
 
         ``is_over`` is polled with the ranks that are missing, and ends the wait.
         """
@@ -90,7 +90,7 @@ class RankStore:
         return dict(sorted(found.items()))
 
     def until(self, deadline: Deadline) -> Self:
-        """Return the same store for a caller that does not wait for an answer until after ``deadline``.
+        """Return the same store with a limit: no wait for an answer goes beyond ``deadline``.
 
         Each answer gets ``intervals.MIN_STORE_TIMEOUT`` nevertheless.
         """
@@ -99,7 +99,7 @@ class RankStore:
         return store
 
     def close(self) -> None:
-        """End the connection; on rank 0 it keeps the store itself alive, and its port taken."""
+        """Close the connection; on rank 0 it keeps the store's server and its port alive."""
         self._requests.put(None)
         self._thread.join(1.0)
 

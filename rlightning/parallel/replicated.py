@@ -1,4 +1,4 @@
-"""Parameters that a sharding strategy leaves whole, those that a module has beside its parts: a copy on each rank.
+"""Parameters that a sharding strategy does not shard, of which each rank has a whole copy.
 
 FSDP averages the gradients of what it shards; DDP would average all. Here the copies beside sharded parameters are kept
 equal: rank 0's values at the start, and averaged gradients before each optimizer step.
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 
 def move_replicated(module: nn.Module, device: torch.device) -> None:
-    """Move what no part of ``module`` shards to ``device``, in place."""
+    """Move the unsharded parameters and buffers of ``module`` to ``device``, in place."""
     for owner in _owners(module):
         for tensor in _own_tensors(owner):
             tensor.data = tensor.data.to(device)
@@ -22,7 +22,7 @@ def move_replicated(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def broadcast_replicated(module: nn.Module) -> None:
-    """Give all ranks rank 0's values: each has drawn random ones of its own, unless they share a seed."""
+    """Broadcast rank 0's values: random initial values differ between ranks, unless they share a seed."""
     for owner in _owners(module):
         for tensor in _own_tensors(owner):
             dist.broadcast(tensor.detach(), 0)
@@ -30,7 +30,7 @@ def broadcast_replicated(module: nn.Module) -> None:
 
 @torch.no_grad()
 def average_gradients(module: nn.Module) -> None:
-    """Average over the ranks the gradients of trained parameters that are whole; all ranks call this.
+    """Average the gradients of trained, unsharded parameters over the ranks; collective.
 
     A parameter that has a gradient on some ranks only counts as 0 on the others, and one without any keeps none.
     """
@@ -48,7 +48,7 @@ def average_gradients(module: nn.Module) -> None:
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those in it, but for the ones that FSDP shards."""
+    """Yield the module and its submodules, without those that FSDP shards."""
     if isinstance(module, FSDPModule):
         return
     yield module

@@ -1,4 +1,4 @@
-"""How weights are spread over ranks, and a rank's shard of one."""
+"""How weights are sharded over ranks, and access to a rank's shard."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ CPUOffload = Literal["none", "optimizer", "parameters"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is spread over the ranks.
+    """The settings of how a model is sharded over the ranks.
 
     Args:
         mesh: all ranks, with the dimensions ``replicate``, ``shard`` and ``tensor_parallel``.
@@ -37,24 +37,24 @@ class Sharding:
 
     @property
     def data_parallel_mesh(self) -> DeviceMesh:
-        """What FSDP shards over, and before it, with hybrid sharding, what it replicates over."""
+        """The mesh of FSDP: its last dimension shards, and with hybrid sharding one before it replicates."""
         return self.mesh["shard"] if self.mesh["replicate"].size() == 1 else self.mesh["replicate", "shard"]
 
     @property
     def storage_device(self) -> torch.device:
-        """Where the shards are between their uses."""
+        """The device that stores shards while they are not used."""
         return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
 
     @property
     def placement(self) -> dict[str, Any]:
-        """What ``fully_shard`` is told of where shards are."""
+        """The arguments of ``fully_shard`` for offloading shards."""
         is_on_host = self.cpu_offload == "parameters"
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if is_on_host else OffloadPolicy()
         return {"mesh": self.data_parallel_mesh, "offload_policy": policy}
 
 
 def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
-    """Shard the modules that ``owner`` has beside its sharded models, such as a subclass's value head.
+    """Shard the modules of ``owner`` outside its sharded models, such as a subclass's value head.
 
     Each is gathered for its ``forward`` and again for the backward, in the dtype that it has. What has no forward, as a
     list of modules, is looked into; parameters in none of these stay whole.
@@ -71,7 +71,7 @@ def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules below ``module`` that can be sharded, each as one group."""
+    """Yield the largest modules below ``module`` that FSDP can shard as one group each."""
     for child in module.children():
         if isinstance(child, FSDPModule):
             continue
@@ -84,24 +84,24 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_group(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether FSDP2 can gather parameters together."""
+    """Return whether FSDP2 can gather these parameters together."""
     if any(isinstance(p, DTensor) or not p.ndim or not p.is_floating_point() for p in parameters):
         return False
     return len({parameter.dtype for parameter in parameters}) == 1
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Return whether a parameter is one of an adapter's, by its name in PEFT's layers."""
+    """Return whether a parameter belongs to an adapter, by its name in PEFT's layers."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def base_name(name: str) -> str:
-    """Return the name that a parameter has in a model without an adapter."""
+    """Return the name of a parameter in the same model without an adapter."""
     return name.replace(".base_layer.", ".")
 
 
 class CodedLinear(nn.Module):
-    """Base of linear layers that hold codes, of which they compute their matrix.
+    """Base of linear layers that store quantised codes and compute their matrix from them.
 
     Attributes:
         codes: a parameter; what they stand for is the layer's matter.
@@ -113,12 +113,12 @@ class CodedLinear(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The matrix, computed anew each time, which files and engines have in place of the codes."""
+        """The matrix, dequantised at each access, which files and engines hold instead of the codes."""
         raise NotImplementedError
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a model's files hold, by name: parameters, tied ones once, then buffers such as a router's biases.
+    """Yield the weights in a model's files, by name: parameters, tied ones once, then persistent buffers.
 
     Of a policy with an adapter those are the base's, by the names that they have without one.
     """
@@ -136,13 +136,13 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor's part on this rank; a plain tensor is its own."""
+    """Return a DTensor's shard on this rank; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
 def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within, norms and biases have the values that an engine of ``dtype`` has; autocast rounds matrices alone."""
+    """Context in which norms and biases are rounded to ``dtype`` as in engines; autocast rounds matrices only."""
     vectors = [local_tensor(parameter.data) for parameter in policy.parameters() if parameter.ndim < 2]
     masters = [vector.clone() for vector in vectors]
     try:

@@ -1,4 +1,5 @@
-"""The stacks of a run's processes, in ``stacks.txt`` of its folder: on SIGUSR1, and before a timeout ends the run.
+"""Writes the stacks of a run's processes to ``stacks.txt`` in its folder: on SIGUSR1, and before a timeout ends the
+run.
 
 ``faulthandler`` writes them without Python's lock, also while the main thread waits in a collective.
 """
@@ -37,7 +38,7 @@ class StackRecorder(threading.Thread):
         self._lock = threading.Lock()
 
     def take_signal(self) -> None:
-        """Record on SIGUSR1 from now on, unless the program has a handler of its own.
+        """Record stacks on SIGUSR1 from now on, unless the program has a handler of its own.
 
         Once a run has ended, which sets the handlers from before, the signal is ignored: its default ends the process.
         """
@@ -52,7 +53,7 @@ class StackRecorder(threading.Thread):
             self.start()
 
     def run(self) -> None:
-        """Look whether the signal has come."""
+        """Poll whether SIGUSR1 has arrived, and record the stacks if so."""
         while True:
             time.sleep(intervals.POLL_INTERVAL)
             with self._lock:
@@ -63,14 +64,14 @@ class StackRecorder(threading.Thread):
                 self.forward(reason)
 
     def record(self, reason: str) -> None:
-        """Append the stacks of all threads of this process, as they are now."""
+        """Append the current stacks of all threads of this process to the run's file."""
         with self._lock:
             faulthandler.dump_traceback(self._raw, all_threads=True)
             text = self._take_raw()
         self.append(reason, text)
 
     def append(self, reason: str, text: str, *, name: str | None = None) -> None:
-        """Append stacks of a process, by default this one, and the reason to the file, in one piece."""
+        """Append a reason and stacks, by default of this process, to the file in one write."""
         here = f"{name or f'{self.process_name}, process {os.getpid()}'} on {socket.gethostname()}"
         section = f"=== {here}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n{text.rstrip()}\n\n"
         try:
@@ -84,7 +85,7 @@ class StackRecorder(threading.Thread):
             return  # it only observes, and what it observes ends soon
 
     def _take_raw(self) -> str:
-        """Return what ``faulthandler`` has written since the last call."""
+        """Return the output of ``faulthandler`` since the last call."""
         size = os.fstat(self._raw).st_size
         data = os.pread(self._raw, size - self._num_read, self._num_read)
         self._num_read = size
@@ -92,14 +93,14 @@ class StackRecorder(threading.Thread):
 
 
 def do_nothing(reason: str) -> None:
-    """Pass on nothing: this process is the only one."""
+    """Relay nothing: the default for a run of one process."""
 
 
 _recorder: StackRecorder | None = None
 
 
 def start_recorder(folder: Path, name: str) -> StackRecorder:
-    """Return this process's recorder, which writes to a run's folder from now on, by a name such as "rank 1"."""
+    """Start this process's recorder, which writes to the run's folder under a name such as "rank 1"."""
     global _recorder
     is_left = _recorder is not None and _recorder.ident is not None and not _recorder.is_alive()
     if _recorder is None or is_left:  # by the process that this one was forked from
@@ -110,18 +111,18 @@ def start_recorder(folder: Path, name: str) -> StackRecorder:
 
 
 def run_folder(root_dir: str) -> Path:
-    """Return where a run's stacks are written: its ``default_root_dir``, or the current one if that is no folder."""
+    """Return the folder for a run's stacks: its ``default_root_dir``, or the current folder if that is not local."""
     return Path() if "://" in root_dir else Path(root_dir).expanduser()
 
 
 def record_own(reason: str) -> None:
-    """Record this process's stacks; nothing without a recorder."""
+    """Record this process's stacks, if it has a recorder."""
     if _recorder is not None:
         _recorder.record(reason)
 
 
 def record_all(reason: str) -> None:
-    """Have all processes of the run record their stacks, and give them a moment for it; nothing without a recorder."""
+    """Have all processes of the run record their stacks and wait briefly; does nothing without a recorder."""
     record_own(reason)
     if _recorder is not None:
         _recorder.forward(reason)

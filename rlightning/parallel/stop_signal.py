@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a fit with its state saved, within a grace period.
+"""Ends a fit after SIGTERM or Ctrl-C with its state saved, within a grace period.
 
 ::
 
@@ -41,7 +41,7 @@ GRACE_PERIOD = 120.0
 
 
 class StopSignal:
-    """A signal that asks a Trainer's run to stop (:func:`stop_signal`).
+    """The handling of signals that ask a Trainer's run to stop (see :func:`stop_signal`).
 
     It replaces two methods of the Trainer's. Lightning's handler broadcasts a tensor of the device from inside the
     signal handler, in the middle of whatever collective the process is in, and logs, which raises in the middle of the
@@ -65,11 +65,11 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """What a shell or a scheduler expects of a process that the signal ended."""
+        """The exit code that a shell or a scheduler expects after this signal."""
         return 128 + (self.signum or signal.SIGTERM)
 
     def handle_signal(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler, of both signals."""
+        """Handle SIGTERM or Ctrl-C."""
         if self._must_interrupt:  # sent by this process's own thread
             self._must_interrupt = False
             self._interrupt()
@@ -84,7 +84,7 @@ class StopSignal:
             self._end("ended by a second signal")
 
     def agree(self) -> None:
-        """Stop before a batch if any rank was asked to."""
+        """Stop before the next batch if any rank has received a signal."""
         asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
         if asked:
             if not self.signum:  # another rank was
@@ -94,7 +94,7 @@ class StopSignal:
             raise SIGTERMException
 
     def keep_step(self) -> None:
-        """Have the step under way finished: from here on it changes what a checkpoint holds."""
+        """Prevent an interruption of the current step, which from here on changes the state that checkpoints hold."""
         with self._lock:
             if not self._is_frozen:
                 self.can_interrupt = False
@@ -108,7 +108,7 @@ class StopSignal:
         threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
 
     def close(self) -> None:
-        """Leave the process alone: the run is over."""
+        """Stop the thread and reset the state: the run is over."""
         self._is_over.set()
         self.signum, self.can_interrupt = 0, False
 
@@ -136,7 +136,7 @@ class StopSignal:
         return max(0.0, self.asked_at + self.grace_period - time.monotonic())
 
     def _try_interrupt(self) -> None:
-        """Interrupt the main thread where it samples, if all ranks sample."""
+        """Interrupt the main thread if all ranks are in the sampling part of a step."""
         with self._lock:
             if self._must_interrupt:  # the signal before has not been delivered yet
                 return
@@ -159,7 +159,7 @@ class StopSignal:
         self._is_decided.set()
 
     def _vote(self, can_interrupt: bool) -> bool:
-        """Whether all ranks can be interrupted: one in its update would wait for those that left."""
+        """Return whether all ranks can be interrupted: a rank in its update would wait for those that left."""
         shared = connection()
         if shared is None:
             return can_interrupt
@@ -172,7 +172,7 @@ class StopSignal:
             return False
 
     def _interrupt(self) -> None:
-        """In the main thread: leave the step, and whatever collective it waits in."""
+        """Raise SIGTERMException in the main thread, to leave the step and any collective that it waits in."""
         self._unfreeze()
         if not self.can_interrupt:
             return
@@ -187,7 +187,7 @@ class StopSignal:
         raise SIGTERMException
 
     def _end(self, reason: str) -> None:
-        """End this process and the ranks that it has started, whatever they are doing."""
+        """Kill this process and the ranks that it has started."""
         with contextlib.suppress(OSError):
             os.write(2, f"{reason}\n".encode())
         watch = active_watch()
@@ -203,19 +203,19 @@ _signals: weakref.WeakKeyDictionary[Trainer, StopSignal] = weakref.WeakKeyDictio
 
 
 def stop_signal(trainer: Trainer) -> StopSignal:
-    """Return a Trainer's."""
+    """Return the stop signal of a Trainer."""
     if trainer not in _signals:
         _signals[trainer] = StopSignal(trainer)
     return _signals[trainer]
 
 
 def is_interactive() -> bool:
-    """Whether the process outlives its runs: Python's prompt, IPython's and a notebook's kernel set ``sys.ps1``."""
+    """Return whether the process outlives the run: Python's prompt, IPython and notebooks set ``sys.ps1``."""
     return hasattr(sys, "ps1")
 
 
 class EndOnSigterm(Callback):
-    """Has SIGTERM and Ctrl-C end a fit within a grace period, after ``ModelCheckpoint`` has saved its state.
+    """A callback that ends a fit within a grace period after SIGTERM or Ctrl-C, after ``ModelCheckpoint`` has saved.
 
     A prediction, a validation and a test end at SIGTERM before their next batch. The process ends with 143, or with 130
     after Ctrl-C. At Python's prompt and in notebooks Ctrl-C is what it always is there, an exception at once.
@@ -232,7 +232,7 @@ class EndOnSigterm(Callback):
         self._usual_handler: signal.Handlers | Callable[[int, FrameType | None], Any] | int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have SIGTERM noted, and nothing else done in its handler; become the last of the callbacks."""
+        """Prepare the handling of SIGTERM, and move this callback to the end of the list."""
         self._stop = stop_signal(trainer)
         self._stop.grace_period = self.grace_period
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ class EndOnSigterm(Callback):
             self._stop.watch()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have Ctrl-C noted too: before, there is nothing to save."""
+        """Install the handler of Ctrl-C: before training starts, there is nothing to save."""
         self._allow_interrupt()
         is_main = threading.current_thread() is threading.main_thread()
         is_usual = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -251,18 +251,18 @@ class EndOnSigterm(Callback):
             self._usual_handler = signal.signal(signal.SIGINT, self._stop.handle_signal)
 
     def _allow_interrupt(self, *_: object, **__: object) -> None:
-        """Called before anything of a step, a rollout or a validation has happened."""
+        """Allow interruption; called at the start of a step, a rollout or a validation."""
         # A controller's workers would go on with a step that it has left.
         if self._stop is not None and not is_controller():
             self._stop.can_interrupt = True
 
     def _keep_step(self, *_: object, **__: object) -> None:
-        """Called before an update, of modules with and without RL hooks, and before checkpoints are saved."""
+        """Forbid interruption; called before an update, with or without RL hooks, and before checkpoints are saved."""
         if self._stop is not None:
             self._stop.keep_step()
 
     def _go_on(self, *_: object, **__: object) -> None:
-        """Called when a step or a validation is over and saved; after a signal the run ends here."""
+        """Called when a step or a validation is over and saved: the run ends here after a signal."""
         if self._stop is not None and not self._stop.signum:
             self._allow_interrupt()
 
@@ -273,7 +273,7 @@ class EndOnSigterm(Callback):
     on_train_batch_end = on_validation_end = _go_on
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give Lightning's exception its exit code; called when all other callbacks have saved and cleaned up."""
+        """Set the exit code of Lightning's exception; called after all other callbacks have cleaned up."""
         if isinstance(exception, SIGTERMException) and self._stop is not None:
             exception.code = self._stop.exit_code
         is_asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
@@ -282,11 +282,11 @@ class EndOnSigterm(Callback):
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called when the run is over."""
+        """Restore the signal handlers; called when the run is over."""
         self._close()
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: object, *args: object, **kwargs: object) -> None:
-        """Stop before the next batch."""
+        """Stop a prediction before its next batch if a signal has arrived."""
         if trainer.received_sigterm:
             raise SIGTERMException
 

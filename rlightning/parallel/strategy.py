@@ -1,4 +1,4 @@
-"""What every strategy of several processes shares: one barrier, a CPU group for decisions, and a common end."""
+"""The common base of strategies with several processes: named barriers, a CPU group, and a common end."""
 
 import sys
 from datetime import timedelta
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ConnectedRanks(ParallelStrategy):
-    """Mixin of Lightning strategies: stands before one in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
+    """Mixin of Lightning strategies; it comes first in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
 
     - Lightning's barriers are :func:`~rlightning.parallel.barrier.barrier`, with the name of the calling function.
     - Broadcasts, reductions of metrics and decisions go over the CPU group, and touch the device only to read a tensor.
@@ -70,7 +70,7 @@ class ConnectedRanks(ParallelStrategy):
             self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
     def setup_environment(self) -> None:
-        """Meet the other processes."""
+        """Connect to the other ranks and start the failure watch."""
         if self.root_device.type == "cuda":
             # NCCL kills a process whose collective has timed out: the failure watch comes first, and lets it clean up.
             self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
@@ -90,16 +90,16 @@ class ConnectedRanks(ParallelStrategy):
         prepare_data_at_barrier(trainer)
 
     def setup(self, trainer: Trainer) -> None:
-        """Called when the model is there, and before Lightning installs its signal handlers."""
+        """Install the run's stop signal; called after the model exists and before Lightning's signal handlers."""
         super().setup(trainer)
         stop_signal(trainer)
 
     def barrier(self, name: str | None = None, *args: object, **kwargs: object) -> None:
-        """Wait until all ranks are here; without a name it has that of the function that calls it."""
+        """Wait until all ranks are here; the default name is that of the calling function."""
         barrier(name or sys._getframe(1).f_code.co_qualname)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank ``src``'s ``obj``; anything that can be pickled."""
+        """Return rank ``src``'s ``obj``, which can be anything that pickles."""
         group = cpu_group()
         if group is None:
             return obj
@@ -109,7 +109,7 @@ class ConnectedRanks(ParallelStrategy):
         return holder[0]
 
     def reduce(self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: object = "mean") -> T | Tensor:
-        """Reduce a tensor over all ranks, in place; anything else is returned as it is.
+        """Reduce a tensor over all ranks, in place; other values are returned unchanged.
 
         Args:
             tensor: of any device. The mean of integers is a new tensor, of floats.
@@ -138,34 +138,34 @@ class ConnectedRanks(ParallelStrategy):
             return tensor.copy_(reduced)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, decided so."""
+        """Return whether all ranks, or any of them, pass True."""
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load rank 0's choice: it alone has compared the newest checkpoints with their checksums."""
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
+        """Load the checkpoint that rank 0 chose: only rank 0 has verified the newest ones."""
         return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when the run ends by an exception."""
+        """Report the exception to the other ranks; called when it ends the run."""
         # Ranks that multiprocessing started have a launcher of Lightning's, which does not report.
         report_failure(exception)
         super().on_exception(exception)
 
 
 class DDP(ConnectedRanks, DDPStrategy):
-    """Lightning's ``DDPStrategy`` whose ranks meet at named barriers with a timeout, and end together.
+    """Lightning's ``DDPStrategy`` with named barriers that have a timeout, and a common end of all ranks.
 
     Arguments are those of :class:`ConnectedRanks` and of ``DDPStrategy``, such as ``find_unused_parameters``.
     """
 
     def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Meet the other ranks before the module's step: nothing could interrupt DDP's own collectives ahead of it."""
+        """Wait for the other ranks before the module's step, because DDP's own collectives cannot be interrupted."""
         barrier("training step")
         return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
-        """Have DDP release the process group, though a traceback may hold DDP itself until Python ends.
+        """Release DDP's reference to the process group, because a traceback may keep DDP alive until exit.
 
         As the last to hold the group it would end gloo's threads while it holds Python's lock, and wait for ever for
         one that waits for the lock (https://github.com/pytorch/pytorch/issues/56297).
@@ -177,7 +177,7 @@ class DDP(ConnectedRanks, DDPStrategy):
 
 
 def replace_lightning_ddp() -> None:
-    """Make ``trainer.strategy: ddp``, its variants, and what Lightning takes for several devices this package's DDP."""
+    """Use this package's DDP for ``trainer.strategy: ddp``, its variants, and the default for several devices."""
     for name, entry in StrategyRegistry.items():
         if entry["strategy"] is DDPStrategy:
             description = f"{entry['description']}; its ranks end together"

@@ -1,4 +1,4 @@
-"""The names of ``trainer.strategy``: a short name or a dotted path stand for a class, which can have arguments.
+"""The names for ``trainer.strategy``: short names and dotted paths of classes, which can have arguments.
 
 Lightning takes strings for names of its registry, which knows no dotted path; and jsonargparse gives arguments to
 classes only. So a name is replaced by its class before either sees it.
@@ -40,7 +40,7 @@ SPAWN_RULE = (
 
 
 def spell_out(value: Any, key: str = "") -> Any:
-    """A configuration, or the part of it under ``key``, with the strategy's name replaced by its class.
+    """Return a configuration, or its part under ``key``, with the strategy's name replaced by its class.
 
     Raises:
         ConfigError: the name is one that the class had before.
@@ -58,7 +58,7 @@ def spell_out(value: Any, key: str = "") -> Any:
 
 
 def no_strategy(name: str) -> ConfigError:
-    """Return the error for a name that stands for nothing."""
+    """Return the error for an unknown strategy name."""
     return ConfigError(
         f"{KEY}: there is no strategy '{name}'. {did_you_mean(name, CHOICES)} "
         "One of your own is named by its dotted path."
@@ -66,7 +66,7 @@ def no_strategy(name: str) -> ConfigError:
 
 
 def check_strategy(name: object) -> None:
-    """Refuse a name that stands for nothing, or for what does not work here; objects pass."""
+    """Refuse an unknown strategy name, or a strategy that does not work here; objects pass."""
     if not isinstance(name, str) or name in (*CHOICES, *CLASSES):
         return
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # takes seconds
@@ -86,7 +86,7 @@ def check_strategy(name: object) -> None:
 
 
 def find_strategy(strategy: object) -> object:
-    """Return a strategy of this package that a short name or a dotted path of :data:`CLASSES` stands for, or as is."""
+    """Return this package's strategy for a short name or a dotted path in :data:`CLASSES`; other values unchanged."""
     if not isinstance(strategy, str) or strategy not in CLASSES:
         return strategy
     return resolve_name(CLASSES[strategy])()

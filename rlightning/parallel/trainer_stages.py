@@ -1,11 +1,12 @@
-"""Stages of Lightning's Trainer: preparing data, validating within a fit, leaving an evaluation by an exception."""
+"""Changes to stages of Lightning's Trainer: data preparation, validation within a fit, exceptions in an evaluation."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from rlightning.lightning_internals import replace_prepare_data, restore_module_modes
 from rlightning.parallel.barrier import barrier
@@ -19,7 +20,7 @@ class ValidatesFirst(Protocol):
 
 
 def prepare_data_at_barrier(trainer: Trainer) -> None:
-    """Have ``prepare_data`` run on one process a host, while the others wait at a barrier with a name and a timeout.
+    """Run ``prepare_data`` on one process a host, while the others wait at a barrier with a name and a timeout.
 
     In the Trainer's own, whose place it takes, they wait on a group of their own for 27 years.
     """
@@ -39,15 +40,15 @@ def prepare_data_at_barrier(trainer: Trainer) -> None:
 
 
 class LeaveEvaluation(Callback):
-    """Puts modules back into training mode when an exception or Ctrl-C ends an evaluation."""
+    """A callback that restores modules' training mode when an exception or Ctrl-C ends an evaluation."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore each module's mode from before the evaluation that is under way, if one is."""
+        """Restore each module's mode from before the current evaluation, if there is one."""
         restore_module_modes(trainer, pl_module)
 
 
-def validate_in_fit(trainer: Trainer) -> list[Any]:
-    """Run validation as Lightning does between two training batches.
+def validate_in_fit(trainer: Trainer) -> list[dict[str, Tensor]]:
+    """Run validation within a fit, as Lightning does between two training batches.
 
     Lightning's own run before training is a sanity check, whose results it throws away.
 

@@ -1,1 +1,1 @@
-"""Child processes: started, watched, restarted, and ended with their process group."""
+"""Child processes: starting, watching, restarting, and ending them with their process group."""

@@ -1,4 +1,4 @@
-"""Runs ``main()`` of a module of the rlightning that this file belongs to, in an interpreter that has none installed.
+"""Runs ``main()`` of a module of this rlightning in an interpreter that does not have it installed.
 
 Only the package itself is found in its folder, none of what lies beside it::
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the ``main()`` of the module that the first argument names; the others are its own."""
+    """Run ``main()`` of the module that the first argument names, with the remaining arguments."""
     folder = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
     if "rlightning" not in sys.modules:

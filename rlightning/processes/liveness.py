@@ -1,4 +1,4 @@
-"""Whether a process is alive, how long to wait for it, and how often to start it again."""
+"""Deadlines, heartbeats and restart budgets of processes."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from rlightning import intervals
 
 
 class Deadline:
-    """A point in time, so many seconds from now, after which waiting ends."""
+    """A point in time, given in seconds from now, at which a wait ends."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -15,12 +15,12 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds until it, at least 0."""
+        """Seconds until the deadline, at least 0."""
         return max(self._end - time.monotonic(), 0.0)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has passed."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self._end
 
     def wait_until(self, is_met: Callable[[], bool], poll_interval: float | None = None) -> bool:
@@ -38,7 +38,7 @@ class Deadline:
 
 
 class Heartbeat:
-    """Counts the seconds without a heartbeat.
+    """Counts the seconds since a process's last heartbeat.
 
     Only those that this process could observe: one that was suspended, perhaps with the other process, or that had no
     core, counts at most twice its interval for the time between two of its ticks.
@@ -56,11 +56,11 @@ class Heartbeat:
         self._last_tick = time.monotonic()
 
     def beat(self) -> None:
-        """Note a heartbeat, or whatever else shows that the other process is alive."""
+        """Record a heartbeat, or any other sign that the process is alive."""
         self.silent_seconds = 0.0
 
     def tick(self) -> float:
-        """Add the time since the last tick; returns :attr:`silent_seconds`."""
+        """Add the time since the last tick; return :attr:`silent_seconds`."""
         now = time.monotonic()
         self.silent_seconds += min(now - self._last_tick, 2 * self.interval)
         self._last_tick = now
@@ -68,19 +68,19 @@ class Heartbeat:
 
 
 class RestartPolicy:
-    """A restart budget: so many restarts until the next :meth:`reset`."""
+    """A restart budget: a number of restarts until the next :meth:`reset`."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts
         self.num_restarts = 0
 
     def take(self) -> bool:
-        """Return whether a process that failed may be started again, and count that restart."""
+        """Use one restart of the budget; return whether one was left."""
         if self.num_restarts >= self.max_restarts:
             return False
         self.num_restarts += 1
         return True
 
     def reset(self) -> None:
-        """Restore the whole budget, as when the process has done some work."""
+        """Restore the whole budget, such as after successful work."""
         self.num_restarts = 0

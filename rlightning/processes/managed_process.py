@@ -1,4 +1,4 @@
-"""A child process: started, watched, and ended with everything that it has started."""
+"""A child process that is started, watched, and ended together with its own child processes."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
 
 
 class ManagedProcess:
-    """A child process in a session and a process group of its own, which Ctrl-C in the terminal passes by.
+    """A child process in its own session and process group, so that Ctrl-C in the terminal does not reach it.
 
     Its command's last two arguments are the numbers of two file descriptors: one end of a socket pair, for calls
     (:func:`~rlightning.rpc.server.serve_parent`), and a pipe that is closed when this process ends, however it ends
@@ -79,17 +79,17 @@ class ManagedProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, minus the signal's number if one ended it; None while it runs."""
+        """The process's exit code, or minus the number of the signal that ended it; None while it runs."""
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for its end for some seconds; returns the exit code, or None if it still runs."""
+        """Wait up to this many seconds for the process to end; return its exit code, or None if it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def terminate(self, grace: float = 0.0) -> int | None:
-        """End it with all processes of its group; returns its exit code.
+        """End the process and all others of its group; return its exit code.
 
         Args:
             grace: seconds between SIGTERM and SIGKILL; without any there is no SIGTERM.
@@ -106,14 +106,14 @@ class ManagedProcess:
         return killed if code is None else code
 
     def describe_end(self) -> str:
-        """Return how it ended, such as "exit code 3" or "SIGKILL"; "" while it runs."""
+        """Return how the process ended, such as "exit code 3" or "SIGKILL"; "" while it runs."""
         code = self.exit_code
         if code is None:
             return ""
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def log_lines(self) -> list[str]:
-        """Return the last lines of its log file; none without one."""
+        """Return the last lines of the process's log file; none without a log file."""
         if self.log_file is None or not self.log_file.exists():
             return []
         with self.log_file.open("rb") as file:
@@ -121,12 +121,12 @@ class ManagedProcess:
             return file.read().decode(errors="replace").splitlines()
 
     def log_tail(self) -> str:
-        """Return the end of its log file, cut to what an error can hold."""
+        """Return the end of the process's log file, cut to the length for an error message."""
         return cut("\n".join(self.log_lines()[-LOG_LINES:]))
 
 
 def python_command(module: str, *arguments: str, interpreter: str | None = None) -> list[str]:
-    """Return the command that runs a module's ``main()`` in an interpreter, such as another environment's.
+    """Return the command that runs a module's ``main()`` in a Python interpreter, maybe of another environment.
 
     It loads this very package, and finds nothing else of what is installed beside it. It needs Python 3.10 and msgpack.
 

@@ -1,4 +1,4 @@
-"""Ending everything that a process has started, without leaving its shared memory behind.
+"""Ends a process with everything that it has started, and removes its shared memory.
 
 vLLM's parts talk through named shared memory, which outlives its processes. Python's resource tracker, a process of the
 same group, removes what is left once all of its users are gone: so it has to be the last to go.
@@ -26,12 +26,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the system kill this process when the thread that started it has ended, however that came about."""
+    """Have the kernel kill this process when the parent thread that started it ends for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_parent(lifeline: int) -> None:
-    """Have the system kill this process and its group when the parent has ended, however that came about.
+    """Have the kernel kill this process and its group when the parent ends for any reason.
 
     It does so whatever this process is doing, as in a regular expression that holds the interpreter's lock.
 
@@ -46,7 +46,7 @@ def end_with_parent(lifeline: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """Kill every process of ``group`` but this one; return when they are gone."""
+    """Kill every process of ``group`` except this one, and return when they have ended."""
     tracker_grace, end = Deadline(intervals.TRACKER_GRACE), Deadline(2 * intervals.TRACKER_GRACE)
     killed = {group}
     while members := _others(group):
@@ -61,7 +61,7 @@ def end_group(group: int) -> None:
 
 
 def end_own_group(scratch: Path) -> None:
-    """Kill the group of this process, this process included, and remove its folder ``scratch``."""
+    """Kill this process's group, itself included, after removing the folder ``scratch``."""
     deadline, killed = Deadline(intervals.TRACKER_GRACE), {os.getpid()}
     while not deadline.is_over:
         # Trackers stay: they see this process go, and clean up behind it.
@@ -77,7 +77,7 @@ def end_own_group(scratch: Path) -> None:
 
 
 def _remove_torch_memory(processes: Iterable[int]) -> None:
-    """Remove shared memory that killed processes had made by torch, which no resource tracker knows."""
+    """Remove torch's shared memory files of killed processes, which no resource tracker knows."""
     for process in processes:
         for segment in SHARED_MEMORY.glob(f"torch_{process}_*"):
             with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def _remove_torch_memory(processes: Iterable[int]) -> None:
 
 
 def _others(group: int) -> list[int]:
-    """The group's living processes, this one left out."""
+    """Return the living processes of a group except this one."""
     members = (process for process in list_processes() if process.group == group and process.is_alive)
     return [process.pid for process in members if process.pid != os.getpid()]
 

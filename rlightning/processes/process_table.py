@@ -1,4 +1,4 @@
-"""The processes of this host, and names for them by which one that is to be killed cannot be mistaken for another."""
+"""Lists this host's processes, and identifies a process uniquely, so that no reused process id is killed."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """A process as the system lists it; ``start`` is in clock ticks since the host's boot."""
+    """A process in the system's process table; ``start`` is in clock ticks since the host's boot."""
 
     pid: int
     name: str
@@ -19,12 +19,12 @@ class Process(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended; a parent that has not waited for it keeps its entry."""
+        """Whether the process still runs; an ended process stays in the table until its parent waits for it."""
         return self.state not in "ZX"
 
 
 def find_process(pid: int) -> Process | None:
-    """Return a process of this host; None if there is none of this number, or the system does not list any."""
+    """Return the process of this id on this host; None if there is none, or the system has no process table."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -43,12 +43,12 @@ def list_processes() -> Iterator[Process]:
 
 
 def find_children(parent: int) -> dict[int, str]:
-    """Return a process's children by number, with the name of each program."""
+    """Return a process's children by process id, with the name of each program."""
     return {process.pid: process.name for process in list_processes() if process.parent == parent}
 
 
 def identify_process(pid: int) -> str:
-    """Return what names a process on whatever host: its boot, its namespace, its number, its start.
+    """Return a text that identifies a process uniquely: its boot, pid namespace, process id and start time.
 
     It is empty where the system does not tell, or the process has ended.
     """
@@ -60,7 +60,7 @@ def identify_process(pid: int) -> str:
 
 
 def kill_process(identity: str) -> None:
-    """Kill the process that :func:`identify_process` has named, if it is on this host and still there."""
+    """Kill the process of an :func:`identify_process` text, if it is on this host and still runs."""
     parts = identity.split("/")
     if len(parts) == 4 and identify_process(int(parts[2])) == identity:
         os.kill(int(parts[2]), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One request/response transport: calls in both directions over a socket pair or TCP."""
+"""Remote procedure calls in both directions over a socket pair or TCP."""
 
 from rlightning.rpc.authentication import AuthenticationError, BusyError
 from rlightning.rpc.client import LoopThread, ProcessStartError, background_loop, connect, connect_process, end_process

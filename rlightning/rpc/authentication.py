@@ -1,4 +1,4 @@
-"""Who may talk to whom: a key that both ends have, shown to neither and sent by neither.
+"""Mutual authentication by a shared key, which is never sent: each side proves that it has the key.
 
 Before both ends have shown that they know the run's key, what they send has a fixed length of some dozen bytes, and
 nothing of it is parsed. Without a key, on a loopback address, the other end must belong to the same user::
@@ -33,15 +33,15 @@ NONCE_BYTES = DIGEST_BYTES = 32
 
 
 class AuthenticationError(RPCError):
-    """The two ends do not have the same key, or are not of the same user; trying again does not help."""
+    """The two sides do not have the same key, or are not of the same user; retrying does not help."""
 
 
 class BusyError(ConnectionLostError):
-    """The server has as many connections as it takes; it may have a place later."""
+    """The server has its maximum number of connections; retrying later may help."""
 
 
 class Verdict(Enum):
-    """What a server says to a client that it has read the answer of."""
+    """The server's decision on a client, after it has read the client's proof."""
 
     WELCOME = b"w"
     WRONG_KEY = b"k"
@@ -63,7 +63,7 @@ def parse_url(url: str) -> tuple[str, int]:
 
 
 async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
-    """Show the server at the other end that this client has the key, and have it show the same.
+    """As a client, prove to the server that this side has the key, and check the server's proof.
 
     Args:
         end: connected and non-blocking.
@@ -99,7 +99,7 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
 
 
 async def authenticate_client(end: socket.socket, key: bytes | None, admit: Callable[[], bool]) -> None:
-    """Have the client at the other end show that it has the key, and show the same.
+    """As a server, check the client's proof that it has the key, and prove the same.
 
     Args:
         end: connected and non-blocking.
@@ -133,7 +133,7 @@ async def authenticate_client(end: socket.socket, key: bytes | None, admit: Call
 
 
 def is_of_this_user(end: socket.socket) -> bool:
-    """Return whether the other end of a TCP connection is a socket of this user's, on this host."""
+    """Return whether the remote end of a TCP connection is a socket of this user on this host."""
     if not ipaddress.ip_address(end.getpeername()[0]).is_loopback:
         return False
     wanted = [_proc_name(end.family, end.getpeername()), _proc_name(end.family, end.getsockname())]
@@ -147,7 +147,7 @@ def is_of_this_user(end: socket.socket) -> bool:
 
 
 def _proc_name(family: int, address: Sequence[object]) -> str:
-    """Return what /proc/net/tcp calls an address: words in the machine's byte order, in hexadecimal."""
+    """Return an address in the notation of /proc/net/tcp: words in the machine's byte order, in hexadecimal."""
     packed = socket.inet_pton(family, str(address[0]))
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
@@ -162,7 +162,7 @@ async def _send(end: socket.socket, data: bytes) -> None:
 
 
 async def _receive(end: socket.socket, num_bytes: int) -> bytes:
-    """Return as many bytes, and read no more."""
+    """Read and return exactly this number of bytes."""
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < num_bytes:
         piece = await loop.sock_recv(end, num_bytes - len(data))

@@ -1,4 +1,4 @@
-"""Connecting to a server or to a child process, and calling it from a thread without an event loop."""
+"""Connects to a server or a child process, for callers in a thread without an event loop."""
 
 import asyncio
 import atexit
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ProcessStartError(RPCError):
-    """A child process did not get ready."""
+    """A child process did not become ready."""
 
     def __init__(self, message: str, log_tail: str) -> None:
         super().__init__(f"{message}\n{log_tail}".strip())
@@ -38,7 +38,7 @@ class ProcessStartError(RPCError):
 async def connect(
     url: str, key: bytes | None, methods: Mapping[str, Method], *, timeout: float, **settings: "Unpack[PeerSettings]"
 ) -> Peer:
-    """Connect to a :class:`~rlightning.rpc.server.Server`, and authenticate both ends.
+    """Connect to a :class:`~rlightning.rpc.server.Server` and authenticate both sides.
 
     Args:
         url: ``tcp://host:port``.
@@ -75,7 +75,7 @@ async def connect_process(
     ready_timeout: float,
     **settings: "Unpack[PeerSettings]",
 ) -> tuple[Peer, Any]:
-    """Connect to a child process, and wait until it notifies this one that it is ready.
+    """Connect to a child process, and wait until it reports that it is ready.
 
     Args:
         process: that has just been started; it is ended if it does not get ready.
@@ -112,7 +112,7 @@ async def connect_process(
 
 
 async def end_process(process: ManagedProcess, peer: Peer, grace: float = 0.0) -> str:
-    """End a child process, its group and the connection to it.
+    """End a child process with its process group, and close the connection to it.
 
     Args:
         process: to end. One that has closed its connection is given a moment to exit by itself.
@@ -171,11 +171,11 @@ class LoopThread:
 
     @property
     def ident(self) -> int:
-        """The thread's identifier, as of :func:`threading.get_ident`."""
+        """The thread's identifier, as returned by :func:`threading.get_ident`."""
         return self._thread.ident or 0
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine on the loop, and wait for it; what it raises is raised here.
+    def run(self, work: Coroutine[object, object, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for it; return its result or raise its exception.
 
         Args:
             timeout: seconds, after which it is cancelled.
@@ -197,7 +197,7 @@ class LoopThread:
             future.cancel()  # whatever has interrupted this wait, such as Ctrl-C
 
     def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a function on the loop, and return what it returns.
+        """Call a function on the loop, and return its result.
 
         Raises:
             DeadlineExceededError: other code blocks the loop.
@@ -214,15 +214,15 @@ class LoopThread:
                 "runs on it blocks. Environments that block belong into worker processes (WorkerEnvironment)"
             ) from None
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        """Run a coroutine on the loop, and return at once. Cancelling the future cancels it."""
+    def submit(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
+        """Start a coroutine on the loop and return its future at once. Cancelling the future cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         self._submitted.add(future)
         future.add_done_callback(self._submitted.discard)
         return future
 
     def close(self) -> None:
-        """Cancel what runs, let it clean up, and end the thread. May be called twice."""
+        """Cancel the loop's tasks, let them clean up, and end the thread. May be called twice."""
         atexit.unregister(self.close)
         if self.loop.is_closed() or not self._thread.is_alive() or threading.current_thread() is self._thread:
             return
@@ -247,7 +247,7 @@ class LoopThread:
                     future.set_exception(RuntimeError(f"the event loop '{threading.current_thread().name}' has ended"))
 
     def _run_until_stopped(self) -> bool:
-        """Run the loop; returns False if it was ended by an exception of a task, which the task's future has too."""
+        """Run the loop; return False if an exception that a task raised, and its future holds, ended it."""
         try:
             self.loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:  # signals come to the main thread, these from user code
@@ -262,7 +262,7 @@ _background_lock = threading.Lock()
 
 
 def background_loop() -> LoopThread:
-    """Return the one loop of this process on which its connections wait; started if need be.
+    """Return this process's event loop for connections; it is started on the first call.
 
     User code, CUDA and torch.distributed never run there; environments have a loop of their own.
     """

@@ -1,4 +1,4 @@
-"""Messages over a stream: plain data as msgpack in length-prefixed frames, large buffers behind them, without copies.
+"""Messages over a stream: msgpack in length-prefixed frames, followed by large buffers without copies.
 
 ::
 
@@ -40,19 +40,19 @@ _HEADER = struct.Struct("<II")
 
 
 class RPCError(Exception):
-    """A call failed, for the reason that its class tells."""
+    """Base of errors of a call; the class tells the reason."""
 
 
 class ConnectionLostError(RPCError, ConnectionError):
-    """The other end is gone, closed the connection, or gave no heartbeat; its calls fail at once."""
+    """The remote side ended, closed the connection, or sent no heartbeat; its pending calls fail."""
 
 
 class MessageError(ConnectionLostError):
-    """The other end sent what is no message, or one beyond the limits."""
+    """The remote side sent an invalid message, or one above the size limits."""
 
 
 class Buffer:
-    """Has memory sent as it is, behind the message, and not as a part of it.
+    """A large buffer that is sent after the message's frame, without being copied into it.
 
     Args:
         data: contiguous; it must not change before the message is sent.
@@ -63,7 +63,7 @@ class Buffer:
 
 
 def encode(message: object) -> tuple[bytes, list[memoryview]]:
-    """Return a frame without its buffers, and these as bytes.
+    """Return a message's frame and, separately, its buffers as bytes.
 
     Raises:
         TypeError: something in it is not plain data.
@@ -90,7 +90,7 @@ def encode(message: object) -> tuple[bytes, list[memoryview]]:
 
 
 def decode(body: "bytes | memoryview", buffers: list[bytearray]) -> Any:
-    """Return the message of a frame's body and buffers.
+    """Return the message in a frame's body and buffers.
 
     Raises:
         MessageError: it is none.
@@ -110,7 +110,7 @@ def decode(body: "bytes | memoryview", buffers: list[bytearray]) -> Any:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One end of a stream.
+    """One side of a stream of messages.
 
     Args:
         on_closed: called once, when the connection has ended, with the reason.
@@ -135,7 +135,7 @@ class Connection(asyncio.BufferedProtocol):
     async def open(
         cls, end: socket.socket, on_message: Callable[[Any], None], on_closed: Callable[[ConnectionLostError], None]
     ) -> "Connection":
-        """Return the connection over a connected stream socket, which it closes in the end."""
+        """Return a connection over a connected stream socket; closing the connection closes the socket."""
         end.setblocking(False)
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -149,11 +149,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether a small message would leave at once."""
+        """Whether a small message would be sent without waiting."""
         return self._may_write.is_set() and not self._send_lock.locked()
 
     async def send(self, message: object) -> None:
-        """Send a message; returns when it has been written, or lies in the write buffer as a whole.
+        """Send a message; return when it has been written, or fits into the write buffer.
 
         It is sent, unless the connection ends, even if this call is cancelled.
 
@@ -178,7 +178,7 @@ class Connection(asyncio.BufferedProtocol):
                     self._write(buffer[start : start + WRITE_BUFFER_BYTES])
 
     def close(self, error: ConnectionLostError | None = None) -> None:
-        """End the connection, after what has been sent already; with an error at once."""
+        """Close the connection after all messages have been sent; with an error, at once."""
         self._error = self._error or error
         if error is None:
             self._transport.close()
@@ -186,7 +186,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def close_copy(self) -> None:
-        """Close the copy that a forked child has, which would keep the connection open after this process's end."""
+        """Close a forked child's copy, which would keep the connection open after this process ends."""
         self._socket.close()
 
     def _write(self, data: "bytes | memoryview") -> None:
@@ -196,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.write(data)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio once the transport is there."""
+        """Called by asyncio once the transport exists."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
@@ -216,13 +216,13 @@ class Connection(asyncio.BufferedProtocol):
         self._may_write.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return memory for what comes next: the frame's own where that is large."""
+        """Return the memory for the next bytes: the frame's own buffer if the frame is large."""
         rest = self._target[self._num_filled :]
         self._is_direct = len(rest) >= SCRATCH_BYTES
         return rest if self._is_direct else self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take what has been read into the memory that :meth:`get_buffer` gave."""
+        """Parse the bytes that asyncio has read into the memory of :meth:`get_buffer`."""
         self.num_received += nbytes
         if self._is_direct:
             self._num_filled += nbytes
@@ -281,7 +281,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def _check_sizes(num_bytes: int, sizes: "list[int] | tuple[int, ...]", error: type[Exception]) -> None:
-    """Raise an error of this class if a frame is larger than any that is meant."""
+    """Raise an error of this class if a frame exceeds the size limits."""
     if num_bytes > MAX_BODY_BYTES or len(sizes) > MAX_BUFFERS or sum(sizes) > MAX_BUFFER_BYTES:
         raise error(
             f"a message of {num_bytes} bytes and {len(sizes)} buffers of {sum(sizes)} bytes is beyond the limits of "

@@ -1,4 +1,4 @@
-"""Calls in both directions over one connection."""
+"""Peer: calls in both directions over one connection."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import logging
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from rlightning import intervals
@@ -28,11 +28,11 @@ Method = Callable[..., Awaitable[Any]]
 
 
 class DeadlineExceededError(RPCError, TimeoutError):
-    """A call took longer than its caller gave it; it has been cancelled."""
+    """A call took longer than its timeout, and was cancelled."""
 
 
 class RemoteError(RPCError):
-    """The method at the other end raised.
+    """The called method raised an exception on the remote side.
 
     Attributes:
         traceback: with the frames at the other end.
@@ -53,7 +53,7 @@ class PeerSettings(TypedDict, total=False):
 
 
 class Peer:
-    """The other end of a connection: it can be called, and calls the methods that it is given.
+    """The remote side of a connection: its methods can be called, and it can call the methods given here.
 
     Args:
         methods: by the names that the other end calls them by. They run as tasks, each until its end or until its
@@ -92,7 +92,7 @@ class Peer:
     async def open(
         cls, end: socket.socket, methods: Mapping[str, Method], **settings: "Unpack[PeerSettings]"
     ) -> "Peer":
-        """Return the peer at the other end of a connected socket; ``settings`` are those of the class."""
+        """Return the peer at the remote side of a connected socket; ``settings`` are those of the class."""
         peer = cls(methods, **settings)
         peer._connection = await Connection.open(end, peer._receive, peer._end)
         peer._start(peer._send_heartbeats())
@@ -100,7 +100,7 @@ class Peer:
         return peer
 
     async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
-        """Call a method of the other end. Cancelling the caller cancels the method.
+        """Call a method of the remote side and return its result. Cancelling this call cancels the method.
 
         Args:
             arguments: plain data; see :mod:`rlightning.rpc.connection`.
@@ -119,11 +119,11 @@ class Peer:
             raise DeadlineExceededError(f"{self.name}: '{method}' took more than {timeout:g} s") from None
 
     async def notify(self, method: str, *arguments: object) -> None:
-        """Call a method of the other end without waiting for it, nor for its errors, which are logged there."""
+        """Call a method of the remote side without waiting; its errors are logged there."""
         await self._send([NOTIFICATION, method, arguments])
 
     async def close(self) -> None:
-        """End the connection; calls that are pending fail, and methods that run are cancelled."""
+        """Close the connection; pending calls fail, and methods that run are cancelled."""
         self._connection.close()
         await asyncio.wait([self.closed], timeout=intervals.CANCEL_GRACE)
         if not self.closed.done():
@@ -136,11 +136,11 @@ class Peer:
         await asyncio.wait([self.closed])
 
     def abort(self, reason: str) -> None:
-        """End the connection at once, though the other end may not read; ``reason`` is in the error of its calls."""
+        """Close the connection at once, even if the remote side does not read; pending calls fail with ``reason``."""
         self._connection.close(ConnectionLostError(f"{self.name}: {reason}"))
 
     def close_copy(self) -> None:
-        """Close the copy of the connection that a forked child has; it goes on in the parent process."""
+        """Close a forked child's copy of the connection, which stays open in the parent process."""
         self._connection.close_copy()
 
     async def _call(self, method: str, arguments: tuple[object, ...]) -> Any:
@@ -162,15 +162,15 @@ class Peer:
                 self._slots.release()
             raise
 
-    async def _send(self, message: list[Any]) -> None:
+    async def _send(self, message: Sequence[object]) -> None:
         try:
             await self._connection.send(message)
         except ConnectionLostError as error:
             lost = self.closed.result() if self.closed.done() else error
             raise lost.with_traceback(None) from None  # many callers get the same one
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside the calls, until the connection ends."""
+    def _start(self, work: Coroutine[object, object, None]) -> None:
+        """Run a coroutine in a task that is cancelled when the connection ends."""
         task = asyncio.ensure_future(_ignore_lost(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -191,13 +191,13 @@ class Peer:
         except (TypeError, ValueError) as error:
             self.abort(f"it sent what is no message ({error})")
 
-    def _begin(self, number: int, method: str, arguments: list[Any]) -> None:
+    def _begin(self, number: int, method: str, arguments: list[object]) -> None:
         handler = asyncio.ensure_future(self._handle(number, method, arguments))
         self._handlers[number] = handler
         handler.add_done_callback(lambda _: self._handlers.pop(number, None))
 
-    async def _handle(self, number: int, method: str, arguments: list[Any]) -> None:
-        reply: list[Any]
+    async def _handle(self, number: int, method: str, arguments: list[object]) -> None:
+        reply: list[object]
         try:
             if len(self._handlers) > 2 * MAX_CALLS:
                 raise RuntimeError(f"more than {2 * MAX_CALLS} calls are in flight")
@@ -214,7 +214,7 @@ class Peer:
             except (TypeError, ValueError, OverflowError) as error:  # of a result that is not plain data
                 await self._send(_describe(number, error))
 
-    async def _handle_notification(self, method: str, arguments: list[Any]) -> None:
+    async def _handle_notification(self, method: str, arguments: list[object]) -> None:
         try:
             await self._find(method)(*arguments)
         except ConnectionLostError:
@@ -274,7 +274,7 @@ class Peer:
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:
-    """Await ``work``, and cancel it after some seconds.
+    """Await ``work``, and cancel it after this number of seconds.
 
     Raises:
         TimeoutError: it took longer.
@@ -288,7 +288,7 @@ async def limit(work: Awaitable[T], seconds: float) -> T:
         raise TimeoutError from None
 
 
-def _describe(number: int, error: Exception) -> list[Any]:
+def _describe(number: int, error: Exception) -> list[object]:
     return [ERROR, number, type(error).__name__, str(error), traceback.format_exc()]
 
 

@@ -1,4 +1,4 @@
-"""Which call a process executes at the moment, and whether it gets on: shared with its parent, which may end it.
+"""Shared memory in which a worker process shows its parent which call it executes, and whether it progresses.
 
 The parent can read it while a call holds the interpreter's lock, and after a call has ended the process.
 """
@@ -19,7 +19,7 @@ _FIELDS = struct.Struct("qqq")
 
 
 class Progress(NamedTuple):
-    """What a process last told.
+    """The newest progress that a process has shown.
 
     Attributes:
         num_steps: grows as long as the process gets on.
@@ -33,7 +33,7 @@ class Progress(NamedTuple):
 
 
 class ProgressFile:
-    """Memory in which a process shows its progress."""
+    """Shared memory in which a process shows its progress to its parent."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -41,19 +41,19 @@ class ProgressFile:
 
     @classmethod
     def create(cls) -> "ProgressFile":
-        """Return a new one, whose ``fd`` a child process can inherit."""
+        """Return a new file, whose descriptor ``fd`` a child process can inherit."""
         fd = os.memfd_create("rlightning-progress")
         os.pwrite(fd, _FIELDS.pack(0, 0, 0), 0)
         return cls(fd)
 
     def show(self, call: int, is_executing: bool) -> None:
-        """Show that the process gets on, and what it does; ``call`` 0 is the one before."""
+        """Show progress and whether a step is executing; ``call`` is its key, 0 for the same as before."""
         self._num_steps += 1
         self._call = call or self._call
         os.pwrite(self.fd, _FIELDS.pack(self._num_steps, self._call, is_executing), 0)
 
     def read(self) -> Progress:
-        """Return what was shown last."""
+        """Return the progress that was shown last."""
         num_steps, call, is_executing = _FIELDS.unpack(os.pread(self.fd, _FIELDS.size, 0))
         return Progress(num_steps, call, bool(is_executing))
 
@@ -63,7 +63,7 @@ class ProgressFile:
 
 
 def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
-    """Have ``show`` called with :data:`CALL` and True where a call's task goes on, with 0 and False where it stops."""
+    """Call ``show`` around each step of a call's task: first with its key (:data:`CALL`) and True, then 0 and False."""
 
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         call = CALL.get()
@@ -73,14 +73,14 @@ def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], Non
 
 
 def call_tasks(loop: asyncio.AbstractEventLoop) -> "set[asyncio.Task[Any]]":
-    """Return the tasks of calls, and those that they have created, which have not ended."""
+    """Return the unfinished tasks of calls, and those that they have created."""
     return {task for task in asyncio.all_tasks(loop) if isinstance(task.get_coro(), _Steps)}
 
 
 class _Steps(Coroutine[Any, Any, Any]):
-    """A task's coroutine, which shows whose it is for as long as each of its steps takes."""
+    """A coroutine wrapper that shows, for the duration of each step, which call the task belongs to."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], call: int, show: Callable[[int, bool], None]) -> None:
+    def __init__(self, work: Coroutine[object, object, object], call: int, show: Callable[[int, bool], None]) -> None:
         self._work, self._call, self._show = work, call, show
 
     def send(self, value: object) -> object:
@@ -92,11 +92,11 @@ class _Steps(Coroutine[Any, Any, Any]):
     def close(self) -> None:
         self._work.close()
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[object, None, object]:
         return self._work.__await__()
 
     def __getattr__(self, name: str) -> object:
-        """What libraries ask of a coroutine, such as ``cr_frame``."""
+        """Return an attribute of the wrapped coroutine, such as ``cr_frame``."""
         return getattr(self._work, name)
 
     def _run_step(self, step: Callable[..., T], *arguments: object) -> T:

@@ -1,4 +1,4 @@
-"""Serving clients over TCP, or the parent process over the socket pair that it has passed."""
+"""Serves clients over TCP, or the parent process over an inherited socket pair."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ class Server:
         self._accepting = asyncio.ensure_future(self._accept())
 
     async def close(self) -> None:
-        """Accept no more connections, and cancel those that are served."""
+        """Accept no more connections, and close the open ones."""
         tasks = [self._accepting, *self._unauthenticated, *self._served]
         for task in tasks:
             task.cancel()
@@ -79,7 +79,7 @@ class Server:
                 next(iter(self._unauthenticated)).cancel()
 
     async def _make_room(self, error: OSError) -> None:
-        """Close the oldest connection that has not authenticated; say once that connections fail."""
+        """Close the oldest unauthenticated connection; log once that connections are refused."""
         if not self._is_short:
             self._is_short = True
             log.warning("A connection could not be accepted: %s. The oldest that are idle are closed.", error)
@@ -93,7 +93,7 @@ class Server:
         self._served.discard(task)
 
     def _admit(self, task: "asyncio.Task[None]") -> bool:
-        """Whether there is a place for an authenticated client; if so, it is taken."""
+        """Take a place for an authenticated client; return whether there was one."""
         if len(self._served) >= self.max_clients:
             return False
         del self._unauthenticated[task]
@@ -119,7 +119,7 @@ class Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 is any that is free.
+    """Return a listening socket; port 0 selects a free port.
 
     Raises:
         OSError: nothing can listen there.
@@ -132,7 +132,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve_parent(fd: int, methods: Mapping[str, Method], **settings: "Unpack[PeerSettings]") -> Peer:
-    """Return the parent process, which has passed this one's end of a socket pair as file descriptor ``fd``.
+    """Return the parent process as a peer, over the socket that it passed as file descriptor ``fd``.
 
     It may call the ``methods``; ``settings`` are further ones of :class:`Peer`.
     """

@@ -1,4 +1,4 @@
-"""The worker's side of a :class:`~rlightning.rpc.worker_pool.WorkerPool`: a process that runs calls."""
+"""The child process of a :class:`~rlightning.rpc.worker_pool.WorkerPool`, which runs the pool's calls."""
 
 import faulthandler
 import os
@@ -17,7 +17,7 @@ STACK_SIGNAL = signal.SIGUSR1
 
 
 class Worker:
-    """This process, as a worker of the pool that has started it: its command's last four arguments are the pool's.
+    """This process as a pool's worker; the pool appends four arguments to its command line.
 
     It ends with the pool's process, is not interrupted by Ctrl-C, and writes its output to standard error.
 
@@ -37,7 +37,7 @@ class Worker:
         self.progress = ProgressFile(progress)
 
     async def connect(self, methods: Mapping[str, Method]) -> Peer:
-        """Tell the pool that this process is ready.
+        """Connect to the pool and report that this process is ready.
 
         Args:
             methods: ``setup`` with the pool's ``setup``; ``call`` with a call's key and arguments; ``finish``.

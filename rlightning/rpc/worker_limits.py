@@ -1,4 +1,4 @@
-"""What a worker process may take of memory, and write: above that its pool ends it."""
+"""Limits on a worker process's memory and output; the pool ends a worker that exceeds one."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ MB = 1_000_000
 
 
 class WorkerLimits(NamedTuple):
-    """Limits of a worker; None is no limit.
+    """The limits of a worker; None is no limit.
 
     Attributes:
         max_memory_mb: that the process has in memory.
@@ -31,7 +31,7 @@ UNLIMITED = WorkerLimits()
 
 
 class WorkerOutput:
-    """Passes on to this process's standard error what a worker writes, up to a limit; the rest is read and dropped.
+    """Copies a worker's output to this process's standard error up to a limit; the rest is discarded.
 
     Attributes:
         fd: that the worker writes to; close it by :meth:`close_fd` once the worker has it.
@@ -44,7 +44,7 @@ class WorkerOutput:
         threading.Thread(target=self._pass_on, name="worker output", daemon=True).start()
 
     def close_fd(self) -> None:
-        """Leave the pipe to the worker: when that ends, so does the thread that reads it."""
+        """Close this process's end of the pipe, so that the reading thread ends with the worker."""
         os.close(self.fd)
 
     def _pass_on(self) -> None:
@@ -63,7 +63,7 @@ class WorkerOutput:
 
 
 def find_excess(limits: WorkerLimits, pid: int, output: WorkerOutput | None) -> str | None:
-    """Return which limit a worker is above, as a sentence's end; None if it is within all."""
+    """Return which limit a worker exceeds, as the end of a sentence; None if it exceeds none."""
     if limits.max_memory_mb is not None:
         memory_mb = resident_bytes(pid) / MB
         if memory_mb > limits.max_memory_mb:
@@ -74,7 +74,7 @@ def find_excess(limits: WorkerLimits, pid: int, output: WorkerOutput | None) -> 
 
 
 def resident_bytes(pid: int) -> int:
-    """Return what a process has in memory; 0 of one that is gone."""
+    """Return a process's resident memory in bytes; 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Calls on worker processes that are started again: a call that hangs or ends its process costs itself only.
+"""A pool of worker processes that are restarted: a call that hangs or kills its process fails alone.
 
 ::
 
@@ -43,7 +43,7 @@ MAX_UNEXPLAINED_DEATHS = 20
 
 
 class WorkerError(RPCError):
-    """A call ended its worker process, or made it hang.
+    """A call killed its worker process or made it hang.
 
     Attributes:
         stacks: of the process's threads, as faulthandler writes them; "" if there are none.
@@ -56,15 +56,15 @@ class WorkerError(RPCError):
 
 
 class WorkerHungError(WorkerError):
-    """The call kept its process from everything else for longer than it may."""
+    """The call blocked its process for longer than the hang timeout."""
 
 
 class WorkerDiedError(WorkerError):
-    """The call ended its process; the message is how, such as "exit code 3"."""
+    """The call ended its process; the message says how, such as "exit code 3"."""
 
 
 class WorkerPool:
-    """Runs calls in child processes, which start with the first calls. All methods belong to one event loop.
+    """Runs calls in child processes, started on the first call. All methods must run in one event loop.
 
     Args:
         command: of a worker's process, a program that makes a :class:`~rlightning.rpc.worker.Worker`.
@@ -108,7 +108,7 @@ class WorkerPool:
         self.deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
 
     async def check(self) -> None:
-        """Start all workers, so that no call waits for them later, and return when one is ready.
+        """Start all workers in advance, and return when one is ready.
 
         Raises:
             ProcessStartError: it did not start.
@@ -126,7 +126,7 @@ class WorkerPool:
         methods: Mapping[str, Method] | None = None,
         on_start: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a call in a worker, in another one if the first ends for a reason that is not this call.
+        """Run a call in a worker, and repeat it in another if the first ends for a reason other than this call.
 
         Args:
             arguments: plain data, for the worker's ``call``.
@@ -166,7 +166,7 @@ class WorkerPool:
                 self._dispatch()
 
     async def close(self) -> None:
-        """End all processes; calls that are left fail with ConnectionLostError. Later calls start new ones."""
+        """End all processes; pending calls fail with ConnectionLostError. Later calls start new processes."""
         self._num_closed += 1
         finishing = [worker.finish(self.finish_timeout) for worker in self._workers if self.finish_timeout]
         await asyncio.gather(*finishing)
@@ -177,7 +177,7 @@ class WorkerPool:
         await asyncio.gather(*lives, return_exceptions=True)
 
     async def _get_place(self, call: "_Call") -> "_Worker":
-        """Return the worker whose ``calls`` the call has been put into."""
+        """Wait for a worker with a free place, and return it with the call added to its ``calls``."""
         call.place = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if call.is_alone else self._waiting.append)(call)
         self._start_workers(self._num_calls)
@@ -193,7 +193,7 @@ class WorkerPool:
             raise
 
     def _dispatch(self) -> None:
-        """Give waiting calls to workers, in their order, and start workers for what is left."""
+        """Assign waiting calls to workers in order, and start workers for the remaining ones."""
         while self._waiting:
             call = self._waiting[0]
             if call.place.done():  # cancelled
@@ -212,7 +212,7 @@ class WorkerPool:
         self._start_workers(len(self._workers) - self._num_starting + len(self._waiting))
 
     def _start_workers(self, num_wanted: int) -> None:
-        """Have so many workers, or as many as there may be."""
+        """Start workers until there are this many, or the maximum number."""
         while len(self._workers) < min(num_wanted, self.num_workers):
             worker = _Worker(self)
             self._workers.append(worker)
@@ -235,7 +235,7 @@ class WorkerPool:
                 call.place.set_exception(error)
 
     async def _live(self, worker: "_Worker") -> None:
-        """Start a worker, watch it, and end it."""
+        """Run a worker's whole life: start it, watch it, and end it."""
         try:
             peer = await worker.start(self.setup, self.start_timeout)
             self._has_started = True
@@ -253,7 +253,7 @@ class WorkerPool:
 
 
 class _Call:
-    """A call, and where it runs.
+    """A call, and the worker that runs it.
 
     Attributes:
         methods: that its worker may call.
@@ -266,8 +266,8 @@ class _Call:
         self.place: asyncio.Future[_Worker]
         self._requests: set[asyncio.Task[Any]] = set()
 
-    async def serve(self, method: str, *arguments: object) -> Any:
-        """Call one of the methods for the worker."""
+    async def serve(self, method: str, *arguments: object) -> object:
+        """Run the method that the worker requested for this call."""
         request = asyncio.ensure_future(self.methods[method](*arguments))
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
@@ -279,14 +279,14 @@ class _Call:
             raise
 
     def cancel_requests(self) -> None:
-        """Cancel what the worker has asked for: the call has ended."""
+        """Cancel the worker's requests, because the call has ended."""
         for request in self._requests:
             if not request.cancelling():  # else it cleans up already, and a second time would end that
                 request.cancel()
 
 
 class _End(NamedTuple):
-    """How a worker ended.
+    """The way in which a worker ended.
 
     Attributes:
         culprit: the key of the call that was the cause; None if none is known to be.
@@ -301,13 +301,13 @@ class _End(NamedTuple):
     may_repeat: bool
 
     def error_of(self, key: int) -> WorkerError:
-        """Return the error of one of the calls."""
+        """Return the error of one of the worker's calls."""
         is_bystander = self.culprit not in (None, key)
         return type(self.error)(str(self.error), self.error.stacks, is_bystander=is_bystander)
 
 
 class _Worker:
-    """One process of a pool.
+    """One process of the pool.
 
     Attributes:
         peer: once it is ready.
@@ -332,7 +332,7 @@ class _Worker:
         self._excess: str | None = None
 
     def has_place(self, call: _Call, max_calls: int) -> bool:
-        """Whether it may run the call now."""
+        """Return whether the worker may run the call now."""
         if self.peer is None or self.peer.closed.done() or self._is_hung or self._excess:
             return False
         if call.is_alone or any(other.is_alone for other in self.calls.values()):
@@ -340,14 +340,14 @@ class _Worker:
         return len(self.calls) < max_calls
 
     def begin(self, call: _Call) -> None:
-        """Count the call as one of its own."""
+        """Add the call to the worker's calls."""
         if not self.calls:
             self._heartbeat.beat()
             self._has_news.set()
         self.calls[call.key] = call
 
-    async def start(self, setup: Sequence[Any], timeout: float) -> Peer:
-        """Start the process; returns its peer when it has been set up.
+    async def start(self, setup: Sequence[object], timeout: float) -> Peer:
+        """Start the process; return its peer when it has been set up.
 
         Raises:
             ProcessStartError: it ended before, or took too long.
@@ -376,14 +376,14 @@ class _Worker:
         self.peer = self._connected
         return self.peer
 
-    async def _serve(self, key: int, method: str, *arguments: object) -> Any:
-        """Call a method of the call that the worker names."""
+    async def _serve(self, key: int, method: str, *arguments: object) -> object:
+        """Run the method that the worker requests for one of its calls."""
         if key not in self.calls:
             raise LookupError("the call has ended")
         return await self.calls[key].serve(method, *arguments)
 
     async def watch(self, peer: Peer) -> None:
-        """Return when the process has ended, hangs, or is above a limit."""
+        """Return when the process has ended, hangs, or exceeds a limit."""
         peer.closed.add_done_callback(lambda _: self._has_news.set())
         num_steps = -1
         while not peer.closed.done():
@@ -415,13 +415,13 @@ class _Worker:
                 return
 
     async def finish(self, timeout: float) -> None:
-        """Let the process cancel its calls and clean up."""
+        """Let the process cancel its calls and clean up before it is ended."""
         if self.peer is not None:
             with contextlib.suppress(RPCError):
                 await self.peer.call("finish", timeout=timeout)
 
     async def end(self) -> None:
-        """End the process, and find out which call was the cause."""
+        """End the process, and determine which call was the cause."""
         progress, how = self._progress.read(), ""
         if self._process is not None and self._connected is not None:
             how = await end_process(self._process, self._connected)
@@ -437,7 +437,7 @@ class _Worker:
         self.ended.set_result(_End(culprit, error, keys, is_explained or self.pool.deaths.take()))
 
     async def _write_stacks(self) -> None:
-        """Have the process write the stacks of its threads."""
+        """Have the process write the stacks of its threads to its output."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, STACK_SIGNAL)

@@ -1,4 +1,4 @@
-"""What travels through a step: prompts in, trajectories out, and the packed batch that the update reads."""
+"""The data of a training step: prompts, trajectories, and the packed batch that the update reads."""
 
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs torch when it is asked for: workers of environments have none."""
+    """Import names that need torch on first access: workers of environments run without torch."""
     if name in ("LossTotals", "RolloutBatch"):
         from rlightning.types.batch import LossTotals, RolloutBatch
 

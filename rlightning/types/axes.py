@@ -1,4 +1,4 @@
-"""Axes of a batch's fields, from which a batch is cut, joined, moved, padded and taken apart for transport.
+"""The axis of each field of a batch, by which batches are selected, joined, moved, padded and sent.
 
 A field says which axis its first dimension is, and that is all there is to say::
 
@@ -32,7 +32,7 @@ KEY = "axis"
 
 
 class AxisOf(NamedTuple):
-    """What a field's metadata says.
+    """The metadata of a batch's field: its axis and how to pad it.
 
     Attributes:
         name: of the axis of its first dimension.
@@ -53,19 +53,19 @@ def axis(name: Axis, *, fill: float | bool = 0) -> dict[str, AxisOf]:
     return {KEY: AxisOf(name, fill)}
 
 
-def axis_fields(batch: "Dataclass") -> list[tuple["Field[Any]", AxisOf]]:
-    """Return the fields of a batch, or of its class, that have an axis."""
+def axis_fields(batch: "Dataclass") -> list[tuple["Field[object]", AxisOf]]:
+    """Return the fields of a batch, or of its class, that have an axis, with their metadata."""
     return [(f, f.metadata[KEY]) for f in fields(batch) if KEY in f.metadata]
 
 
 def axis_values(batch: "DataclassInstance") -> list[tuple["Field[Any]", AxisOf, Any]]:
-    """Return the fields of a batch that have an axis, with their values."""
+    """Return the fields of a batch that have an axis, with their metadata and values."""
     values = field_values(batch)
     return [(f, own, values[f.name]) for f, own in axis_fields(batch)]
 
 
 def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
-    """Return a batch of some of the entries of each axis.
+    """Return a batch with the selected entries of each axis.
 
     Args:
         batch: a dataclass with axes.
@@ -87,7 +87,7 @@ def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Join batches along all axes; fields without an axis are the first one's.
+    """Join batches along all axes; fields without an axis are taken from the first one.
 
     Raises:
         ConfigError: a field, or an entry of one, is there in some of them and not in others.
@@ -111,20 +111,20 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with all of its tensors on a device; copies from the host to a GPU are not waited for."""
+    """Return the batch with all tensors on a device; copies from host to GPU are asynchronous."""
     tensors = {name: value for name, value in field_values(batch).items() if isinstance(value, Tensor | dict)}
     return replace(batch, **{name: map_tensors(lambda one: move(one, device), v) for name, v in tensors.items()})
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on ``device``, to which a copy from the host is not waited for."""
+    """Return the tensor on ``device``; a copy from host to GPU is asynchronous."""
     # only from page-locked memory a copy goes on by itself
     is_upload = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=is_upload)
 
 
 def pad(batch: Batch, one: Batch) -> Batch:
-    """Give a batch with one entry on each axis the fields that another has and it does not have, filled.
+    """Add to a one-entry batch the fields that another batch has and this one lacks, filled with padding.
 
     Args:
         batch: which fields there are, of which shape and dtype.
@@ -138,7 +138,7 @@ def pad(batch: Batch, one: Batch) -> Batch:
 
 
 def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
-    """Make tensors of what a field was set to, and refuse another length than the axis'.
+    """Convert a field's new value to a tensor, and refuse a length other than the axis's.
 
     Args:
         batch: changed in place.
@@ -165,13 +165,13 @@ def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[A
 
 
 def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[Any]]]:
-    """Return the batch without its lists, and the lists: tensors and objects are sent in different ways."""
+    """Return the batch without its lists, and the lists by field: tensors and objects are sent separately."""
     lists = {f.name: value for f, _, value in axis_values(batch) if isinstance(value, list)}
     return replace(batch, **{name: [] for name in lists}), lists
 
 
 def map_tensors(change: Callable[[Any], object], value: object) -> object:
-    """Return what ``change`` makes of a field's tensors, or of its list; None stays None."""
+    """Apply ``change`` to a field's value, a tensor or a list; None stays None."""
     if isinstance(value, dict):
         return {name: change(part) for name, part in value.items()}
     return None if value is None else change(value)

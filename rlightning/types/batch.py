@@ -1,4 +1,4 @@
-"""The packed batch that an update reads: the branches of many trajectories, laid end to end.
+"""The packed batch of the update: token sequences of many trajectories, concatenated without padding.
 
 ::
 
@@ -39,7 +39,7 @@ TOKEN_FIELDS = (
 
 
 class LossTotals(NamedTuple):
-    """The counts that a loss is divided by, over all micro-batches and all ranks of one optimizer step."""
+    """The denominators of a loss, counted over all micro-batches and ranks of one optimizer step."""
 
     tokens: float
     sequences: float
@@ -50,7 +50,7 @@ class LossTotals(NamedTuple):
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """Trajectories, their branches packed end to end; never padded.
+    """Trajectories whose token sequences (branches) are concatenated without padding.
 
     Position ``t`` of every [T] tensor is about ``token_ids[t]`` itself: ``old_logprobs[t]`` is the log-probability of
     that token given those before it in its sequence (0 for a sequence's first token, which nothing precedes). Where
@@ -129,7 +129,7 @@ class RolloutBatch:
 
     @classmethod
     def pack(cls, groups: Sequence[Sequence[Trajectory]]) -> Self:
-        """Lay the branches of trajectories end to end.
+        """Return a batch with the branches of the trajectories concatenated.
 
         Args:
             groups: the trajectories of each prompt, in any number.
@@ -169,7 +169,7 @@ class RolloutBatch:
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[Sequence[int]]) -> Self:
-        """A batch of sequences of which every token but the first is asked about."""
+        """Return a batch of token sequences in which every token but the first counts as sampled."""
         groups = []
         for number, tokens in enumerate(sequences):
             count = len(tokens) - 1
@@ -177,13 +177,13 @@ class RolloutBatch:
             groups.append([Trajectory.single_turn(Prompt(number, "", list(tokens[:1]), {}), sample)])
         return cls.pack(groups)
 
-    def token_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return what each token has, [T] each, by the names that a branch has for them."""
+    def token_arrays(self) -> dict[str, NDArray[np.generic]]:
+        """Return the per-token values, [T] each, by the names of a branch's attributes."""
         values = field_values(self)
         return {source: values[name].cpu().numpy() for name, source, _ in TOKEN_FIELDS}
 
     def unpack(self) -> list[Trajectory]:
-        """Return the trajectories with their branches: what :meth:`pack` got, unless branches were selected away."""
+        """Return the trajectories with their branches: the argument of :meth:`pack`, less branches not selected."""
         columns = self.token_arrays().items()
         branches: list[list[Branch]] = [[] for _ in self.trajectories]
         bounds = self.cu_seqlens.tolist()
@@ -197,27 +197,27 @@ class RolloutBatch:
 
     @property
     def num_tokens(self) -> int:
-        """``T``."""
+        """The number of tokens, ``T``."""
         return self.token_ids.numel()
 
     @property
     def num_sequences(self) -> int:
-        """``N``."""
+        """The number of sequences, ``N``."""
         return self.cu_seqlens.numel() - 1
 
     @property
     def num_trajectories(self) -> int:
-        """``M``."""
+        """The number of trajectories, ``M``."""
         return len(self.trajectories)
 
     @property
     def prompts(self) -> list[Prompt]:
-        """M of them, one a trajectory."""
+        """The prompt of each trajectory, M of them."""
         return [one.prompt for one in self.trajectories]
 
     @property
     def completions(self) -> list[Sample]:
-        """M of them, of a batch of single-turn trajectories.
+        """The completion of each trajectory, M of them; for single-turn trajectories.
 
         Raises:
             ValueError: a trajectory has no sample, or several.
@@ -242,17 +242,17 @@ class RolloutBatch:
 
     @property
     def sampled_index(self) -> Tensor:
-        """The places of the sampled tokens, int64."""
+        """The indices of the sampled tokens, int64."""
         return self.is_sampled.nonzero()[:, 0] if self._sampled_index is None else self._sampled_index
 
     @property
     def position_ids(self) -> Tensor:
-        """[T] int64, each token's place in its sequence, counted from 0."""
+        """[T] int64, each token's position in its sequence, counted from 0."""
         starts = self.to_tokens(self.cu_seqlens[:-1], axis="N")
         return torch.arange(self.num_tokens, device=self.token_ids.device) - starts
 
     def to_tokens(self, values: Tensor, axis: Axis = "M") -> Tensor:
-        """Repeat values, one a trajectory, over the tokens of each: [T].
+        """Repeat values [M], one for each trajectory, over the trajectory's tokens: [T].
 
         Args:
             values: [M], or of the axis; groups in the order of their ids.
@@ -274,7 +274,7 @@ class RolloutBatch:
         return values.new_zeros(size).index_add_(0, owners, values)
 
     def temperatures(self, default: float) -> float | Tensor:
-        """Return what the trajectories were sampled at.
+        """Return the temperatures at which the trajectories were sampled.
 
         Args:
             default: the run's temperature.
@@ -288,12 +288,12 @@ class RolloutBatch:
         return axes.move(torch.tensor(own), self.token_ids.device)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with its tensors on ``device``; copies from the host to a GPU are not waited for."""
+        """Return the batch with its tensors on ``device``; copies from host to GPU are asynchronous."""
         here = replace(self, _max_length=self.max_length, _sampled_index=self.sampled_index)
         return axes.to(here, torch.device(device))
 
     def select(self, indices: Iterable[int] | Tensor, axis: Axis = "M") -> Self:
-        """The batch of the given trajectories, in the given order, packed anew.
+        """Return the batch of the given trajectories, in the given order, packed again.
 
         Args:
             indices: each in ``range(M)``, none twice; or of the axis.
@@ -333,12 +333,12 @@ class RolloutBatch:
         )
 
     def padding(self) -> Self:
-        """One token that counts for nothing: for a rank that has to compute along without a sequence of its own."""
+        """Return a batch of one token with no loss, for a rank that must join a computation without data."""
         one = axes.pad(self, replace(type(self).of_sequences([[0]]), totals=self.totals))
         return one.to(self.token_ids.device)
 
     def check(self) -> None:
-        """Make tensors of the fields that were set, and refuse those of another length than their axis.
+        """Convert the set fields to tensors, and refuse lengths other than those of their axes.
 
         Raises:
             ConfigError: names the field.
@@ -354,7 +354,7 @@ class RolloutBatch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
-        """Lay several batches end to end. Optional tensors must be there in all of them or in none.
+        """Concatenate several batches. Optional tensors must be present in all of them or in none.
 
         Groups stay apart: the ids of each batch are counted on from the one before it. One batch alone is not copied.
         """
@@ -380,7 +380,7 @@ class RolloutBatch:
 
 
 def _check_sampled(batch: RolloutBatch) -> None:
-    """Raise unless each sampled token is trained in exactly one branch, and none begins one.
+    """Raise an error unless each sampled token is trained in exactly one branch, and starts none.
 
     Args:
         batch: with the trajectories' branches.
@@ -405,7 +405,7 @@ def _check_sampled(batch: RolloutBatch) -> None:
 
 
 def _trains_samples(trajectory: Trajectory) -> bool:
-    """Whether the tokens that its branches train are those of its samples, turn by turn."""
+    """Return whether the trained tokens of a trajectory's branches equal its samples' tokens, turn by turn."""
     masks = [np.asarray(branch.is_sampled, np.bool_) for branch in trajectory.branches]
     pairs = list(zip(trajectory.branches, masks, strict=True))
     turns = np.concatenate([np.zeros(0, np.int32), *(np.asarray(branch.turns)[mask] for branch, mask in pairs)])
@@ -415,7 +415,7 @@ def _trains_samples(trajectory: Trajectory) -> bool:
 
 
 def _merge_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Bounds of runs of tokens, of which those that follow on each other are made one."""
+    """Return the bounds of token runs, with adjacent runs merged."""
     merged: list[tuple[int, int]] = []
     for start, end in runs:
         if merged and merged[-1][1] == start:

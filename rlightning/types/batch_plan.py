@@ -1,4 +1,4 @@
-"""The arithmetic of a step: everything is derived from prompts."""
+"""The sizes of a training step, all derived from the number of prompts."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from rlightning.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How many of what a step has.
+    """The numbers of prompts, completions and optimizer steps in a training step.
 
     Attributes:
         prompts_per_step: over all ranks.
@@ -36,7 +36,7 @@ class BatchPlan:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps a rollout."""
+        """The number of optimizer steps of a rollout."""
         return self.updates_per_rollout * self.epochs_per_rollout
 
     def check_world_size(self, world_size: int) -> None:
@@ -50,7 +50,7 @@ class BatchPlan:
     def check_sequence_length(
         self, max_prompt_tokens: int, max_new_tokens: int, max_model_length: int, reason: str = ""
     ) -> None:
-        """Raise ConfigError for sequences that the model or a micro-batch has no room for.
+        """Raise ConfigError if sequences are too long for the model or for a micro-batch.
 
         Args:
             max_prompt_tokens: of a prompt.
@@ -72,7 +72,7 @@ class BatchPlan:
             )
 
     def describe(self, world_size: int) -> str:
-        """The derivation, for people."""
+        """Return the derivation of the sizes as text."""
         completions = self.prompts_per_step * self.samples_per_prompt
         per_update = completions // self.updates_per_rollout
         share = f" ({completions // world_size} on each of {world_size} ranks)" if world_size > 1 else ""

@@ -1,4 +1,4 @@
-"""The supports of a batch's tokens as one tensor, which the trainer truncates its own distributions by.
+"""The supports of a batch's tokens as one tensor, by which the trainer truncates its own distributions.
 
 Letters: ``T`` tokens of a batch, ``K`` tokens of the largest support.
 """

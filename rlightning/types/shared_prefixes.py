@@ -1,4 +1,4 @@
-"""Which tokens of packed sequences are the same token after the same history, so that a model computes them once.
+"""Finds tokens of packed sequences with equal history, so that a model computes each of them only once.
 
 ::
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class Prefixes(NamedTuple):
-    """What each of ``N`` sequences shares with the one before it in the order of their tokens.
+    """For each of ``N`` sorted sequences, the length of the prefix that it shares with the sequence before it.
 
     Attributes:
         order: the sequences in this order.
@@ -33,18 +33,18 @@ class Prefixes(NamedTuple):
     lengths: NDArray[np.int64]
 
     def to_tensor(self) -> Tensor:
-        """Return the lengths, [N]."""
+        """Return the prefix lengths, [N]."""
         return torch.from_numpy(self.lengths)
 
     @classmethod
     def none(cls, num_sequences: int) -> "Prefixes":
-        """Of sequences that are computed each for itself."""
+        """Return prefixes of length 0, so that each sequence is computed by itself."""
         return cls([*range(num_sequences)], np.zeros(num_sequences, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """How a model computes a micro-batch of ``T`` tokens from ``U`` of them.
+    """The layout in which a model computes a micro-batch of ``T`` tokens from ``U`` distinct ones.
 
     Attributes:
         unique: [U] int64, the tokens that are computed, as places in the batch.
@@ -59,13 +59,13 @@ class SharedPrefixes:
     max_length: int
 
     def to(self, device: torch.device) -> "SharedPrefixes":
-        """The same on a device."""
+        """Return the layout on a device."""
         parts = (self.unique.to(device), self.places.to(device), self.cu_seqlens.to(device))
         return SharedPrefixes(*parts, self.max_length)
 
 
 def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor) -> Prefixes:
-    """Find what sequences share.
+    """Find the prefixes that sequences share.
 
     Args:
         token_ids: [T] on the CPU.
@@ -87,7 +87,7 @@ def _common_length(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
 
 
 def share_prefixes(cu_seqlens: Tensor, prefixes: Prefixes) -> SharedPrefixes:
-    """Lay out a micro-batch so that what its sequences share is computed once.
+    """Return the layout of a micro-batch in which shared prefixes are computed once.
 
     Args:
         cu_seqlens: [N+1], of the micro-batch.

@@ -1,4 +1,4 @@
-"""The tokens that a truncated distribution was left with: its support, for each token of a sample.
+"""Supports of truncated sampling: for each token of a sample, the tokens that top-k or top-p left to choose from.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class Supports:
-    """Of each token of a sample, the tokens that it was drawn from.
+    """For each token of a sample, the ids of the tokens that it was drawn from.
 
     Args:
         token_ids: int32, or their bytes, the tokens of each support, one support after the other.
@@ -30,7 +30,7 @@ class Supports:
     __hash__ = None  # type: ignore[assignment]  # as of any record that can change
 
     def __repr__(self) -> str:
-        """Return all of them."""
+        """Return a text with all supports."""
         return f"Supports({self.token_ids!r}, {self.sizes!r})"
 
     def to_plain(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What one attempt at a prompt is made of: samples, turns, branches.
+"""One attempt at a prompt: its samples, turns and branches.
 
 Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
 Letters in shapes: ``P`` tokens of a prompt, ``C`` of a sample, ``L`` of a branch.
@@ -39,7 +39,7 @@ it differs otherwise; the system message or the tools were changed; or it begins
 
 
 class Prompt(NamedTuple):
-    """One row of a prompt set, ready for the engine.
+    """One row of a prompt set, in the form that is sent to the engine.
 
     A tuple like :class:`Turn`: Lightning walks through batches and predictions, and fails at frozen dataclasses.
 
@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
 
 
 class Buffers:
-    """Base of records that hold arrays: Lightning takes tuples, lists and dataclasses apart, and leaves these whole."""
+    """Base of records with arrays, which Lightning leaves whole: it takes tuples, lists and dataclasses apart."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -79,13 +79,13 @@ class Buffers:
     __hash__ = None  # type: ignore[assignment]  # as of any record that can change
 
     def __repr__(self) -> str:
-        """Return all attributes."""
+        """Return a text with all attributes."""
         values = ", ".join(f"{name}={value!r}" for name, value in self.attributes().items())
         return f"{type(self).__name__}({values})"
 
 
 class Sample(Buffers):
-    """What a sampler returns for one request.
+    """The engine's result of one request.
 
     Args:
         token_ids: [C] int64, as sampled (a final end-of-sequence token included).
@@ -117,7 +117,7 @@ class Sample(Buffers):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the token limit cut it."""
+        """Whether the token limit ended the sample."""
         return self.finish_reason == "length"
 
 
@@ -134,7 +134,7 @@ class Turn(NamedTuple):
 
 
 class Branch(Buffers):
-    """One token sequence of a trajectory. A new one begins where the history was written anew.
+    """One token sequence of a trajectory. A new one begins where the history was rewritten.
 
     A token that was sampled into an earlier branch and is history here is not ``is_sampled`` here: every sampled token
     is trained in exactly one branch.
@@ -161,7 +161,7 @@ class Branch(Buffers):
         self.turns: array[int] = array("i")
 
     def append(self, token_ids: Sequence[int], turn: int = -1) -> None:
-        """Add tokens that were not sampled here: of the prompt, an observation, a template, or history.
+        """Add tokens that were not sampled in this branch: prompt, observation, template, or history.
 
         Args:
             token_ids: of them.
@@ -175,7 +175,7 @@ class Branch(Buffers):
         self.turns.extend(array("i", [turn]) * count)
 
     def first(self, count: int) -> Branch:
-        """Return a copy of the first tokens."""
+        """Return a copy with only the first tokens."""
         copy = Branch(self.reason)
         for name, values in self.attributes().items():
             if isinstance(values, array):
@@ -183,7 +183,7 @@ class Branch(Buffers):
         return copy
 
     def append_sample(self, sample: Sample, turn: int) -> None:
-        """Add the tokens that a turn was sampled as; they are trained here.
+        """Add the tokens that were sampled for a turn, which are trained in this branch.
 
         Args:
             sample: of the turn.
@@ -198,7 +198,7 @@ class Branch(Buffers):
 
 
 class AgentTrace(NamedTuple):
-    """What one of several agents did in a trajectory, which is trained by the agent's own reward.
+    """The turns and the reward of one agent in a trajectory of several agents.
 
     Attributes:
         agent: its name. The rewards of an agent's traces are compared with each other over the prompt's trajectories.
@@ -245,7 +245,7 @@ class Trajectory:
 
     @classmethod
     def single_turn(cls, prompt: Prompt, sample: Sample) -> Trajectory:
-        """Return the trajectory of a prompt that was completed by one sample."""
+        """Return the trajectory of a prompt with a single completion, ``sample``."""
         branch = Branch()
         branch.append(prompt.token_ids)
         branch.append_sample(sample, 0)
@@ -254,7 +254,7 @@ class Trajectory:
 
     @property
     def samples(self) -> list[Sample]:
-        """The policy's, in the turns' order."""
+        """The policy's samples, in the order of turns."""
         return [turn.sample for turn in self.turns if turn.sample is not None]
 
     @property
@@ -271,30 +271,30 @@ class Trajectory:
 
     @property
     def final_text(self) -> str:
-        """The text of the policy's last message; of a single-turn trajectory its completion's."""
+        """The text of the policy's last message; for a single-turn trajectory the completion's text."""
         samples = self.samples
         return samples[-1].text if samples else ""
 
     @property
     def finish_reason(self) -> str:
-        """That of the policy's last message; the status, where it has sent none."""
+        """The finish reason of the policy's last message; the trajectory's status if there is none."""
         samples = self.samples
         return samples[-1].finish_reason if samples else self.status
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit on tokens or turns cut it."""
+        """Whether a limit on tokens or turns ended the trajectory."""
         return self.status == "truncated"
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What an environment returns when a trajectory is over.
+    """The result that an environment returns at the end of a trajectory.
 
     Attributes:
         reward: of the trajectory; None: the sum of ``turn_rewards`` or the mean of ``traces``, and without these reward
@@ -315,7 +315,7 @@ class Outcome:
 
 
 def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[list[Trajectory]]:
-    """Return the trajectories of each prompt, one a sample.
+    """Return each prompt's single-turn trajectories, one for each of its samples.
 
     Args:
         prompts: one a group.
@@ -326,7 +326,7 @@ def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]])
 
 
 def to_plain(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory without its prompt in plain types, which every way of saving a checkpoint takes."""
+    """Return a trajectory, without its prompt, in plain types that every checkpoint format can save."""
     return {
         "temperature": trajectory.prompt.temperature,
         "branches": [_plain_buffers(branch) for branch in trajectory.branches],
@@ -343,7 +343,7 @@ def to_plain(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
-    """Return the trajectory that :func:`to_plain` was given.
+    """Return the trajectory of a :func:`to_plain` result.
 
     Args:
         plain: what it returned.
@@ -365,7 +365,7 @@ def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
 
 
 def read_traces(plain: Iterable[Iterable[Any]] | None) -> list[AgentTrace] | None:
-    """Return traces that became lists or tuples on their way."""
+    """Return agent traces from the lists or tuples that they were saved as."""
     return None if plain is None else [AgentTrace(*trace) for trace in plain]
 
 
@@ -383,7 +383,7 @@ def _sample(supports: list[bytes] | None = None, **attributes: Any) -> Sample:
 
 
 def _buffer(typecode: str, values: Iterable[Any]) -> array[Any]:
-    """Return the values as an array; an array of that type is not copied."""
+    """Return values as an array; an array of this type is returned as it is."""
     if isinstance(values, array) and values.typecode == typecode:
         return values
     return array(typecode, values)

@@ -243,7 +243,7 @@ def test_what_a_killed_raylet_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("log", "goodbye", "dies_first", "says_so"),
+    ("log", "exit_report", "dies_first", "says_so"),
     [
         ("", b"", True, True),
         ("", b"", False, False),  # the raylet has ended with the controller
@@ -252,7 +252,7 @@ def test_what_a_killed_raylet_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_reaper_kills_agents_and_reports_dead_raylet(
-    log: str, goodbye: bytes, dies_first: bool, says_so: bool, tmp_path: Path
+    log: str, exit_report: bytes, dies_first: bool, says_so: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "python-core-driver-01_17.log").write_text(log)
     raylet, agent = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
@@ -265,7 +265,7 @@ def test_reaper_kills_agents_and_reports_dead_raylet(
         )
 
     def end_controller() -> None:
-        os.write(controller, goodbye)
+        os.write(controller, exit_report)
         os.close(controller)
 
     if dies_first:

@@ -229,12 +229,23 @@ def test_the_whole_of_a_folder(tmp_path: Path) -> None:
     assert FORMAT not in checkpoint and checkpoint["global_step"] == 5
 
 
-def test_a_folder_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_checkpoint_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_folder, "VERSION", 2)
+        patch.setattr(checkpoint_folder, "VERSION", 3)
         save_folder(tmp_path / "last.ckpt", 5)
-    with pytest.raises(ConfigError, match=r"last.ckpt is a checkpoint of version 2, and .* reads versions up to 1\."):
+    with pytest.raises(ConfigError, match=r"last.ckpt is a checkpoint of version 3, and .* reads versions up to 2\."):
         read_whole(tmp_path / "last.ckpt")
+
+
+def test_version_1_checkpoint_with_tied_parameters_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "last.ckpt"
+    save_folder(folder, 5)
+    meta = torch.load(folder / META, weights_only=False)
+    first, *_ = read_whole(folder)["state_dict"]
+    meta[FORMAT] = {"version": 1, "twins": {"tied": first}, "files": {}}
+    torch.save(meta, folder / META)
+    weights = read_whole(folder)["state_dict"]
+    assert weights["tied"] is weights[first]
 
 
 def flip(path: Path) -> None:
