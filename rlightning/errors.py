@@ -153,7 +153,9 @@ def find_run_error(error: BaseException) -> RunError | None:
         return HostError(f"{cut_line(error)}. {HOST_LIMITS[error.errno]}")
     wandb = sys.modules.get("wandb.errors")
     if wandb is not None and isinstance(error, wandb.Error):
-        return ConfigError(f"Weights & Biases: {cut_line(str(error).strip().rpartition(chr(10))[2])}")
+        return ConfigError(
+            f"Weights & Biases: {cut_line(error).rstrip('.')}. Without its server, set WANDB_MODE=offline."
+        )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
         return DeviceMemoryError(

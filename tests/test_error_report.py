@@ -105,7 +105,12 @@ def test_errors_that_libraries_raise_are_told_as_ours() -> None:
     import wandb
 
     login = find_run_error(wandb.errors.UsageError("api_key not configured.\nRun `wandb login`."))
-    assert login is not None and str(login) == "Weights & Biases: Run `wandb login`." and login.exit_code == 2
+    assert login is not None and login.exit_code == 2
+    way_out = "Without its server, set WANDB_MODE=offline."
+    assert str(login) == f"Weights & Biases: api_key not configured. Run `wandb login`. {way_out}"
+    slow = find_run_error(wandb.errors.CommError("Run initialization has timed out.\nSettings(\n" + "x" * 1000))
+    assert slow is not None and slow.line.startswith("Weights & Biases: Run initialization has timed out. Settings( x")
+    assert slow.line.endswith(f"x. {way_out}") and "\n" not in slow.line and len(slow.line) < 400
     files = find_run_error(OSError(errno.EMFILE, "Too many open files"))
     assert isinstance(files, HostError) and files.line.endswith("ulimit -n 65536.")
     memory = find_run_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))

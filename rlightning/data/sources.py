@@ -28,6 +28,7 @@ MAX_NESTING = 100
 """Levels of lists and objects in a row: pickling, with which rows reach reward functions, ends at some 300."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
+_PROMPTS_HINT = "Prompts themselves are given as [{'prompt': ...}]: texts are names of files."
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,11 @@ def read_rows(path: str, limit: int | None = None) -> RowTable:
     Returns:
         At least one row.
     """
-    file = Path(path).expanduser()
+    file = _expand(path)
     try:
         is_folder = file.is_dir()
     except OSError as error:  # no name of a file, but a text
-        raise ConfigError(f"'{cut_line(path)}' is no file: {error.strerror}. Write a path.") from error
+        raise ConfigError(f"'{cut_line(path)}' is no file: {error.strerror}. {_PROMPTS_HINT}") from error
     if is_folder:
         table = _read_folder(path, file, None, limit)
     elif not file.is_file():
@@ -241,15 +242,15 @@ def _can_map(schema: "pyarrow.Schema") -> bool:
 def _read_named(path: str, limit: int | None) -> RowTable:
     """Read a set whose name is neither a file nor a folder: ``folder:split``, or a set on the hub."""
     name, *options = path.split(":")
-    folder = Path(name).expanduser()
+    folder = _expand(name)
     if folder.is_dir() and len(options) == 1:
         return _read_folder(path, folder, options[0], limit)
     root = folder.parts[0] if folder.parts else ""
     is_local = len(folder.parts) > 1 and Path(root).is_dir()
     if is_local or folder.suffix in _SUFFIXES or not _HUB_NAME.fullmatch(path):
-        is_text = not folder.suffix and not _HUB_NAME.fullmatch(path)
-        hint = " Prompts themselves are given as [{'prompt': ...}]: texts are names of files." if is_text else ""
-        raise ConfigError(f"There is no file '{path}'. {_nearest_file(folder)}{hint}")
+        is_text = not _HUB_NAME.fullmatch(path) and (folder.suffix not in _SUFFIXES or " " in folder.name)
+        hint = f" {_PROMPTS_HINT}" if is_text else ""
+        raise ConfigError(f"There is no file '{cut_line(path)}'. {_nearest_file(folder)}{hint}")
     return _read_hub(path, name, options, limit)
 
 
@@ -293,6 +294,14 @@ def from_dataset(path: str, loaded: "Dataset | DatasetDict", split: str | None, 
     if len(loaded) <= MAX_ROWS_IN_MEMORY:
         rows = rows[:]
     return RowTable(path, rows, "row", range(1, len(rows) + 1), has_fixed_fields=True)
+
+
+def _expand(path: str) -> Path:
+    """Return a path with a user's folder in place of ``~``, unless what follows it is no user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _nearest_file(missing: Path) -> str:

@@ -47,12 +47,12 @@ from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
 from rlightning.module.saved_module import SavedModule
-from rlightning.module.saved_weights import check_saved_weights
 from rlightning.optim import OptimizerStates
 from rlightning.optim.optimizer import AdamWSettings, LRSchedule
 from rlightning.parallel.collectives import all_reduce
 from rlightning.parallel.device import limit_host_threads, use_expandable_segments, use_tensor_cores
 from rlightning.parallel.fsdp import FSDP
+from rlightning.parallel.saved_weights import check_saved_weights
 from rlightning.parallel.sharding import named_weights, rounded_vectors
 from rlightning.python_values import to_python
 from rlightning.types import RolloutBatch
@@ -274,7 +274,7 @@ class PolicyModule(Ranks, SavedModule):
         if self.adapter is not None:
             state_dict = adapter_checkpoints.with_base(state_dict, own)
         if strict:
-            check_saved_weights(state_dict, own)
+            check_saved_weights(state_dict, own, self)
         return super().load_state_dict(state_dict, strict, assign)
 
     @property

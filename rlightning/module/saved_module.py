@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from lightning.pytorch import LightningDataModule
 
+from rlightning.errors import ConfigError
 from rlightning.module.hyperparameters import bind_arguments, make_module, to_plain
 from rlightning.module.trainer_options import check_not_spawned
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
@@ -75,9 +76,14 @@ class SavedModule(PromptBatchModule):
                 functions that are lambdas, are the defaults unless they are given.
 
         Raises:
-            ConfigError: an argument without a default is neither in the checkpoint nor given.
+            ConfigError: it is no checkpoint of a run, or an argument without a default is neither in it nor given.
         """
         checkpoint = AtomicCheckpointIO().load_checkpoint(checkpoint_path, "cpu", weights_only)
+        if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+            raise ConfigError(
+                f"{checkpoint_path} is no checkpoint of a run: it has no 'state_dict'. Name one that a Trainer has "
+                f"saved, or make {cls.__name__} of a model's folder."
+            )
         saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
         values = {name: saved[name] for name in checkpoint.get(ARGUMENT_NAMES, saved) if name in saved}
         module = make_module(cls, values, kwargs, f"The checkpoint {checkpoint_path}")

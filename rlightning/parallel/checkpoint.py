@@ -1,6 +1,6 @@
 """Mixins by which a strategy saves and loads sharded checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,16 +19,18 @@ from rlightning.parallel.checkpoint_folder import (
     find_tied,
     is_checkpoint_folder,
     named_optimizer_state,
-    other_model,
     read_meta,
     read_model,
     read_optimizer,
+    saved_ties,
     stored_tensors,
+    stored_weights,
     write_meta,
     write_tensors,
 )
 from rlightning.parallel.checkpoint_io import SUFFIX, AtomicCheckpointIO, saving_checkpoint, verify_checkpoint
 from rlightning.parallel.gathering import local_box
+from rlightning.parallel.saved_weights import Shapes, check_shapes, check_ties, find_shared, parameter_names, shapes_of
 from rlightning.parallel.sharding import local_tensor
 
 
@@ -109,6 +111,9 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
 
         Returns:
             The rest of the checkpoint.
+
+        Raises:
+            ConfigError: it is of another model; on every rank.
         """
         assert self.lightning_module is not None
         path = self._verified(checkpoint_path)
@@ -116,7 +121,9 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         if not is_checkpoint_folder(path):
             return self._load_file(path, weights, weights_only)
         checkpoint, stored = read_meta(path, weights_only), stored_tensors(path)
-        read_model(path, stored, weights)
+        ties = saved_ties(checkpoint)
+        self._check_weights(path, weights, stored_weights(stored, ties), ties)
+        read_model(path, weights)
         parameters = dict(self.lightning_module.named_parameters())
         states = checkpoint.pop("optimizer_states", [])
         for number, (optimizer, named) in enumerate(zip(self.optimizers, states, strict=False)):
@@ -147,15 +154,37 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             raise DamagedError(Path(name), reason)
         return Path(name)
 
+    def _check_weights(
+        self,
+        path: Path,
+        weights: Mapping[str, Tensor],
+        saved: Shapes,
+        ties: Mapping[str, str],
+        is_equal: Callable[[str, str], bool] | None = None,
+    ) -> None:
+        """Refuse a checkpoint of another model, and unless ``strict_loading`` is off, one that holds more."""
+        assert self.lightning_module is not None
+        tied = {name: first for name, first in find_tied(self.lightning_module).items() if first in weights}
+        own = {name: tensor.shape for name, tensor in weights.items()}
+        own |= {name: own[first] for name, first in tied.items()}
+        if not self.lightning_module.strict_loading:
+            saved = {name: shape for name, shape in saved.items() if name in own}
+        what = f"ckpt_path={path}"
+        check_shapes(saved, own, what)
+        check_ties({name: first for name, first in ties.items() if {name, first} <= own.keys()}, tied, what, is_equal)
+
     def _load_file(self, path: Path, weights: dict[str, Tensor], weights_only: bool | None) -> dict[str, Any]:
         """Load a single-file checkpoint: every rank maps it into memory and reads its own parts."""
         checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         if "state_dict" not in checkpoint:
             raise ConfigError(f"ckpt_path={path} is no checkpoint of a run. To start from a model, name it in model.")
         whole = checkpoint.pop("state_dict")
+        assert self.lightning_module is not None
+        ties = find_shared(whole, parameter_names(self.lightning_module))
+        self._check_weights(
+            path, weights, shapes_of(whole), ties, lambda name, first: torch.equal(whole[name], whole[first])
+        )
         for name, tensor in weights.items():
-            if name not in whole or whole[name].shape != tensor.shape:
-                raise other_model(path, name, tensor, whole[name].shape if name in whole else None)
             own = local_part(whole[name], tensor)
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)
         for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states", []), strict=False):

@@ -135,22 +135,30 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
     return meta
 
 
+def saved_ties(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of tied weights that :func:`write_meta` was given, of what :func:`read_meta` returns."""
+    own = meta[FORMAT]
+    ties: dict[str, str] = own["twins" if own["version"] == 1 else "tied"]
+    return ties
+
+
 def stored_tensors(folder: Path) -> Stored:
     """Return sizes and dtypes of the tensors in a checkpoint folder."""
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def read_model(folder: Path, stored: Stored, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors of a module, and of sharded ones this rank's shard, from a folder.
+def stored_weights(stored: Stored, tied: Mapping[str, str]) -> dict[str, Sequence[int]]:
+    """Return the shapes of a model's weights in a folder by name, the names of tied ones included."""
+    prefix = "model/"
+    shapes: dict[str, Sequence[int]] = {
+        name.removeprefix(prefix): entry.size for name, entry in stored.items() if name.startswith(prefix)
+    }
+    return shapes | {name: shapes[first] for name, first in tied.items()}
 
-    Raises:
-        ConfigError: if the folder holds another model.
-    """
-    for name, tensor in tensors.items():
-        entry = stored.get(f"model/{name}")
-        if entry is None or entry.size != tensor.shape:
-            raise other_model(folder, name, tensor, None if entry is None else entry.size)
+
+def read_model(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the tensors of a module, which the folder has, of each shard what belongs into it."""
     _read(folder, {f"model/{name}": tensor for name, tensor in tensors.items()})
 
 
@@ -223,8 +231,8 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
     with _alone_on_purpose():
         state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
     weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-    own = meta.pop(FORMAT)
-    tied = own["twins" if own["version"] == 1 else "tied"]
+    tied = saved_ties(meta)
+    del meta[FORMAT]
     meta["state_dict"] = weights | {name: weights[first] for name, first in tied.items()}
     for number, named in enumerate(meta.get("optimizer_states", [])):
         prefix = f"optimizer/{number}/"
@@ -233,15 +241,6 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
             named["state"].setdefault(name, {})[what] = tensors[key]
         meta["optimizer_states"][number] = numbered_optimizer_state(named)
     return meta
-
-
-def other_model(path: Path, name: str, tensor: Tensor, held: Sequence[int] | None) -> ConfigError:
-    """Return the error for a checkpoint that has shape ``held`` for ``tensor``, or lacks it (None)."""
-    instead = "nothing of that name" if held is None else f"one of {tuple(held)}"
-    return ConfigError(
-        f"ckpt_path={path} is of another model: it should hold '{name}' of {tuple(tensor.shape)}, and holds {instead}. "
-        "Name the checkpoint's own model in model."
-    )
 
 
 def find_tied(module: nn.Module) -> dict[str, str]:

@@ -115,9 +115,11 @@ def describe_rendezvous(error: Exception) -> ConfigError:
         )
     if "EADDRINUSE" in str(error):
         return ConfigError(f"MASTER_PORT={port} is taken by another program. Set it to a free port, for all ranks.")
+    took_too_long = "timed out" in str(error).lower()
+    longer = "; if rank 0 takes so long to start, raise trainer.strategy.barrier_timeout" if took_too_long else ""
     return ConfigError(
         f"The ranks cannot meet at MASTER_ADDR={address}, MASTER_PORT={port}: {reason.rstrip('.')}. Both are rank 0's, "
-        "and have to be reachable from every rank."
+        f"and have to be reachable from every rank{longer}."
     )
 
 

@@ -250,10 +250,21 @@ def test_a_wrong_row_of_several_files_is_named(
     other = write_rows(tmp_path / "c.jsonl", [{"question": "1"}])
     with pytest.raises(ConfigError, match=r"c\.jsonl, line 1 has no column 'prompt', which other rows have"):
         build([good, other])
-    with pytest.raises(ConfigError, match=r"There is no file '1\+1='.* given as \[\{'prompt': \.\.\.\}\]"):
-        build(["1+1=", "2+2="])
     with pytest.raises(ConfigError, match=r"There is no file '.*d\.jsonl'"):
         build([good, str(tmp_path / "d.jsonl")])
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *("1+1=", "1.5+2=", "What is 1.5 plus 2?", "What is in a.json", "~bob is who?", "1+1\n=\n", "1/2 + 1/2 ="),
+        *("How many? " * 26, "How many? " * 1000, "1/" + "2 + " * 100),
+    ],
+)
+def test_prompts_in_place_of_paths_are_told_in_a_line(prompt: str) -> None:
+    with pytest.raises(ConfigError, match=r"no file.* given as \[\{'prompt': \.\.\.\}\]: texts are names") as caught:
+        build([prompt, "2+2="])
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_overlong_prompts_in_memory_are_dropped_and_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,17 +1,15 @@
 """A checkpoint of another model or class is refused in a line."""
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny import make_data, make_grpo, make_trainer, save_model
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
-from rlightning.parallel.launcher import describe_rendezvous
+from rlightning.parallel.saved_weights import check_saved_weights
 
 
 class WithHead(GRPO):
@@ -61,12 +59,55 @@ def test_checkpoint_of_others_is_refused(
         make_trainer(tmp_path, 2).fit(module, make_data(tmp_path), **resume)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("is_tied", "message"),
+    [
+        (False, r"another model: 'actor\.\S+' and 'actor\.\S+' are one weight there, and two in this module\. Name"),
+        (True, r"another model: 'actor\.\S+' and 'actor\.\S+' are two weights there, and one in this module\. Name"),
+    ],
+)
+def test_checkpoint_that_ties_other_weights_is_refused(is_tied: bool, message: str, tmp_path: Path) -> None:
+    saved = save_model(tmp_path / "saved", tie_word_embeddings=not is_tied)
+    model = save_model(tmp_path / "model", tie_word_embeddings=is_tied)
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(make_grpo(saved), make_data(tmp_path))
+    trainer.save_checkpoint(path := tmp_path / "one.ckpt")
+    GRPO.load_from_checkpoint(path)
+    with pytest.raises(ConfigError, match=message):
+        GRPO.load_from_checkpoint(path, model=model)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path, 2).fit(make_grpo(model), make_data(tmp_path), ckpt_path=path, weights_only=False)
+
+
+def make_pair(*, is_tied: bool) -> torch.nn.Module:
+    """Two parameters that are one, or equal, and two buffers of the same memory, as state dicts keep them."""
+    module = torch.nn.Module()
+    module.a = torch.nn.Parameter(torch.ones(2, 3))
+    module.b = module.a if is_tied else torch.nn.Parameter(torch.ones(2, 3))
+    module.register_buffer("c", buffer := torch.zeros(2))
+    module.register_buffer("d", buffer)
+    return module
+
+
+def test_ties_are_compared_by_memory_or_values() -> None:
+    tied, untied = make_pair(is_tied=True), make_pair(is_tied=False)
+    one, two = tied.state_dict(), untied.state_dict()
+    check_saved_weights(one, one, tied)
+    check_saved_weights(two, one, tied)  # equal, but written apart
+    check_saved_weights(two, two | {"d": torch.zeros(2)}, untied)  # as of a module that was moved
+    with pytest.raises(ConfigError, match="'a' and 'b' are two weights there, and one in this module"):
+        check_saved_weights(two | {"a": torch.zeros(2, 3)}, one, tied)
+    with pytest.raises(ConfigError, match="'a' and 'b' are one weight there, and two in this module"):
+        check_saved_weights(one, two, untied)
+
+
 def test_loading_that_is_not_strict_leaves_parameters_out(checkpoints: dict[str, Path]) -> None:
     assert GRPO.load_from_checkpoint(checkpoints["headed"], strict=False) is not None
 
 
-@pytest.mark.long
-def test_missing_ranks_are_told_in_a_line() -> None:
-    with pytest.raises(dist.DistStoreError) as caught:
-        dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1))  # type: ignore[attr-defined]
-    assert "have not all come: Timed out after" in str(describe_rendezvous(caught.value))
+@pytest.mark.parametrize("saved", [{"actor.weight": torch.ones(1)}, [torch.ones(1)]])
+def test_file_that_is_no_checkpoint_is_refused_in_a_line(saved: object, tmp_path: Path) -> None:
+    torch.save(saved, tmp_path / "weights.ckpt")
+    with pytest.raises(ConfigError, match=r"weights\.ckpt is no checkpoint of a run: it has no 'state_dict'\. Name"):
+        GRPO.load_from_checkpoint(tmp_path / "weights.ckpt")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_only
 from tiny import bare_trainer
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from rlightning.errors import ConfigError
 from rlightning.parallel import barrier as barriers
 from rlightning.parallel.cpu_group import barrier_timeout, cpu_group, set_barrier_timeout
 from rlightning.parallel.failure import active_watch
+from rlightning.parallel.launcher import find_port
 from rlightning.parallel.strategy import DDP, replace_lightning_ddp
 
 
@@ -130,6 +132,30 @@ def test_slow_prepare_data_raises_named_barrier_timeout(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     bare_trainer(tmp_path, 2, devices=1, strategy=DDP(start_method="spawn")).fit(BoringModel())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (0, r"^The ranks have not all come: Timed out after .* raise trainer\.strategy\.barrier_timeout\.$"),
+        (
+            1,
+            r"^The ranks cannot meet at MASTER_ADDR=127\.0\.0\.1, .*; if rank 0 takes so long to start, raise "
+            r"trainer\.strategy\.barrier_timeout\.$",
+        ),
+    ],
+)
+def test_missing_ranks_are_told_in_a_line(
+    rank: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    for name, value in {**variables, "LOCAL_RANK": str(rank)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else torch keeps the rank's share of threads
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # which the strategy changes
+    with pytest.raises(ConfigError, match=message):
+        bare_trainer(tmp_path, 1, devices=2, strategy=DDP(barrier_timeout=1)).fit(BoringModel())
 
 
 @pytest.mark.parametrize("name", ["barrier_timeout", "failure_grace"])

@@ -1,6 +1,7 @@
 """A run that is handed on: from one process to two that shard, to two that split each layer, and so on."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +103,51 @@ def test_full_disk_keeps_the_last_good_folder(tmp_path: Path) -> None:
     write_rows(tmp_path)
     with made_disk(tmp_path, "full") as disk:
         run_ranks(full_disk_on_two_ranks, 2, tmp_path, disk)
+
+
+HEAD = r"holds 'value\.weight', which this module has no place for"
+THIRD_LAYER = r"holds 'actor\.\S+\.layers\.2\.\S+', which this module has no place for"
+NO_THIRD_LAYER = r"it should hold 'actor\.\S+\.layers\.2\.\S+' of .*, and holds nothing of that name"
+TIED, UNTIED = "are one weight there, and two in this module", "are two weights there, and one in this module"
+REFUSED = {
+    "untied": {"three": THIRD_LAYER, "tied": TIED},
+    "tied": {"untied": UNTIED},
+    "three": {"untied": NO_THIRD_LAYER},
+}
+"""What is said of checkpoints, by the model that is to take them."""
+
+
+def save_headed(folder: Path, name: str, **trainer: Any) -> Any:
+    """Save a checkpoint of a step, and one of a module that has a weight more; the trainer."""
+    module, made = train(folder, 1, **trainer)
+    made.save_checkpoint(folder / f"{name}.ckpt")
+    module.value = torch.nn.Linear(4, 1, bias=False)
+    made.save_checkpoint(folder / f"headed_{name}.ckpt")
+    del module.value
+    return made
+
+
+def others_on_two_ranks(folder: Path) -> None:
+    pose_as_launched(dist.get_rank(), 2, 0)
+    trainers = {name: save_headed(folder / name, "sharded", devices=2, strategy=FSDP()) for name in REFUSED}
+    for name, trainer in trainers.items():
+        for kind in ("single", "sharded"):
+            trainer.strategy.load_checkpoint(folder / name / f"{kind}.ckpt")
+            others = {folder / saved / f"{kind}.ckpt": message for saved, message in REFUSED[name].items()}
+            for path, message in {folder / name / f"headed_{kind}.ckpt": HEAD, **others}.items():
+                with pytest.raises(ConfigError, match=f"^ckpt_path={path} .*{message}"):
+                    trainer.strategy.load_checkpoint(path)
+
+
+def test_checkpoints_of_others_are_refused_by_all_ranks(tmp_path: Path) -> None:
+    sizes: dict[str, dict[str, Any]] = {
+        "untied": SIZES,
+        "tied": {**SIZES, "tie_word_embeddings": True},
+        "three": {**SIZES, "num_hidden_layers": 3},
+    }
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        save_model(tmp_path / name / "model", **size)
+        write_rows(tmp_path / name)
+        save_headed(tmp_path / name, "single")
+    run_ranks(others_on_two_ranks, 2, tmp_path)

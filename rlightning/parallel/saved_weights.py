@@ -1,0 +1,104 @@
+"""Whether the weights of a checkpoint are those of a module."""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlightning.errors import ConfigError
+from rlightning.parallel.sharding import local_tensor
+
+Shapes = Mapping[str, Sequence[int] | None]
+"""By name; None of what is no tensor."""
+OF_ACTOR = "actor."
+"""How names of the actor's weights begin, which another model has other ones of."""
+
+
+def check_saved_weights(saved: Mapping[str, Any], own: Mapping[str, Any], module: nn.Module) -> None:
+    """Refuse weights of a checkpoint that are not a module's, by the first that differs.
+
+    Args:
+        saved: the checkpoint's values by name; tied weights share memory, or are equal.
+        own: the module's.
+        module: has them.
+
+    Raises:
+        ConfigError: the module has no place for one, has others, or ties other weights.
+    """
+    what, names = "The checkpoint", parameter_names(module)
+    check_shapes(shapes_of(saved), shapes_of(own), what)
+    ties, own_ties = find_shared(saved, names), find_shared(own, names)
+    check_ties(ties, own_ties, what, lambda name, first: torch.equal(saved[name], saved[first]))
+
+
+def check_shapes(saved: Shapes, own: Shapes, what: str) -> None:
+    """Refuse weights of a checkpoint that a module has no place for, and a module that has others, by the first."""
+    for name, shape in own.items():
+        if name not in saved and not name.startswith(OF_ACTOR):
+            raise ConfigError(
+                f"{what} has no '{name}', which this module has: it was written without it. To start from its "
+                "weights alone, export them by SaveHF, and name the folder in model.model."
+            )
+        held = saved.get(name)
+        if shape is not None and (held is None or tuple(held) != tuple(shape)):
+            instead = f"one of {tuple(held)}" if held is not None else "nothing of that name"
+            raise ConfigError(
+                f"{what} is of another model: it should hold '{name}' of {tuple(shape)}, and holds "
+                f"{instead}. Name the checkpoint's own model in model.model."
+            )
+    for name in saved:
+        if name not in own:
+            raise ConfigError(
+                f"{what} holds '{name}', which this module has no place for. Name its own class in "
+                "model.class_path, and its own model in model.model."
+            )
+
+
+def check_ties(
+    saved: Mapping[str, str], own: Mapping[str, str], what: str, is_equal: Callable[[str, str], bool] | None = None
+) -> None:
+    """Refuse a checkpoint whose tied weights are not those of a module.
+
+    Args:
+        saved: of tied weights in the checkpoint, the first name by each other one.
+        own: of the module's.
+        what: the checkpoint, as an error calls it.
+        is_equal: whether two weights of the checkpoint are equal, as tied ones are that were written apart.
+    """
+    for name, first in own.items():
+        is_tied = saved.get(name, name) == saved.get(first, first)
+        if not is_tied and (is_equal is None or not is_equal(name, first)):
+            raise ConfigError(
+                f"{what} is of another model: '{first}' and '{name}' are two weights there, and one in this module. "
+                "Name the checkpoint's own model in model.model."
+            )
+    for name, first in saved.items():
+        if own.get(name, name) != own.get(first, first):
+            raise ConfigError(
+                f"{what} is of another model: '{first}' and '{name}' are one weight there, and two in this module. "
+                "Name the checkpoint's own model in model.model."
+            )
+
+
+def parameter_names(module: nn.Module) -> set[str]:
+    """Return the names of parameters, all those of tied ones; buffers that share memory are apart on another device."""
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+
+def find_shared(state: Mapping[str, Any], names: Set[str]) -> dict[str, str]:
+    """Return those of the names whose tensor is an earlier one too, in the same memory, and the earlier name."""
+    firsts: dict[object, str] = {}
+    shared: dict[str, str] = {}
+    for name, tensor in state.items():
+        if name in names and isinstance(tensor, Tensor) and not tensor.is_meta:
+            held = local_tensor(tensor)
+            memory = held.device, held.dtype, held.untyped_storage().data_ptr(), held.storage_offset()
+            if held.numel() and (first := firsts.setdefault((*memory, held.shape, held.stride()), name)) != name:
+                shared[name] = first
+    return shared
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, Sequence[int] | None]:
+    """Return the shapes of tensors by name, and None of anything else."""
+    return {name: value.shape if isinstance(value, Tensor) else None for name, value in state.items()}
