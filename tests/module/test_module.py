@@ -213,7 +213,7 @@ def test_refused_before_the_model_loads(
 
 
 def test_override_of_rewards_needs_no_function(model_folder: str, tmp_path: Path) -> None:
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[tuple[Any, Tensor]] = []
 
     class Own(DAPO):
         def compute_rewards(self, batch: RolloutBatch) -> Tensor:
