@@ -13,6 +13,7 @@ from typing import Any
 
 import fork_server
 import pytest
+from left_out import describe_left_out, why_left_out
 
 from rlightning.scratch import ScratchFolder
 
@@ -26,11 +27,6 @@ DURATIONS = HERE / "durations.json"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 OF_A_RUN = ("RLIGHTNING_", "PL_", "RANK", "LOCAL_", "NODE_RANK", "WORLD_SIZE", "MASTER_")
 """Beginnings of the names of variables that a run sets."""
-LEFT_OUT = {
-    "slow": "slow variants of kinds that are shown (make test-all runs them)",
-    "processes": "tests that start processes (make test runs them)",
-    "long": "tests of over half a second (make test runs them)",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,26 +35,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what starts processes by a fixture, put the longest files first, and count what the markers leave out."""
+    """Mark what starts processes by a fixture, and put the longest files first."""
     for item in items:
         if "starts_processes" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
-    chosen = config.getoption("-m")
     if config.getoption("randomly_seed", None) is None:
-        kinds = 1 if "not slow" in chosen else 2
+        kinds = 1 if "not slow" in config.getoption("-m") else 2
         seconds = {name: sum(of_kind[:kinds]) for name, of_kind in read_durations().items()}
         items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))  # stable: within a file, as written
-    left_out = [name for name in LEFT_OUT if f"not {name}" in chosen]
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count them, by why they are left out."""
     for item in items:
-        for name in left_out:
-            if item.get_closest_marker(name):
-                counts = config.stash[COUNTS]
-                counts[LEFT_OUT[name]] = counts.get(LEFT_OUT[name], 0) + 1
-                break
+        markers = {marker.name for marker in item.iter_markers()}
+        item.config.stash[COUNTS][why_left_out(markers, item.config.getoption("-m"))] += 1
 
 
 COUNTS = pytest.StashKey[Any]()
 SECONDS = pytest.StashKey[Any]()
+EXIT_STATUS = pytest.StashKey[int]()
 RAY_FOLDER = pytest.StashKey[ScratchFolder]()
 """Of what Ray writes for all clusters of this run of the tests, which it leaves behind."""
 
@@ -93,8 +89,9 @@ def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0].removeprefix("tests/")
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let a worker of pytest-xdist tell its controller what it left out."""
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Keep how it ended; let a worker of pytest-xdist tell its controller what it left out."""
+    session.config.stash[EXIT_STATUS] = exitstatus
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash[COUNTS])
 
@@ -134,8 +131,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     for report in reporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         counts[reason.removeprefix("Skipped: ")] += 1
-    parts = [f"{count} {reason}" for reason, count in counts.most_common()]
-    reporter.write_line(f"left out: {'; '.join(parts) or 'nothing'}")
+    reporter.write_line(describe_left_out(counts, config.stash.get(EXIT_STATUS, pytest.ExitCode.USAGE_ERROR)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import gc
 import importlib
 import os
+import random
 import select
 import signal
 import socket
@@ -201,9 +202,13 @@ def _set_up_interpreter(program: Program, environment: dict[str, str]) -> None:
         stream.reconfigure(line_buffering=flushes_lines)  # type: ignore[union-attr]
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
+    import numpy
     import torch
     import torch._dynamo.config
 
+    random.seed()  # each by the system's own random numbers: else all forks go on with those of their server
+    numpy.random.seed()
+    torch.default_generator.seed()
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
     torch._dynamo.config.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"
     import huggingface_hub.constants

@@ -68,6 +68,14 @@ def test_modules_are_there_before_the_program_starts(script: Path) -> None:
     assert done.stdout == "True True\n"
 
 
+def test_forks_draw_different_random_numbers(script: Path) -> None:
+    source = (
+        "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.initial_seed(), torch.rand(1))"
+    )
+    one, other = (run(script, source).stdout.split() for _ in range(2))
+    assert len(one) == 4 and all(a != b for a, b in zip(one, other, strict=True))
+
+
 def test_workers_of_xdist_are_forks_too() -> None:
     line = repr("print('vllm' in sys.modules, sys.argv)") + "\n"
     done = subprocess.run([sys.executable, "-u", *XDIST_WORKER], input=line, stdout=subprocess.PIPE, text=True)

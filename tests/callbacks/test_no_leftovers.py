@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from engine_run import in_session, make_data, make_rollout, make_trainer, processes
-from lightning.pytorch import Callback
 from tiny import heed_ctrl_c
 from waiting import wait_for
 
@@ -152,8 +151,13 @@ def write_config(folder: Path, model: str) -> None:
     (folder / "run.yaml").write_text(CONFIG.format(model=model, workers=workers))
 
 
-class HurryStop(Callback):
-    """Lets half of the grace period go by once the run is asked to stop."""
+class HurryStop(RLCallback):
+    """Lets half of the grace period go by once the run is asked to stop; holds a rollout while a test prepares one."""
+
+    def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
+        if Path("hold").exists():
+            Path("held").touch()
+            wait_for(lambda: not Path("hold").exists())
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         threading.Thread(target=self.hurry, args=(stop_signal(trainer),), daemon=True).start()
@@ -217,10 +221,12 @@ def test_a_signal(
 def test_sigterm_while_engine_hangs_saves_within_grace(engine_model: str, tmp_path: Path, scratch: Path) -> None:
     options = ("--model.stop_grace", "600", "--trainer.callbacks+=test_no_leftovers.HurryStop")
     with started_run(engine_model, tmp_path, scratch, *options) as run:
+        (tmp_path / "hold").touch()
+        wait_for((tmp_path / "held").exists)
         for session in run.sessions - {run.process.pid}:
             for pid in processes(session):
                 os.kill(pid, signal.SIGSTOP)
-        time.sleep(1)  # for the trainer to be in a rollout
+        (tmp_path / "hold").unlink()  # the trainer's rollout begins
         run.process.terminate()
         started = time.monotonic()
         assert run.process.wait(END_SECONDS) == 143, run.output.read_text()

@@ -43,8 +43,6 @@ class Game:
             if self.folder:
                 Path(self.folder, "hangs").touch()
             time.sleep(1.0)
-        if self.deed == "block":
-            time.sleep(0.2)
         turn = len(self.messages)
         info = {"score": turn, "is_fair": True, "note": "text"}
         return self.observation, float(turn % 2), turn == 3, info

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from engine_run import Witness, make_module, make_trainer, save_model
 from pages import find_snippets, read_environment, read_section
 from step_cases import AsyncGame, Game, GymnasiumGame
 from tiny import make_data
+from waiting import PATIENCE_SECONDS, wait_for
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.environments import Environment, Message, StepEnvironment, WorkerEnvironment
@@ -214,9 +216,14 @@ def test_turns_may_have_no_reward(rewards: list[Any], reward: float | None, turn
 
 
 def test_blocking_games_run_at_once() -> None:
-    started_at = time.monotonic()
-    found = attempt(StepEnvironment(Game, {"deed": "block"}, max_turns=1), CannedSampler(), PROMPT, 64)
-    assert time.monotonic() - started_at < 64 * 0.2 / 2
+    all_are_there = threading.Barrier(64)
+
+    class Meeting(Game):
+        def step(self, message: Any) -> Any:
+            all_are_there.wait(PATIENCE_SECONDS)
+            return super().step(message)
+
+    found = attempt(StepEnvironment(Meeting, max_turns=1), CannedSampler(), PROMPT, 64)
     assert [one.reward for one in found] == [1.0] * 64
 
 
@@ -253,11 +260,17 @@ def test_late_game_is_closed_after_its_step(game: type[Game], num_turns: int) ->
 @pytest.mark.long
 def test_hanging_step_costs_the_grace_period_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.intervals.CANCEL_GRACE", 0.1)
-    started_at = time.monotonic()
-    (one,) = attempt(StepEnvironment(Game, {"deed": "hang"}), CannedSampler(), PROMPT, timeout=0.1)
-    assert one.status == "timeout" and time.monotonic() - started_at < 0.9
-    while not step_cases.made[0].num_closed:  # when the step has returned, although the event loop is gone
-        time.sleep(0.01)
+    may_return = threading.Event()
+
+    class Stuck(Game):
+        def step(self, message: Any) -> Any:
+            may_return.wait(PATIENCE_SECONDS)
+            return super().step(message)
+
+    (one,) = attempt(StepEnvironment(Stuck), CannedSampler(), PROMPT, timeout=0.1)
+    assert one.status == "timeout" and not step_cases.made[0].messages
+    may_return.set()
+    wait_for(lambda: step_cases.made[0].num_closed > 0)  # although the event loop is gone
     assert step_cases.made[0].num_turns_at_close == 1
 
 

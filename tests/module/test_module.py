@@ -213,11 +213,18 @@ def test_refused_before_the_model_loads(
 
 
 def test_override_of_rewards_needs_no_function(model_folder: str, tmp_path: Path) -> None:
+    seen: list[tuple[Any, Tensor]] = []
+
     class Own(DAPO):
         def compute_rewards(self, batch: RolloutBatch) -> Tensor:
             return batch.completion_lengths.float()
 
+        def compute_advantages(self, batch: RolloutBatch) -> Tensor:
+            seen.append((batch.rewards, batch.completion_lengths.float()))
+            return super().compute_advantages(batch)
+
     train(Own(model_folder, **SMALL), tmp_path, 1)
+    assert seen and all(len(lengths) and torch.equal(rewards, lengths) for rewards, lengths in seen)
 
 
 def test_no_engine(model_folder: str, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def train(
         "max_tokens_per_microbatch": WHOLE,
         "loss_aggregation": "token_mean",  # ranks have different numbers of tokens, and as many sequences
     }
-    torch.manual_seed(0)  # of an adapter's first values
+    torch.manual_seed(int(os.environ.get("RANK", 0)))  # an adapter's first values are of rank 0's
     module = make_grpo(model, samples_per_prompt=4, lr=LR, validate_first=False, **arguments | kwargs)
     record = RecordUpdates()
     trainer = make_trainer(

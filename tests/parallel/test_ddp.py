@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlightning.errors import ConfigError
 from rlightning.parallel import barrier as barriers
-from rlightning.parallel.cpu_group import barrier_timeout, cpu_group, set_barrier_timeout
+from rlightning.parallel.cpu_group import barrier_timeout, connection, cpu_group, set_barrier_timeout
 from rlightning.parallel.failure import active_watch
 from rlightning.parallel.launcher import find_port
 from rlightning.parallel.strategy import DDP, replace_lightning_ddp
@@ -129,9 +129,18 @@ def test_slow_prepare_data_raises_named_barrier_timeout(tmp_path: Path) -> None:
         trainer.fit(PreparesForLong())
 
 
+class AskConnection(Callback):
+    """Writes what there is to meet other ranks by."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        answers = [dist.get_world_size(), connection() is None, cpu_group() is None]
+        (Path(trainer.default_root_dir) / "answers.json").write_text(json.dumps(answers))
+
+
 @pytest.mark.processes
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
-    bare_trainer(tmp_path, 2, devices=1, strategy=DDP(start_method="spawn")).fit(BoringModel())
+    bare_trainer(tmp_path, 2, AskConnection(), devices=1, strategy=DDP(start_method="spawn")).fit(BoringModel())
+    assert json.loads((tmp_path / "answers.json").read_text()) == [1, True, True]
 
 
 @pytest.mark.long
