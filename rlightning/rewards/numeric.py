@@ -59,7 +59,8 @@ def _time_limit() -> Iterator[None]:
         raise _TimeLimitError
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+    # Again and again: an exception that is raised in a callback of the garbage collector's goes nowhere.
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT, TIME_LIMIT)
     try:
         with contextlib.suppress(_TimeLimitError):
             yield

@@ -4,6 +4,7 @@
 (arXiv:2110.14168, MIT licence, Copyright (c) 2021 OpenAI).
 """
 
+import gc
 import json
 import os
 import re
@@ -107,6 +108,26 @@ def test_numeric_answer_over_time_limit_is_wrong(monkeypatch: pytest.MonkeyPatch
     start = time.monotonic()
     assert numeric_answer(r"\boxed{\sum_{i=1}^{1000000000} \frac{1}{i}}", "21") == 0.0
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_time_limit_holds_amid_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that a signal raises in a callback of the collector's is swallowed."""
+
+    def wait(phase: str, info: dict[str, int]) -> None:
+        time.sleep(600 if phase == "start" else 0)
+
+    def search(completion: str) -> None:
+        gc.callbacks.append(wait)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(wait)
+        time.sleep(600)
+
+    monkeypatch.setattr("rlightning.rewards.numeric.TIME_LIMIT", 0.1)
+    monkeypatch.setattr("rlightning.rewards.numeric.find_answer", search)
+    assert numeric_answer("1", "2") == 0.0
 
 
 @pytest.mark.long
