@@ -40,7 +40,6 @@ ALLOWED = {
         "_dynamo _inductor": "options of torch.compile that torch.compiler does not have",
         "_is_fsdp_managed_module": "the mark by which torch.compile takes a module's integers for variables",
     },
-    "optim/optimizer.py": {"_no_weight_decay": "a mark of no library's: state space models set it on their parameters"},
     "parallel/fsdp.py": {
         "_setup_distributed": "of the strategy that this one is: setup_environment() makes another mesh, too"
     },
