@@ -70,6 +70,7 @@ def bring_tokenizer(folder: Path) -> str:
 
 
 def test_code_is_refused_wherever_a_model_is_loaded(tmp_path: Path) -> None:
+    before = set(sys.modules)
     model = bring_code(Path(save_model(tmp_path / "model")), "refused")
     for load in (load_config, load_policy, ModelFiles.read, make_module):
         with pytest.raises(ConfigError, match=rf"^model='{model}' {IN_CONFIG}model\.trust_remote_code: true if you"):
@@ -78,7 +79,8 @@ def test_code_is_refused_wherever_a_model_is_loaded(tmp_path: Path) -> None:
         make_module(save_model(tmp_path / "plain"), reference_model=model, kl_coef=0.1)
     with pytest.raises(ConfigError, match=IN_TOKENIZER):
         load_tokenizer(bring_tokenizer(Path(model)))
-    assert not [name for name in sys.modules if "configuration_own" in name or "tokenization_own" in name]
+    loaded = sys.modules.keys() - before
+    assert not [name for name in loaded if "configuration_own" in name or "tokenization_own" in name]
 
 
 @pytest.mark.long
