@@ -182,6 +182,7 @@ def test_page_shows_the_layers() -> None:
     assert ({"__main__"}, *shown) == LAYERS
 
 
+@pytest.mark.long
 def test_files_import_each_other_in_no_circle() -> None:
     # Inside of functions and for types alone, too.
     files = {dotted_name(path): path for path in [*package_files(), *sorted(CALLBACKS.glob("*.py"))]}

@@ -99,6 +99,7 @@ def test_same_trainer_validates_and_fits_again(model_folder: str, tmp_path: Path
     run.trainer.test(run.module, run.data, ckpt_path="best", verbose=False)
 
 
+@pytest.mark.long
 def test_folder_of_a_run_takes_no_other_but_goes_on(model_folder: str, tmp_path: Path) -> None:
     run = fit_run(tmp_path, model_folder)
     other, data = make_trainer(run.folder, max_steps=3), run.data

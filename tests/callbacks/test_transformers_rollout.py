@@ -69,6 +69,7 @@ def test_run_learns_and_resumes_bit_equal(engine_model: str, tmp_path: Path) -> 
         assert torch.equal(weight, copy_weights(module)[name]), name
 
 
+@pytest.mark.long
 def test_truncated_run_has_gap_of_plain_one(
     engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

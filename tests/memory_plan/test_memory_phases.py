@@ -328,6 +328,7 @@ def advice(device: str, work: Work = COLOCATED, **settings: Any) -> str:
     return " ".join(advise(MemoryPlan(replace(work, **settings), read_device_memory(device))))
 
 
+@pytest.mark.long
 def test_the_key_to_change_is_named() -> None:
     assert "model.gradient_checkpointing: auto (" in advice("40GB")
     assert "model.max_tokens_per_microbatch to" in advice("40GB")

@@ -185,6 +185,7 @@ def test_checkpoint_that_is_being_saved_is_not_left(hook: str, model_folder: str
     assert save.is_whole
 
 
+@pytest.mark.long
 def test_interrupt_at_prompt_raises_and_saves(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
