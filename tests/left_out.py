@@ -7,7 +7,7 @@ import pytest
 LEFT_OUT = {
     "slow": "slow variants of kinds that are shown (make test-all runs them)",
     "processes": "tests that start processes (make test runs them)",
-    "long": "tests of over half a second (make test runs them)",
+    "long": "tests of over 0.3 seconds (make test runs them)",
 }
 OTHERS = "tests that -k, -m or another option leaves out"
 UNFINISHED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)

@@ -217,6 +217,7 @@ def run_at_import(tree: ast.Module) -> ast.Module:
     return ast.Module([node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.If)], [])
 
 
+@pytest.mark.long
 def test_workers_files_need_only_msgpack() -> None:
     waiting = [path for pattern in WORKER_FILES for path in PACKAGE.glob(pattern)]
     seen: set[Path] = set()

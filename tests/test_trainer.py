@@ -91,6 +91,7 @@ def test_run_leaves_metrics_report_completions_and_checkpoints(run: Run) -> None
     assert isinstance(run.trainer.strategy.checkpoint_io, AtomicCheckpointIO)
 
 
+@pytest.mark.long
 def test_same_trainer_validates_and_fits_again(model_folder: str, tmp_path: Path) -> None:
     run = fit_run(tmp_path, model_folder)
     (metrics,) = run.trainer.validate(run.module, run.data, verbose=False)

@@ -23,6 +23,7 @@ def read_block(language: str) -> str:
     return str(blocks[0])
 
 
+@pytest.mark.long
 def test_it_is_twenty_lines_and_trains(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = read_block("python")
     assert len(code.splitlines()) <= 20

@@ -248,6 +248,7 @@ CUTS = [hook for hook in STEP if hook != "on_update_end"]
 
 
 @pytest.mark.parametrize("name", [name for name in OWN_LOOP if name != "JSONLPredictions"])
+@pytest.mark.long
 def test_steps_that_are_cut_short_and_begun_again(name: str, tmp_path: Path, clock: Clock) -> None:
     """At each hook, without a word to the callbacks, and with one."""
     for cut_after in CUTS:

@@ -147,6 +147,7 @@ def test_parameters_of_source_of_another_library_needs_its_file() -> None:
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.long
 def test_keys_of_a_command_are_the_parsers(command: str) -> None:
     found: dict[str, Any] = {}
 

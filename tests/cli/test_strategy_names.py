@@ -135,6 +135,7 @@ def test_a_wrong_strategy(project: Path, capsys: pytest.CaptureFixture[str], opt
         ),
     ],
 )
+@pytest.mark.long
 def test_torchrun_with_another_number_of_processes(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,

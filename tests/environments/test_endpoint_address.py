@@ -31,6 +31,7 @@ def test_all_addresses_are_advertised_as_a_reachable_one() -> None:
     assert not ipaddress.ip_address(host).is_unspecified
 
 
+@pytest.mark.long
 def test_an_advertised_host_is_what_agents_get() -> None:
     assert asyncio.run(listen(host="0.0.0.0", advertised_host="trainer.example")) == "trainer.example"
     assert asyncio.run(listen()) == "127.0.0.1"

@@ -14,6 +14,7 @@ from endpoint_cases import CALL, END, MORE, SAID, SYSTEM, USER, ask, get_refusal
 from rlightning.environments import AssistantMessage
 
 
+@pytest.mark.long
 def test_openai_sdk_with_tools_is_one_branch() -> None:
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}\n{CALL}", " It is 3. ", "Yes.")
 
@@ -121,6 +122,7 @@ def _plain(policy: Any, token_ids: Any) -> Any:
     return AssistantMessage(policy.chat_format.tokenizer.decode(token_ids).removesuffix(END))
 
 
+@pytest.mark.long
 def test_parallel_requests_and_choices_are_own_branches() -> None:
     policy, sampler, tokenizer = make(*(f"Number {i}." for i in range(6)), delay=0.05)
 

@@ -12,6 +12,7 @@ from chat_templates import ADD
 from endpoint_cases import CALL, END, USER, make
 
 
+@pytest.mark.long
 def test_tokens_go_in_and_out_as_they_are() -> None:
     policy, sampler, tokenizer = make("One.", "Two.", "Three.")
 

@@ -150,6 +150,7 @@ def test_a_streamed_turn_is_continued() -> None:
 
 
 @pytest.mark.parametrize("read", [read_chat, read_messages])
+@pytest.mark.long
 def test_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
     policy, sampler, tokenizer = make("Never more.", "One.")
 

@@ -56,6 +56,7 @@ def test_a_call_is_answered_and_the_answer_read() -> None:
     assert sampled == [token for sample in trajectory.samples for token in sample.token_ids]
 
 
+@pytest.mark.long
 def test_calls_run_at_once_answered_in_order() -> None:
     both = f"{write_call('nap', seconds=0.4)}\n{write_call('nap', seconds=0.2)}\n{write_call('greet', name='Ä')}"
     trajectory = play(Tools([tool_cases.nap, tool_cases.greet]), both, "done")
@@ -80,6 +81,7 @@ def test_calls_run_at_once_answered_in_order() -> None:
         (write_call("nap", seconds=30), "Error: nap took more than 0.3 s."),
     ],
 )
+@pytest.mark.long
 def test_failure_of_a_call_is_its_answer(text: str, answer: str) -> None:
     names = ("add", "greet", "fail", "nap")
     environment = Tools([f"tool_cases.{name}" for name in names], tool_timeout=0.3)

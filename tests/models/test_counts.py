@@ -64,6 +64,7 @@ def count_with_torch(config: PreTrainedConfig) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_operations_are_those_that_torch_counts(kind: str) -> None:
     config = make_config(kind)
     assert sequence_flops(config, torch.tensor(LENGTHS)).sum().item() == count_with_torch(config)

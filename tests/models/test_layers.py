@@ -100,6 +100,7 @@ def test_packed_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.long
 def test_checkpointed_layers_compute_twice_to_the_same_gradient(count: int, tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8, num_hidden_layers=3)
     policies = [load_policy(folder) for _ in range(2)]

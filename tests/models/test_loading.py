@@ -31,6 +31,7 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.long
 def test_what_is_saved_is_what_transformers_loads(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     source = save_tiny("qwen3", tmp_path / "source", dtype, head_dim=8, tie_word_embeddings=tied)
     tokenizer = save_tokenizer(tmp_path / "source")

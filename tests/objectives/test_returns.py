@@ -99,6 +99,7 @@ def reference(groups: Sequence[Sequence[Trajectory]], rewards: Sequence[float], 
 
 @settings(max_examples=80, deadline=None)
 @given(RANDOM, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+@pytest.mark.long
 def test_advantages_are_those_of_the_definition_however_cut(draw: random.Random, discount: float) -> None:
     """In float64, of any trajectories; each token of a micro-batch has that of its turn."""
     groups = random_groups(draw)

@@ -22,6 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
+@pytest.mark.long
 def test_reading_gives_the_trajectories_that_were_written(seed: int, folder: Path) -> None:
     draw = random.Random(seed)
     groups = [[draw.choice((one, split_by_agents(draw, one))) for one in group] for group in random_groups(draw)]

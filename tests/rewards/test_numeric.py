@@ -111,6 +111,7 @@ def test_numeric_answer_over_time_limit_is_wrong(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.long
 def test_time_limit_holds_amid_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that a signal raises in a callback of the collector's is swallowed."""
 

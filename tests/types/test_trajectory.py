@@ -75,6 +75,7 @@ def test_selected_sequence_keeps_what_is_its_trajectorys() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(RANDOM)
+@pytest.mark.long
 def test_unpacking_gives_what_was_packed(draw: random.Random) -> None:
     groups = [[draw.choice((one, split_by_agents(draw, one))) for one in group] for group in random_groups(draw)]
     trajectories = [one for group in groups for one in group]

@@ -33,6 +33,7 @@ def flood(port: int, count: int) -> list[socket.socket]:
     return [socket.create_connection((HOST, port)) for _ in range(count)]
 
 
+@pytest.mark.long
 def test_store_shares_keys_between_members(server: RendezvousServer) -> None:
     first, second = (join_rendezvous(place) for place in server.places[1:])
     assert not first.check(["a"]) and not server.store.check(["a", "b"])
