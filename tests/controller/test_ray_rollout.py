@@ -82,7 +82,7 @@ class Leftovers(RLCallback):
 
 
 class AtWork(RLCallback):
-    """Has a worker take its CPU for a device, and writes what the cures did there, with the weights at the end."""
+    """Has a worker take its CPU for a device; writes what the memory callbacks did, and the weights at the end."""
 
     runs_in = "workers"
 
@@ -99,10 +99,10 @@ class AtWork(RLCallback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         weights = full_weights(pl_module.loaded_actor)  # from all ranks
         (offload,) = (callback for callback in trainer.callbacks if isinstance(callback, OffloadDuringRollout))
-        cures = {"offloaded": offload.last["memory/offloaded_gib"], "synchronized": self.num_synchronized}
+        did = {"offloaded": offload.last["memory/offloaded_gib"], "synchronized": self.num_synchronized}
         folder = Path(trainer.default_root_dir)
         torch.save(weights, folder / f"weights{trainer.global_rank}.pt")
-        (folder / f"cures{trainer.global_rank}.json").write_text(json.dumps(cures | {"pid": os.getpid()}))
+        (folder / f"callbacks{trainer.global_rank}.json").write_text(json.dumps(did | {"pid": os.getpid()}))
 
 
 class DieOnce(RLCallback):
@@ -244,7 +244,8 @@ def test_the_weights_are_those_of_ranks(two: Path) -> None:
 
 def test_device_callbacks_run_in_workers_not_controller(two: Path) -> None:
     ranks, workers = (
-        [json.loads((two / run / f"cures{rank}.json").read_text()) for rank in range(2)] for run in ("ranks", "workers")
+        [json.loads((two / run / f"callbacks{rank}.json").read_text()) for rank in range(2)]
+        for run in ("ranks", "workers")
     )
     assert all(found["offloaded"] > 0 for found in workers)
     assert [found["offloaded"] for found in workers] == [found["offloaded"] for found in ranks]
