@@ -240,7 +240,8 @@ def test_relayed_death_is_the_engines_death(folder: str, tmp_path: Path) -> None
     async def sample(remote: RemoteEngine, pid: int) -> None:
         pool = EnginePool({EngineId(1, 0): remote}, (found := asyncio.Event()).set)
         pool.set_serving({EngineId(1, 0)})
-        request = asyncio.ensure_future(pool.sample(PROMPTS[0].token_ids, GREEDY, num_samples=4))
+        os.kill(pid, signal.SIGSTOP)  # so that it dies before it has answered
+        request = asyncio.ensure_future(pool.sample(PROMPTS[0].token_ids, GREEDY))
         await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         await asyncio.wait_for(found.wait(), 60)
