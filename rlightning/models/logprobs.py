@@ -67,7 +67,7 @@ def compute_packed_logprobs(
         temperature=batch.to_tokens(temperatures)[asked] if isinstance(temperatures, Tensor) else temperatures,
         softcap=read_setting(model.config, "final_logit_softcapping"),
         needs_entropy_grad=needs_entropy_grad,
-        supports=None if batch.supports is None else batch.supports[asked],
+        supports=batch.supports,
     )
     zeros = picked.new_zeros(batch.num_tokens)
     return zeros.index_put((asked,), picked), zeros.index_put((asked,), entropy)

@@ -22,7 +22,7 @@ from rlightning.errors import ConfigError
 from rlightning.python_values import field_values
 from rlightning.types import axes
 from rlightning.types.axes import Axis, axis
-from rlightning.types.packed_supports import NO_TOKEN, align_supports, pack_supports
+from rlightning.types.packed_supports import check_supports, pack_supports
 from rlightning.types.shared_prefixes import SharedPrefixes
 from rlightning.types.trajectory import Branch, BranchReason, Prompt, Sample, Trajectory
 
@@ -68,8 +68,6 @@ class RolloutBatch:
         rollout_logprobs: [T] float32, the sampler's; 0 where not sampled.
         weight_versions: [T] int32, the sampler's; -1 where not sampled.
         turn_ids: [T] int32, the turn of its trajectory that each token is of; -1 for the prompt.
-        supports: [T, K] int32, the tokens that each token was drawn from, and -1 beyond; only -1 where nothing was cut
-            off. None: nowhere, as without ``top_p``, ``top_k`` and ``min_p``.
         cu_seqlens: [N+1] int32, sequence ``i`` is ``cu_seqlens[i]:cu_seqlens[i+1]``.
         trajectory_ids: [N] int64, the trajectory that each sequence is a branch of.
         completion_lengths: [M] int64, sampled tokens of each trajectory, in all of its branches, of which a micro-batch
@@ -103,7 +101,6 @@ class RolloutBatch:
     group_ids: Tensor = field(metadata=axis("M"))
     reasons: list[BranchReason] = field(metadata=axis("N"))
     trajectories: list[Trajectory] = field(metadata=axis("M"))
-    supports: Tensor | None = field(default=None, metadata=axis("T", fill=NO_TOKEN))
     rewards: Tensor | None = field(default=None, metadata=axis("M"))
     group_lengths: Tensor | None = field(default=None, metadata=axis("M"))
     scores: dict[str, Tensor] = field(default_factory=dict, metadata=axis("M"))
@@ -115,6 +112,7 @@ class RolloutBatch:
     shared: SharedPrefixes | None = None
     _max_length: int | None = field(default=None, repr=False)
     _sampled_index: Tensor | None = field(default=None, repr=False)
+    _supports: Tensor | None = field(default=None, repr=False)
 
     if not TYPE_CHECKING:  # a type checker would take any name for a field
 
@@ -159,7 +157,7 @@ class RolloutBatch:
             trajectories=trajectories,
         )
         _check_sampled(batch)
-        batch.supports = pack_supports(batch)
+        check_supports(batch)
         batch.trajectories = [replace(one, branches=()) for one in trajectories]
         for f, own in axes.axis_fields(cls):
             if own.name == "M" and any(f.name in one.metrics for one in trajectories):
@@ -246,6 +244,14 @@ class RolloutBatch:
         return self.is_sampled.nonzero()[:, 0] if self._sampled_index is None else self._sampled_index
 
     @property
+    def supports(self) -> Tensor | None:
+        """The tokens that each sampled token was drawn from, and -1 beyond: [S, K] int32, as :attr:`sampled_index`.
+
+        Only -1 where nothing was cut off. None: nowhere, as without ``top_p``, ``top_k`` and ``min_p``.
+        """
+        return pack_supports(self) if self._supports is None else self._supports
+
+    @property
     def position_ids(self) -> Tensor:
         """[T] int64, each token's position in its sequence, counted from 0."""
         starts = self.to_tokens(self.cu_seqlens[:-1], axis="N")
@@ -289,8 +295,8 @@ class RolloutBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """Return the batch with its tensors on ``device``; copies from host to GPU are asynchronous."""
-        here = replace(self, _max_length=self.max_length, _sampled_index=self.sampled_index)
-        return axes.to(here, torch.device(device))
+        known = replace(self, _max_length=self.max_length, _sampled_index=self.sampled_index, _supports=self.supports)
+        return axes.to(known, torch.device(device))
 
     def select(self, indices: Iterable[int] | Tensor, axis: Axis = "M") -> Self:
         """Return the batch of the given trajectories, in the given order, packed again.
@@ -330,6 +336,7 @@ class RolloutBatch:
             shared=None,
             _max_length=None,
             _sampled_index=None,
+            _supports=None,
         )
 
     def padding(self) -> Self:
@@ -367,15 +374,15 @@ class RolloutBatch:
             num_groups += int(batch.group_ids.max()) + 1 if batch.num_trajectories else 0
             num_trajectories += batch.num_trajectories
         lengths = torch.cat([b.lengths for b in batches])
-        supports = align_supports([one.supports for one in batches], [one.token_ids for one in batches])
         return replace(
-            axes.concatenate([replace(one, supports=own) for one, own in zip(batches, supports, strict=True)]),
+            axes.concatenate(batches),
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
             trajectory_ids=torch.cat(trajectory_ids),
             group_ids=torch.cat(group_ids),
             shared=None,
             _max_length=None,
             _sampled_index=None,
+            _supports=None,
         )
 
 

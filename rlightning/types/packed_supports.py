@@ -1,78 +1,87 @@
-"""The supports of a batch's tokens as one tensor, by which the trainer truncates its own distributions.
+"""The supports of a batch's sampled tokens as one tensor, by which the trainer truncates its own distributions.
 
-Letters: ``T`` tokens of a batch, ``K`` tokens of the largest support.
+The samples hold them, each in its own size. The tensor, as wide as the largest, is made of a micro-batch at a time.
+
+Letters: ``D`` tokens that samplers drew into a batch, ``S`` those of them that are trained, ``K`` tokens of the largest
+support.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlightning.errors import RunError
 from rlightning.types.supports import Supports
 from rlightning.types.trajectory import Sample, Trajectory
 
 NO_TOKEN = -1
-"""What fills the row of a smaller support; a row of nothing else is of a distribution that was not truncated."""
+"""What fills the row of a smaller support; a row of nothing else is of a distribution that is not truncated."""
 
 
 class PackedTrajectories(Protocol):
-    """A batch, as far as the supports of its tokens are laid out by it."""
+    """A batch, see :class:`~rlightning.types.RolloutBatch`, as far as it tells which samples its tokens are of."""
 
-    @property
-    def trajectories(self) -> Sequence[Trajectory]:
-        """In the order of the batch."""
-
-    @property
-    def num_trajectories(self) -> int:
-        """How many trajectories there are."""
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens there are."""
-
-    @property
-    def turn_ids(self) -> Tensor:
-        """[T], the turn of its trajectory that each token is of."""
-
-    @property
-    def sampled_index(self) -> Tensor:
-        """The places of the sampled tokens."""
-
-    def to_tokens(self, values: Tensor) -> Tensor:
-        """Repeat values, one a trajectory, over the tokens of each: [T]."""
+    trajectories: list[Trajectory]
+    trajectory_ids: Tensor
+    cu_seqlens: Tensor
+    turn_ids: Tensor
+    weight_versions: Tensor
+    is_sampled: Tensor
 
 
 def pack_supports(batch: PackedTrajectories) -> Tensor | None:
-    """Return the supports of a batch's tokens: [T, K] int32, filled up with -1; None if no sample has any.
+    """Return the supports of a batch's sampled tokens: [S, K] int32, filled up with -1; None if no sample has any.
 
-    Args:
-        batch: each sampled token of its trajectories is trained in one branch.
+    They are on the batch's device, and computed on the CPU.
     """
-    samples = [sample for one in batch.trajectories for sample in one.samples]
-    if all(sample.supports is None for sample in samples):
+    if not _has_supports(batch):
         return None
-    for sample in samples:
-        if sample.supports is not None:
-            _check_supports(sample, sample.supports)
-    sizes = np.concatenate(
-        [np.zeros(len(one.token_ids), np.int64) if one.supports is None else one.supports.sizes for one in samples]
-    ).astype(np.int64)
-    token_ids = np.concatenate([one.supports.token_ids for one in samples if one.supports is not None])
-    sampled = batch.sampled_index.numpy()
-    owners = batch.to_tokens(torch.arange(batch.num_trajectories)).numpy()[sampled]
-    in_order = sampled[np.lexsort((batch.turn_ids.numpy()[sampled], owners))]  # of the samples
-    columns = np.arange(len(token_ids)) - (sizes.cumsum() - sizes).repeat(sizes)
-    table = np.full((batch.num_tokens, sizes.max(initial=1)), NO_TOKEN, np.int32)
-    table[in_order.repeat(sizes), columns] = token_ids
-    return torch.from_numpy(table)
+    drawn, samples = _drawn_samples(batch)
+    supports = [one.supports or Supports([], [0] * len(one.token_ids)) for one in samples]
+    sizes = np.concatenate([np.zeros(0, np.int64), *(one.sizes for one in supports)])
+    token_ids = np.concatenate([np.zeros(0, np.int32), *(one.token_ids for one in supports)])
+    table = np.full((len(drawn), sizes.max(initial=1)), NO_TOKEN, np.int32)
+    table[np.arange(sizes.max(initial=1)) < sizes[:, None]] = token_ids
+    return torch.from_numpy(table[batch.is_sampled.cpu().numpy()[drawn]]).to(batch.is_sampled.device)
 
 
-def _check_supports(sample: Sample, supports: Supports) -> None:
+def check_supports(batch: PackedTrajectories) -> None:
     """Refuse supports that a sampler has given other tokens than its own."""
+    for sample in _drawn_samples(batch)[1] if _has_supports(batch) else ():
+        if sample.supports is not None:
+            _check_sample(sample, sample.supports)
+
+
+def _has_supports(batch: PackedTrajectories) -> bool:
+    """Return whether the supports of any of a batch's samples are known."""
+    return any(sample.supports is not None for one in batch.trajectories for sample in one.samples)
+
+
+def _drawn_samples(batch: PackedTrajectories) -> tuple[NDArray[np.intp], list[Sample]]:
+    """Return the places of the drawn tokens, [D], and the samples that they are, one after the other.
+
+    ``is_sampled`` does not tell: training may leave tokens out.
+    """
+    drawn = np.flatnonzero(batch.weight_versions.cpu().numpy() >= 0)
+    sequences = np.searchsorted(batch.cu_seqlens.cpu().numpy(), drawn, side="right") - 1
+    turns = batch.turn_ids.cpu().numpy()[drawn]
+    is_first = (np.diff(sequences, prepend=-1) != 0) | (np.diff(turns, prepend=-1) != 0)
+    owners = batch.trajectory_ids.cpu().numpy()[sequences[is_first]]
+    found = [batch.trajectories[m].turns[turn].sample for m, turn in zip(owners, turns[is_first], strict=True)]
+    samples = [sample for sample in found if sample is not None]
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    if num_tokens != len(drawn):
+        raise ValueError(
+            f"{len(drawn)} tokens of the branches have a weight version, and {num_tokens} tokens of their samples. "
+            "A sample with supports is trained in one branch, and each of its tokens has a version of at least 0."
+        )
+    return drawn, samples
+
+
+def _check_sample(sample: Sample, supports: Supports) -> None:
     sizes, token_ids = np.asarray(supports.sizes, np.int64), np.asarray(supports.token_ids)
     is_cut = sizes > 0
     if len(sizes) != len(sample.token_ids) or sizes.sum() != len(token_ids):
@@ -90,20 +99,3 @@ def _check_supports(sample: Sample, supports: Supports) -> None:
             f"Token {place} of a sample, {sample.token_ids[place]}, is in its support {found[first]} times. "
             "A sampler gives the tokens that each token was drawn from, each of them once, and the token among them."
         )
-
-
-def align_supports(supports: Sequence[Tensor | None], token_ids: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return supports of batches that can be laid end to end: all as wide as the widest, if any batch has some.
-
-    Args:
-        supports: [T, K] of each batch, or None.
-        token_ids: [T] of each batch.
-    """
-    width = max((one.shape[1] for one in supports if one is not None), default=None)
-    if width is None:
-        return supports
-    aligned = []
-    for one, ids in zip(supports, token_ids, strict=True):
-        own = torch.empty(len(ids), 0, dtype=torch.int32, device=ids.device) if one is None else one
-        aligned.append(pad(own, (0, width - own.shape[1]), value=NO_TOKEN))
-    return aligned

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlightning.models.sharded_policy import load_sharded_policy
 from rlightning.optim.optimizer import clip_gradients
 from rlightning.parallel.sharding import Sharding, local_tensor
 from rlightning.types import RolloutBatch
+from rlightning.types.supports import Supports
 
 
 def compare(
@@ -46,11 +48,10 @@ def compare(
     found["share"] = sum(local_bytes(weight) for weight in weights.values()) / sum(w.nbytes for w in expected.values())
     batch = RolloutBatch.of_sequences([torch.cat(make_sequences()).tolist()])
     # of every other token, itself and tokens of all parts of the vocabulary
-    batch.supports = torch.cat(
-        [batch.token_ids[:, None], torch.arange(0, whole.config.vocab_size, 7).expand(batch.num_tokens, -1)], 1
-    ).int()
-    batch.supports[:, 1:][batch.supports[:, 1:] == batch.supports[:, :1]] = -1
-    batch.supports[::2] = -1
+    (sample,) = batch.completions
+    wide = range(0, whole.config.vocab_size, 7)
+    rows = [{token, *wide} if place % 2 else set() for place, token in enumerate(sample.token_ids)]
+    sample.supports = Supports(chain.from_iterable(rows), map(len, rows))
     results = []
     for model in (whole, sharded):
         with torch.no_grad():

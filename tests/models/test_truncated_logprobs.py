@@ -1,6 +1,7 @@
 """Log-probabilities, entropies and gradients of truncated distributions, mostly in float64."""
 
 import math
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.models.output_layer import chunked_logprobs
+from rlightning.types.supports import Supports
 
 TEMPERATURE = 0.7
 
@@ -113,11 +115,9 @@ def test_cut_of_batch_changes_no_truncated_gradient(tmp_path: Path) -> None:
     """Any cut into micro-batches: the same log-probabilities and, summed, the same gradient."""
     policy = load_policy(save_tiny("qwen3", tmp_path, head_dim=8), torch.float64)
     batch = make_batch([[[3, 4, 5], [6]], [[7, 8, 9, 10]]])
-    sampled = batch.sampled_index
-    batch.supports = torch.full((batch.num_tokens, 3), -1, dtype=torch.int32)
-    batch.supports[sampled, 0] = batch.token_ids[sampled].int()
-    batch.supports[sampled[1:], 1] = 2
-    batch.supports[sampled[::2], 2] = 1
+    rows = [[[3, 1], [4, 2], [5, 2, 1]], [[6, 2]], [[7, 2, 1], [], [9, 2, 1], [10]]]
+    for one, supports in zip(batch.completions, rows, strict=True):
+        one.supports = Supports(chain.from_iterable(supports), map(len, supports))
     found = []
     for cuts in ([[0, 1, 2]], [[0], [1, 2]], [[2], [1], [0]]):
         policy.zero_grad()
