@@ -8,10 +8,10 @@
 
     log p[t] = x[t] - log sum_{v in S} exp(x[v])        H = -sum_{v in S} p[v] log p[v]
 
-and logits outside of S have no gradient. The products are the same; of a chunk's logits [C, K] are gathered.
+and logits outside of S have no gradient. The products are the same; [C, K] of a chunk's logits are an output, too.
 
-With tensor parallelism the weight is cut over the vocabulary, and ``V`` is a rank's part of it: each rank finds these
-three numbers among its own logits, and then they are merged.
+With tensor parallelism the weight is cut over the vocabulary, and ``V`` is a rank's part of it: each rank finds the
+three numbers and the supports' logits among its own, and then they are merged.
 
 Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabulary, ``G`` ranks that share it,
 ``K`` tokens of the largest support.
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,15 +48,14 @@ FLOOR = -1e30
 class _Settings:
     """The arguments of :func:`chunked_logprobs`, and ``group``, the ranks that split the vocabulary, if any do.
 
-    Supports are places in this rank's part of it, or outside; ``is_cut`` says which tokens have one.
+    ``kept`` are the supports' places in this rank's part of it, [M, K], or outside.
     """
 
     temperature: float | Tensor
     softcap: float | None
     needs_entropy_grad: bool
     group: dist.ProcessGroup | None
-    supports: Tensor | None
-    is_cut: Tensor | None
+    kept: Tensor
 
 
 def chunked_logprobs(
@@ -90,137 +89,87 @@ def chunked_logprobs(
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    group, is_cut = None, None if supports is None else (supports >= 0).any(-1)
+    group, own_targets = None, targets
+    kept = torch.empty(len(targets), 0, dtype=torch.int32, device=targets.device) if supports is None else supports
     if isinstance(weight, DTensor):
         group = weight.device_mesh.get_group()
         first = local_box(weight).offset[0]
-        targets = targets - first
-        supports = None if supports is None else (supports - first).where(supports >= 0, -1)
+        own_targets, kept = targets - first, (kept - first).where(kept >= 0, -1)
         weight = weight.to_local()
-    settings = _Settings(temperature, softcap, needs_entropy_grad, group, supports, is_cut)
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, settings)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
+    settings = _Settings(temperature, softcap, needs_entropy_grad, group, kept)
+    logprobs, entropy, logits = _ChunkedLogprobs.apply(hidden, weight, own_targets, settings)  # type: ignore[no-untyped-call]
+    if supports is None:
+        return logprobs, entropy
+    is_kept = supports >= 0
+    scaled = scale_logits(logits, temperature, softcap)
+    normalizer, truncated_entropy = normalize(scaled.where(is_kept, FLOOR))
+    truncated = scaled.where(supports == targets[:, None], 0.0).sum(-1) - normalizer
+    is_cut = is_kept.any(-1)
+    entropy = truncated_entropy.where(is_cut, entropy)
+    return truncated.where(is_cut, logprobs), entropy if needs_entropy_grad else entropy.detach()
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
+    """Log-probabilities [M] and entropies [M] of whole distributions, and the logits [M, K] of the supports."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         found = hidden.new_empty(3, len(hidden), dtype=_wide(hidden.dtype))
+        kept_logits = found.new_empty(settings.kept.shape)
         for own, logits in _chunks(hidden, weight.to(hidden.dtype)):
             temperature = _of_chunk(settings.temperature, own)
-            kept = _kept_logits(logits, settings, own)
-            found[:, own] = _summarize_chunk(logits, kept, targets[own], temperature, settings.softcap)
+            summary = _kernels(logits).summarize_logits(logits, targets[own], temperature, settings.softcap)
+            found[:, own] = torch.stack(summary)
+            places, is_here = _find_places(settings.kept[own], logits)
+            kept_logits[own] = logits.gather(1, places).where(is_here, 0.0)
         normalizer, picked, entropy = merge_parts(_gather(found, settings.group))
+        if settings.group is not None and kept_logits.numel():
+            dist.all_reduce(kept_logits, group=settings.group)
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.settings = settings
         if not settings.needs_entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return picked - normalizer, entropy
+        return picked - normalizer, entropy, kept_logits
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_kept: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden, grad_weight = _sum_gradients(ctx, grad_logprobs, grad_entropy)
-        if grad_hidden is not None and ctx.settings.group is not None:
-            dist.all_reduce(grad_hidden, group=ctx.settings.group)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(ctx.saved_tensors[1].dtype)
-        return grad_hidden, grad_weight, None, None
+        settings: _Settings = ctx.settings
+        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if needs_weight else None
+        rounded = weight.to(hidden.dtype)
+        for own, logits in _chunks(hidden, rounded):
+            places, is_here = _find_places(settings.kept[own], logits)
+            _kernels(logits).differentiate_logits(
+                logits,
+                targets[own],
+                normalizer[own],
+                entropy[own],
+                grad_logprobs[own],
+                grad_entropy[own] if settings.needs_entropy_grad else None,
+                _of_chunk(settings.temperature, own),
+                settings.softcap,
+            )
+            logits.scatter_add_(1, places, grad_kept[own].where(is_here, 0.0).to(logits.dtype))
+            if grad_hidden is not None:
+                torch.mm(logits, rounded, out=grad_hidden[own])
+            if grad_weight is not None:
+                add_product(grad_weight, logits.T, hidden[own])
+        if grad_hidden is not None and settings.group is not None:
+            dist.all_reduce(grad_hidden, group=settings.group)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the hidden states and of the weight (in float32), if they are required."""
-    hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
-    settings: _Settings = ctx.settings
-    needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if needs_weight else None
-    weight = weight.to(hidden.dtype)
-    for own, logits in _chunks(hidden, weight):
-        _differentiate_chunk(
-            logits,
-            _kept_logits(logits, settings, own),
-            targets[own],
-            normalizer[own],
-            entropy[own],
-            grad_logprobs[own],
-            grad_entropy[own] if settings.needs_entropy_grad else None,
-            _of_chunk(settings.temperature, own),
-            settings.softcap,
-        )
-        if grad_hidden is not None:
-            torch.mm(logits, weight, out=grad_hidden[own])
-        if grad_weight is not None:
-            add_product(grad_weight, logits.T, hidden[own])
-    return grad_hidden, grad_weight
-
-
-class _KeptLogits(NamedTuple):
-    """The logits of the tokens that truncated sampling kept (the supports), for one chunk.
-
-    Attributes:
-        logits: [C, K], a copy.
-        places: [C, K] int64, where they are.
-        is_here: [C, K] bool, whether there is such a token, and among this rank's.
-        is_cut: [C] bool, whether the distribution is truncated.
-    """
-
-    logits: Tensor
-    places: Tensor
-    is_here: Tensor
-    is_cut: Tensor
-
-
-def _kept_logits(logits: Tensor, settings: _Settings, own: slice) -> _KeptLogits | None:
-    if settings.supports is None or settings.is_cut is None:
-        return None
-    places = settings.supports[own].long()
-    is_here = (places >= 0) & (places < logits.shape[1])
-    places = places.where(is_here, 0)
-    return _KeptLogits(logits.gather(1, places), places, is_here, settings.is_cut[own])
-
-
-def _summarize_chunk(
-    logits: Tensor, kept: _KeptLogits | None, targets: Tensor, temperature: float | Tensor, softcap: float | None
-) -> Tensor:
-    """Return :func:`summarize_logits` of a chunk as [3, C], over the ``kept`` logits alone for truncated tokens."""
-    whole = torch.stack(_kernels(logits).summarize_logits(logits, targets, temperature, softcap))
-    if kept is None:
-        return whole
-    normalizer, entropy = normalize(scale_logits(kept.logits, temperature, softcap).where(kept.is_here, FLOOR))
-    truncated = torch.stack([normalizer, pick_logits(logits, targets, temperature, softcap), entropy])
-    return truncated.where(kept.is_cut, whole)
-
-
-def _differentiate_chunk(
-    logits: Tensor,
-    kept: _KeptLogits | None,
-    targets: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-) -> None:
-    """Apply :func:`differentiate_logits` to a chunk, over the ``kept`` logits alone for truncated tokens."""
-    differentiate = _kernels(logits).differentiate_logits
-    if kept is None:
-        differentiate(logits, targets, normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
-        return
-    is_target = kept.is_here & (kept.places == targets[:, None])
-    scaled = scale_logits(kept.logits, temperature, softcap).where(kept.is_here, FLOOR)
-    given = (normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
-    gradient = logit_gradient(scaled, is_target, *given).where(kept.is_here, 0.0)
-    # By this all chances of truncated rows, and so the gradients of all their logits, are 0.
-    normalizer = normalizer.where(~kept.is_cut, -FLOOR)
-    grad_logprobs = grad_logprobs.where(~kept.is_cut, 0.0)
-    differentiate(logits, targets, normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
-    logits.scatter_add_(1, kept.places, gradient.to(logits.dtype))
+def _find_places(kept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the supports' logits are, and which of them this rank has; 0 for others: each [C, K]."""
+    is_here = (kept >= 0) & (kept < logits.shape[1])
+    return kept.where(is_here, 0).long(), is_here
 
 
 def chunk_tokens(row_bytes: int) -> int:
@@ -278,7 +227,7 @@ def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, so
 
 def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp of logits, and the entropy of their softmax, over the last axis."""
-    largest = scaled.amax(-1)
+    largest = scaled.detach().amax(-1)
     shifted = scaled - largest[:, None]
     weights = shifted.exp()
     total = weights.sum(-1)
