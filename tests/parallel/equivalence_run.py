@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlightning.module import RLModule
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
+from rlightning.types.supports import Supports
 
 ACCUMULATED, WHOLE = 23, 4096
 """Tokens of a micro-batch: some micro-batches an optimizer step, and one."""
@@ -49,7 +51,10 @@ class RandomGenerator(Generator):
         version = self.module.weight_version
         draw = random.Random(f"{version} {prompt.index} {sample}")
         tokens = [draw.randrange(1, 5) for _ in range(draw.randint(1, MAX_NEW_TOKENS - 1))] + [0]
-        return make_completion(tokens, [-1.0] * len(tokens), version)
+        completion = make_completion(tokens, [-1.0] * len(tokens), version)
+        if sample == 1:  # of truncated distributions: each of its token and another one
+            completion.supports = Supports(chain.from_iterable((token, 7) for token in tokens), [2] * len(tokens))
+        return completion
 
 
 class RecordUpdates(Callback):
