@@ -201,6 +201,7 @@ class JSONLPredictions(RLCallback):
 def sampling_settings(trainer: Loop, module: object, data: object) -> dict[str, object]:
     """Return the settings that completions depend on, by configuration key, as far as they are known."""
     sampling = asdict(module.sampling) if has(module, HasSampling) else {}
+    sampling.pop("returns_supports", None)  # on which no completion depends
     prompts = data.predict_prompts if has(data, HasPredictPrompts) else None
     return {
         "model.model": module.model_path if has(module, HasModel) else None,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -318,16 +319,19 @@ class RolloutCallback(RLCallback, Generator):
             EngineError: if the sampler cannot go on.
         """
         collector = self.collector
+        is_training = self._streams.purpose == "training"
+        if not is_training:
+            sampling = replace(sampling, returns_supports=False)
         check_requests(prompts, num_samples, sampling, self.max_sequence_length)
         self._count_change()
         try:
             requests = self._streams.assign(prompts, sampling, self._module.weight_version)
-            collector.is_training = self._streams.purpose == "training"
+            collector.is_training = is_training
             groups = collector.generate(requests, num_samples, sampling, on_completed)
         except BaseException:
             self.begin_step()  # a loop may go on after Ctrl-C, and begin the step again
             raise
-        if collector.is_training:
+        if is_training:
             self._log_environments(collector)
         return groups
 
@@ -352,16 +356,8 @@ class RolloutCallback(RLCallback, Generator):
     # Truncated sampling
 
     def _log_truncation(self) -> None:
-        """Log how the trainer treats tokens that top-k, top-p or min-p exclude."""
-        sampling = self.sampling
-        if not sampling.max_support:
-            log.warning(
-                "rollout.top_k=%d is above %d: what it cuts off the engine's distributions is unknown to the trainer, "
-                "and the gap between them will not be 0. Lower it, or consider model.rollout_correction.",
-                sampling.top_k,
-                MAX_SUPPORT,
-            )
-        elif not sampling.top_k:
+        """Log that without top-k fewer tokens are sampled from than top-p and min-p leave."""
+        if not self.sampling.top_k:
             log.info(
                 "top_p and min_p leave the %d likeliest tokens at most: the trainer's distributions are cut as the "
                 "sampler's were, by tokens that come with each sample.",
@@ -369,15 +365,24 @@ class RolloutCallback(RLCallback, Generator):
             )
 
     def _check_supports(self, batch: RolloutBatch) -> None:
-        """Warn once if the sampler does not return the support of its truncated distributions."""
-        if self._has_warned or not self.sampling.max_support or batch.supports is not None:
-            return
-        self._has_warned = bool(batch.is_sampled.any())
+        """Warn once if the trainer does not know the supports of some truncated distributions."""
         if self._has_warned:
-            log.warning(
-                "The sampler returns no Sample.supports: what top_p, top_k and min_p cut off its distributions is "
-                "unknown to the trainer, and the gap between them will not be 0. Consider model.rollout_correction."
-            )
+            return
+        truncated = [one for one in batch.trajectories if self.sampling.of(one.prompt).is_truncated]
+        samples = [sample for one in truncated for sample in one.samples]
+        sizes = np.concatenate([np.zeros(0), *(one.supports.sizes for one in samples if one.supports is not None)])
+        num_sampled = sum(len(one.token_ids) for one in samples)
+        num_unknown = num_sampled - np.count_nonzero(sizes)
+        if not num_unknown:
+            return
+        self._has_warned = True
+        reason = f"{num_unknown} of {num_sampled} tokens were drawn from more than {MAX_SUPPORT} others"
+        log.warning(
+            "%s: what top_p, top_k and min_p cut off is unknown to the trainer there, and the gap between its "
+            "distributions and the sampler's will not be 0. Consider model.rollout_correction%s.",
+            reason if len(sizes) else "The sampler returns no Sample.supports",
+            f", or rollout.top_k={MAX_SUPPORT}" if len(sizes) else "",
+        )
 
     # Configuration
 

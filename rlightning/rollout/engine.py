@@ -226,7 +226,7 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "n": num_samples,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.max_support or sampling.top_k,
+        "top_k": sampling.effective_top_k,
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
@@ -235,7 +235,9 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "ignore_eos": True,
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
         "seed": sampling.seed,
-        "logprobs": sampling.max_support,  # likeliest tokens, besides the sampled one
+        # Of so many likeliest tokens, besides the sampled one: one more than a support has tells that more are left.
+        "logprobs": sampling.max_support and min(sampling.effective_top_k, sampling.max_support + 1),
+        "max_support": sampling.max_support,
     }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 MAX_SUPPORT = 128
-"""Tokens of the largest truncated distribution that is corrected in the trainer."""
+"""Tokens of the largest support: a distribution truncated to more of them is not corrected in the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class Sampling:
             :class:`StructuredSampler` follow it.
         seed: makes sampling repeatable; each sample of each prompt draws from a stream of its own, a hash of this seed,
             the step and the prompt.
+        returns_supports: whether samples of truncated distributions have their supports, which training needs.
     """
 
     temperature: float = 1.0
@@ -50,6 +51,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     json_schema: str | None = None
     seed: int | None = None
+    returns_supports: bool = True
 
     def __post_init__(self) -> None:
         rules = {
@@ -71,10 +73,14 @@ class Sampling:
         return self.temperature > 0 and bool(self.top_p < 1 or self.top_k or self.min_p)
 
     @property
+    def effective_top_k(self) -> int:
+        """The sampler's ``top_k``: ``MAX_SUPPORT`` where ``top_p`` or ``min_p`` truncate without one; 0 is all."""
+        return self.top_k or (MAX_SUPPORT if self.is_truncated else 0)
+
+    @property
     def max_support(self) -> int:
-        """Tokens that the sampler returns of each truncated distribution, at most; 0: it returns none."""
-        most = self.top_k or MAX_SUPPORT
-        return most if self.is_truncated and most <= MAX_SUPPORT else 0
+        """Tokens of the largest support that the sampler returns; 0: it returns none."""
+        return min(self.effective_top_k, MAX_SUPPORT) if self.is_truncated and self.returns_supports else 0
 
     def of(self, prompt: Prompt) -> "Sampling":
         """Return how a prompt's completions are sampled: with its own temperature and limit, where it has any."""
@@ -88,11 +94,11 @@ def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, object]
 
     Args:
         num_samples: completions of each prompt.
-        sampling: of them. Its seed is left out: completions of another seed are as good. So is a schema, which only
-            single requests have.
+        sampling: of them. Its seed is left out: completions of another seed are as good. So are a schema, which only
+            single requests have, and whether supports are returned.
     """
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
-    del values["seed"], values["json_schema"]
+    del values["seed"], values["json_schema"], values["returns_supports"]
     return {"model.samples_per_prompt": num_samples, **{f"rollout.{name}": value for name, value in values.items()}}
 
 

@@ -18,7 +18,7 @@ class Choice(NamedTuple):
     Attributes:
         tokens: [N].
         logprobs: [N], under the distributions that they were drawn from; of greedy ones, at temperature 1.
-        supports: N, the tokens of each distribution where it is truncated and ``max_support`` asks for them.
+        supports: N, the tokens of each distribution where it is truncated to at most ``max_support``.
     """
 
     tokens: Tensor
@@ -55,11 +55,12 @@ def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
 
 
 def find_supports(logprobs: Tensor, samplings: Sequence[Sampling]) -> list[list[int]]:
-    """Return the tokens that truncated distributions [N, V] are left with, of those that are to be returned."""
+    """Return the tokens that truncated distributions [N, V] are left with, if they are at most ``max_support``."""
     supports: list[list[int]] = [[] for _ in samplings]
     if any(one.max_support for one in samplings):
-        is_asked = torch.tensor([one.max_support > 0 for one in samplings], device=logprobs.device)
-        for row, token in (logprobs.isfinite() & is_asked[:, None]).nonzero().tolist():
+        limits = torch.tensor([one.max_support for one in samplings], device=logprobs.device)
+        is_left = logprobs.isfinite()
+        for row, token in (is_left & (is_left.sum(-1) <= limits)[:, None]).nonzero().tolist():
             supports[row].append(token)
     return supports
 
@@ -71,11 +72,11 @@ def cut_distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
         share = torch.tensor([one.min_p for one in samplings], device=device)
         chances = logits.softmax(-1)
         logits = logits.masked_fill(chances < share[:, None] * chances.amax(-1, keepdim=True), -torch.inf)
-    if not any(one.top_k or one.top_p < 1 or one.max_support for one in samplings):
+    if not any(one.effective_top_k or one.top_p < 1 for one in samplings):
         return logits
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     size = logits.shape[1]
-    most = torch.tensor([min(one.max_support or one.top_k or size, size) for one in samplings], device=device)
+    most = torch.tensor([min(one.effective_top_k or size, size) for one in samplings], device=device)
     ordered = ordered.masked_fill(torch.arange(size, device=device) >= most[:, None], -torch.inf)
     chances = ordered.softmax(-1)
     limits = torch.tensor([one.top_p for one in samplings], device=device)

@@ -14,7 +14,7 @@ class Supports:
 
     Args:
         token_ids: int32, or their bytes, the tokens of each support, one support after the other.
-        sizes: [C] int32, of each support; 0: nothing was cut off, the support is the vocabulary.
+        sizes: [C] int32, of each support; 0: it has too many tokens, and the trainer's distribution is not truncated.
     """
 
     __slots__ = ("sizes", "token_ids")

@@ -18,6 +18,7 @@ from rlightning.data import ValidationSet
 from rlightning.errors import EngineError
 from rlightning.parallel.fsdp import FSDP
 from rlightning.types import RolloutBatch
+from rlightning.types.supports import Supports
 
 
 def make_rollout(**kwargs: Any) -> TransformersRollout:
@@ -76,14 +77,18 @@ def test_truncated_run_has_gap_of_plain_one(
     """In micro-batches; the reference is truncated as the actor is, and until the first update it is the actor."""
     plan = {"max_tokens_per_microbatch": 64, "samples_per_prompt": 8}
     module = make_module(engine_model, lr=1e-3, kl_coef=0.1, entropy_coef=0.01, **plan)
-    witness = Witness()
-    make_trainer(tmp_path, 3, make_rollout(top_p=0.8, min_p=0.02), witness).fit(module, make_data(tmp_path))
+    witness, data = Witness(), make_data(tmp_path)
+    trainer = make_trainer(tmp_path, 3, make_rollout(top_p=0.8, min_p=0.02), witness)
+    trainer.fit(module, data)
     assert len(witness.steps) == 3 and all(step["policy/rollout_gap_max"] < 1e-5 for step in witness.steps)
     for batch in witness.batches:
         assert batch.supports is not None
-        assert ((batch.supports == batch.token_ids[:, None]).any(1) == batch.is_sampled).all()
+        assert (batch.supports == batch.token_ids[batch.sampled_index][:, None]).any(1).all()
     assert witness.steps[0]["policy/kl"] == pytest.approx(0, abs=1e-6) and witness.steps[1]["policy/kl"] > 1e-4
     assert "Sample.supports" not in caplog.text
+    predictions: Any = trainer.predict(module, data)  # which train nothing
+    samples = [one.completion for batch in predictions for _, group in batch for one in group]
+    assert len(samples) == 16 * 8 and all(one.supports is None for one in samples)
 
 
 def test_missing_supports_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,8 +96,18 @@ def test_missing_supports_are_warned_of_once(caplog: pytest.LogCaptureFixture) -
     for _ in range(2):
         rollout.on_rollout_end(cast(Any, None), None, batch)
     assert caplog.text.count("The sampler returns no Sample.supports") == 1
-    make_rollout(top_k=500).on_rollout_end(cast(Any, None), None, batch)  # which was said when it began
+    make_rollout().on_rollout_end(cast(Any, None), None, batch)
     assert len(caplog.records) == 1
+
+
+def test_larger_supports_are_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    rollout, batch = make_rollout(top_k=500, top_p=0.5), RolloutBatch.of_sequences([[1, 2, 3], [4, 5]])
+    batch.trajectories[0].samples[0].supports = Supports([2, 7], [2, 0])
+    batch.trajectories[1].samples[0].supports = Supports([5], [1])
+    for _ in range(2):
+        rollout.on_rollout_end(cast(Any, None), None, batch)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 of 3 tokens were drawn from more than 128 others: what top_p, top_k and")
 
 
 def sample_on_ranks(folder: Path, model: str, num_ranks: int) -> list[list[Any]]:

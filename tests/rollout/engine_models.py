@@ -16,6 +16,7 @@ from tiny import VOCABULARY
 from torch import Tensor
 
 from rlightning.models import load_policy, packed_logprobs
+from rlightning.models.attention import packed_inputs
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.rollout.engine import Engine, make_samples, vllm_sampling
@@ -34,6 +35,7 @@ from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import weight_shapes
 from rlightning.rpc import background_loop
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
+from rlightning.types.supports import Supports
 
 CHARACTERS = "".join(list(VOCABULARY)[1:])
 
@@ -61,7 +63,7 @@ def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20
         "kv_cache_memory_bytes": 1 << 25,
         "distributed_executor_backend": "uni",
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MAX_SUPPORT,
+        "max_logprobs": MAX_SUPPORT + 1,
         "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
         "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
     }
@@ -200,6 +202,14 @@ class Actor:
         """[C], of the completion's tokens."""
         batch = RolloutBatch.pack(single_turns([prompt], [[completion]]))
         return packed_logprobs(self.model, batch, temperature=temperature)[0][batch.is_sampled]
+
+    @torch.no_grad()
+    def likeliest(self, prompt: Prompt, completion: Sample, count: int) -> Supports:
+        """Supports of so many likeliest tokens for each of the completion's."""
+        batch = RolloutBatch.pack(single_turns([prompt], [[completion]]))
+        inputs = packed_inputs(batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_length)
+        logits = self.model(**inputs).logits[0, batch.sampled_index - 1]
+        return Supports(logits.topk(count).indices.flatten().tolist(), [count] * len(completion.token_ids))
 
     @torch.no_grad()
     def greedy(self, prompt: Prompt, num_tokens: int) -> list[int]:

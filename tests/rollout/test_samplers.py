@@ -21,6 +21,7 @@ from engine_models import (
     save_model,
 )
 
+import rlightning.rollout.sampler
 from rlightning.errors import EngineError
 from rlightning.models import load_config
 from rlightning.rollout import Sampling, TokenSampler
@@ -28,6 +29,7 @@ from rlightning.rollout.engine import Engine
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.transformers_sampler import TransformersSampler
 from rlightning.types import Prompt, Sample
+from rlightning.types.supports import Supports
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8, seed=1)
 VERSION = 3
@@ -133,6 +135,23 @@ def test_truncated_logprobs_are_the_actors(sampler: TokenSampler, actor: Actor, 
         one.supports = None
         gaps.append(np.abs(one.logprobs - actor.logprobs(prompt, one, 0.8).numpy()).max())
     assert max(gaps) > 1e-2
+
+
+def test_supports_above_the_limit_are_left_out(
+    sampler: TokenSampler, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``top_k`` is above it, and what is left decides: one token each in the first samples, and 8 in the others."""
+    monkeypatch.setattr(rlightning.rollout.sampler, "MAX_SUPPORT", 5)
+    few, many = (sample(sampler, replace(SAMPLING, top_k=8, min_p=share), 4) for share in (1.0, 0.0))
+    for prompt, group in zip(PROMPTS, few, strict=True):
+        for one in group:
+            assert one.supports == Supports(one.token_ids, [1] * len(one.token_ids))
+            assert_sampled_from(actor, prompt, one, 0.8, atol=tolerance(sampler))
+    for prompt, group in zip(PROMPTS, many, strict=True):
+        for one in group:
+            assert one.supports == Supports([], [0] * len(one.token_ids))
+            one.supports = actor.likeliest(prompt, one, 8)
+            assert_sampled_from(actor, prompt, one, 0.8, atol=tolerance(sampler))
 
 
 def test_plain_requests_beside_truncated_ones_have_no_supports(sampler: TokenSampler, actor: Actor) -> None:

@@ -81,9 +81,15 @@ def test_what_is_sampled_from_fits_a_support(truncation: dict[str, Any], top_k: 
     assert (arguments["top_k"], arguments["logprobs"]) == (top_k, logprobs)
 
 
-def test_more_than_a_support_is_sampled_from_without() -> None:
-    arguments = vllm_sampling(Sampling(top_p=0.9, top_k=129), 1, ())
-    assert (arguments["top_k"], arguments["logprobs"]) == (129, 0)
+@pytest.mark.parametrize("top_k", [129, 500])
+def test_one_token_more_than_a_support_tells_of_larger_ones(top_k: int) -> None:
+    arguments = vllm_sampling(Sampling(top_p=0.9, top_k=top_k), 1, ())
+    assert (arguments["top_k"], arguments["logprobs"], arguments["max_support"]) == (top_k, 129, 128)
+
+
+def test_same_tokens_are_sampled_from_without_supports() -> None:
+    arguments = vllm_sampling(Sampling(top_p=0.9, returns_supports=False), 1, ())
+    assert (arguments["top_k"], arguments["logprobs"], arguments["max_support"]) == (128, 0, 0)
 
 
 def test_streams_differ_by_purpose_version_prompt_and_repetition() -> None:

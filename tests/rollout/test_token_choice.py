@@ -71,7 +71,18 @@ def test_support_has_most_tokens_at_limit(sampling: dict[str, float]) -> None:
     assert support == [*range(MAX_SUPPORT)]
 
 
-def test_larger_top_k_is_as_asked_without_supports() -> None:
-    sampling = Sampling(top_k=MAX_SUPPORT + 1)
-    choice = choose_tokens(torch.zeros(1, 3 * MAX_SUPPORT), [sampling], [0.9999])
-    assert choice.tokens.tolist() == [MAX_SUPPORT] and choice.supports == [[]] and sampling.max_support == 0
+def test_larger_top_k_is_as_asked_and_what_it_leaves_is_counted() -> None:
+    samplings = [Sampling(top_k=MAX_SUPPORT + 1), Sampling(top_k=MAX_SUPPORT + 1, top_p=0.5)]
+    choice = choose_tokens(torch.zeros(2, 3 * MAX_SUPPORT), samplings, [0.9999] * 2)
+    # half of the mass of 129 equal tokens is that of 65
+    assert choice.tokens.tolist() == [MAX_SUPPORT, 64] and choice.supports == [[], [*range(65)]]
+
+
+def test_supports_that_are_not_asked_for_change_no_token() -> None:
+    logits, given = torch.linspace(1.0, 0.0, 3 * MAX_SUPPORT)[None], {"top_p": 0.999999}
+    with_supports, without = (
+        choose_tokens(logits, [Sampling(**given, returns_supports=asked)], [0.9999])  # type: ignore[arg-type]
+        for asked in (True, False)
+    )
+    assert torch.equal(with_supports.tokens, without.tokens) and torch.equal(with_supports.logprobs, without.logprobs)
+    assert without.supports == [[]] and with_supports.supports != [[]]

@@ -26,20 +26,32 @@ def test_supports_are_tokens_above_minus_infinity() -> None:
         [(4, 0.0), (4, 0.0), (1, -inf)],
         [(2, half), (8, half), (2, half)],
     )
-    logprobs, tokens, sizes = read_supports(given)
+    logprobs, tokens, sizes = read_supports(given, 4)
     assert tokens.tolist() == [7, 3, 5, 4, 2, 8] and sizes.tolist() == [3, 1, 2]
     assert logprobs.tolist() == pytest.approx([quarter, 0.0, half], abs=1e-7)
 
 
 def test_tokens_beyond_the_limit_are_left_out_of_the_mass() -> None:
     """Four equal logits at the limit of two: the sampled one is not among the two that were returned."""
-    logprobs, tokens, sizes = read_supports(flat([(9, log(0.25)), (3, log(0.25)), (4, log(0.25))]))
+    logprobs, tokens, sizes = read_supports(flat([(9, log(0.25)), (3, log(0.25)), (4, log(0.25))]), 2)
     assert tokens.tolist() == [9, 3, 4] and sizes.tolist() == [3]
     assert logprobs.tolist() == pytest.approx([log(1 / 3)], abs=1e-7)
 
 
+def test_larger_support_is_left_out_and_its_token_keeps_its_logprob() -> None:
+    quarter, half = log(0.25), log(0.5)
+    given = flat(
+        [(3, half), (3, half), (5, quarter), (9, -inf)],
+        [(8, log(0.1)), (3, half), (5, quarter), (9, log(0.15))],
+        [(5, half), (3, half), (5, half), (9, -inf)],
+    )
+    logprobs, tokens, sizes = read_supports(given, 2)
+    assert tokens.tolist() == [3, 5, 5, 3] and sizes.tolist() == [2, 0, 2]
+    assert logprobs.tolist() == pytest.approx([log(2 / 3), log(0.1), half], abs=1e-7)
+
+
 def test_no_token_has_no_support() -> None:
-    assert [part.tolist() for part in read_supports(FlatLogprobs())] == [[], [], []]
+    assert [part.tolist() for part in read_supports(FlatLogprobs(), 2)] == [[], [], []]
 
 
 def test_columns_of_cut_tokens_are_dropped() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -124,15 +125,16 @@ class VLLMServer:
 
         Args:
             token_ids: [P], of the prompt.
-            sampling: of vLLM's SamplingParams; ``json_schema`` becomes ``structured_outputs``.
+            sampling: of vLLM's SamplingParams; ``json_schema`` becomes ``structured_outputs``, and supports of at most
+                ``max_support`` tokens are returned, if it is above 0.
             stream: a name for :meth:`read_tokens`, which is called meanwhile; None: it is not.
 
         Returns:
             For each its tokens, their log-probabilities and the versions of the weights that sampled them, what ended
             it (a stop token, a stop string, or None for its length), how much of the prompt was cached, and the
-            supports that its tokens were drawn from, if they were asked for by ``logprobs`` above 0.
+            supports that its tokens were drawn from.
         """
-        schema = sampling.pop("json_schema", None)
+        schema, max_support = sampling.pop("json_schema", None), sampling.pop("max_support", 0)
         num_logprobs = min(sampling.get("logprobs", 0), self.engine.vllm_config.model_config.get_vocab_size())
         params = SamplingParams(
             **sampling | {"logprobs": num_logprobs},
@@ -155,7 +157,7 @@ class VLLMServer:
                 "weight_versions": one_versions,
                 "end": one.stop_reason,
                 "num_cached_tokens": output.num_cached_tokens or 0,
-                **_read_logprobs(one.logprobs, has_supports=num_logprobs > 0),
+                **_read_logprobs(one.logprobs, max_support),
             }
             for one, one_versions in zip(output.outputs, versions, strict=True)
         ]
@@ -315,10 +317,10 @@ class VLLMServer:
                 yield state.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
 
 
-def _read_logprobs(flat: Any, *, has_supports: bool) -> dict[str, Any]:
-    if not has_supports:  # one entry a position, the sampled token's
+def _read_logprobs(flat: FlatLogprobs, max_support: int) -> dict[str, object]:
+    if not max_support:  # one entry a position, the sampled token's
         return {"logprobs": np.asarray(flat.logprobs, np.float32)}
-    logprobs, token_ids, sizes = read_supports(flat)
+    logprobs, token_ids, sizes = read_supports(flat, max_support)
     return {"logprobs": logprobs, "supports": (token_ids, sizes)}
 
 

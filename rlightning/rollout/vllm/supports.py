@@ -3,16 +3,29 @@
 With ``logprobs_mode="processed_logprobs"`` these are of the distribution that was sampled from, minus infinity for what
 ``top_p``, ``top_k`` or ``min_p`` have cut off: of the K likeliest tokens, those above that are the support.
 
-Letters: ``C`` tokens of a sample, ``K`` tokens that a support has at most.
+Letters: ``C`` tokens of a sample, ``K`` likeliest tokens that vLLM returns.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.logprobs import FlatLogprobs
 from vllm.v1.outputs import LogprobsLists
 
-Arrays = tuple[NDArray[Any], NDArray[np.int32], NDArray[np.int32]]
+
+class TruncatedLogprobs(NamedTuple):
+    """The log-probabilities of a sample's tokens among their supports, and these supports.
+
+    Attributes:
+        logprobs: [C].
+        token_ids: the supports' tokens, one support after the other, the sampled token first.
+        sizes: [C], of the supports; 0 where more tokens were left than are known.
+    """
+
+    logprobs: NDArray[np.float32]
+    token_ids: NDArray[np.int32]
+    sizes: NDArray[np.int32]
 
 
 def drop_cut_tokens(logprobs: LogprobsLists) -> LogprobsLists:
@@ -30,25 +43,28 @@ def drop_cut_tokens(logprobs: LogprobsLists) -> LogprobsLists:
     )
 
 
-def read_supports(flat: Any) -> Arrays:
-    """Return the log-probabilities of a sample's tokens among their supports, and these supports.
+def read_supports(flat: FlatLogprobs, max_support: int) -> TruncatedLogprobs:
+    """Return the log-probabilities of a sample's tokens and their supports, from what vLLM's client has of it.
 
     Equal logits may leave more than K tokens of ``top_k=K``, of which K travel, and the sampled one: its
     log-probability is that among them, as the trainer's is.
 
     Args:
-        flat: vLLM's FlatLogprobs: of each token its own, and then those of the K likeliest ones.
-
-    Returns:
-        [C] float32; the supports' tokens, the sampled one first; and [C] their sizes.
+        flat: of each token its own log-probability, and then those of the K likeliest ones.
+        max_support: of the likeliest tokens, those of a support that is known.
     """
-    starts, ends = np.asarray(flat.start_indices, np.int64), np.asarray(flat.end_indices, np.int64)
-    token_ids, logprobs = np.asarray(flat.token_ids, np.int32), np.asarray(flat.logprobs, np.float32)
-    is_sampled = np.zeros(len(token_ids), np.bool_)
-    is_sampled[starts] = True
-    is_kept = is_sampled | (np.isfinite(logprobs) & (token_ids != token_ids[starts].repeat(ends - starts)))
-    sizes = np.add.reduceat(is_kept, starts, dtype=np.int32) if len(starts) else np.zeros(0, np.int32)
-    kept = logprobs[is_kept].astype(np.float64)
-    first = sizes.cumsum() - sizes
-    mass = np.add.reduceat(np.exp(kept), first) if len(starts) else np.zeros(0)
-    return (kept[first] - np.log(mass)).astype(np.float32), token_ids[is_kept], sizes
+    starts = np.asarray(flat.start_indices, np.int64)
+    if not len(starts):
+        return TruncatedLogprobs(np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+    num_returned = np.asarray(flat.end_indices) - starts
+    token_ids, logprobs = np.asarray(flat.token_ids, np.int32), np.asarray(flat.logprobs)
+    is_left = np.isfinite(logprobs)
+    is_left[starts] = True
+    is_known = np.add.reduceat(is_left, starts, dtype=np.int32) <= 1 + max_support
+    is_repeated = token_ids == token_ids[starts].repeat(num_returned)
+    is_repeated[starts] = False
+    is_kept = is_left & ~is_repeated & is_known.repeat(num_returned)
+    mass = np.add.reduceat(np.exp(logprobs) * is_kept, starts)
+    among_support = logprobs[starts] - np.log(np.where(is_known, mass, 1))
+    sizes = np.add.reduceat(is_kept, starts, dtype=np.int32)
+    return TruncatedLogprobs(among_support.astype(np.float32), token_ids[is_kept], sizes)
