@@ -376,7 +376,7 @@ class RolloutCallback(RLCallback, Generator):
         if not num_unknown:
             return
         self._has_warned = True
-        reason = f"{num_unknown} of {num_sampled} tokens were drawn from more than {MAX_SUPPORT} others"
+        reason = f"{num_unknown} of {num_sampled} tokens were drawn from more than {MAX_SUPPORT} tokens each"
         log.warning(
             "%s: what top_p, top_k and min_p cut off is unknown to the trainer there, and the gap between its "
             "distributions and the sampler's will not be 0. Consider model.rollout_correction%s.",

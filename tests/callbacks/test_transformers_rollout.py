@@ -107,7 +107,7 @@ def test_larger_supports_are_counted_once(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2):
         rollout.on_rollout_end(cast(Any, None), None, batch)
     (record,) = caplog.records
-    assert record.getMessage().startswith("1 of 3 tokens were drawn from more than 128 others: what top_p, top_k and")
+    assert record.getMessage().startswith("1 of 3 tokens were drawn from more than 128 tokens each: what top_p")
 
 
 def sample_on_ranks(folder: Path, model: str, num_ranks: int) -> list[list[Any]]:
