@@ -1,11 +1,14 @@
 """Log-probabilities, entropies and gradients of truncated distributions, mostly in float64."""
 
 import math
+import random
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_output_layer import VOCABULARY, full_logprobs, make_inputs, set_chunk
 from tiny import make_batch
 from tiny_models import save_tiny
@@ -72,6 +75,39 @@ def test_truncated_value_and_gradient(
         torch.autograd.grad(sum(f @ r for f, r in zip(factors[:terms], results[:terms], strict=True)), [hidden, weight])
         for results in (got, expected)
     )
+    torch.testing.assert_close(gradients, others)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32).map(random.Random))
+def test_random_supports_and_chunks_match_masked_softmax(draw: random.Random) -> None:
+    num_tokens, width, softcap = draw.randint(1, 9), draw.randint(1, VOCABULARY), draw.choice((None, 1.5))
+    hidden, weight, targets = make_inputs(num_tokens)
+    rows = [draw.sample(range(VOCABULARY), draw.randint(0, width)) for _ in range(num_tokens)]
+    pairs = zip(rows, targets.tolist(), strict=True)
+    rows = [row if not row or target in row else [target, *row[1:]] for row, target in pairs]
+    supports = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
+    temperatures = torch.tensor([draw.choice((0.5, 1.0, 2.0)) for _ in rows], dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        set_chunk(patch, draw.randint(1, 9), 8)
+        got = chunked_logprobs(
+            hidden,
+            weight,
+            targets,
+            temperature=temperatures,
+            softcap=softcap,
+            needs_entropy_grad=True,
+            supports=supports,
+        )
+        factors = torch.tensor([[draw.gauss(0, 1) for _ in rows] for _ in range(2)], dtype=torch.float64)
+        gradients = torch.autograd.grad((factors * torch.stack(got)).sum(), [hidden, weight])
+    logits = hidden @ weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    is_left = torch.stack([torch.tensor([not row or v in row for v in range(VOCABULARY)]) for row in rows])
+    table = (logits / temperatures[:, None]).masked_fill(~is_left, -1e9).log_softmax(-1)
+    expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    torch.testing.assert_close(got, expected)
+    others = torch.autograd.grad((factors * torch.stack(expected)).sum(), [hidden, weight])
     torch.testing.assert_close(gradients, others)
 
 
