@@ -38,7 +38,6 @@ from rlightning.parallel.trainer_stages import LeaveEvaluation, validate_in_fit
 from rlightning.protocols import HasEnvironment, callbacks_of, has
 from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
-from rlightning.rewards.repeats import find_range, join_ranges
 from rlightning.rewards.tally import fail_too_large
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -326,10 +325,10 @@ class RLModule(EvaluationSteps):
         batch.check()
         if self._checks_rewards and self.weight_version == 0:
             self._checks_rewards = False  # a refill's are not asked about, too
-            own = {name: find_range(scores.tolist()) for name, scores in batch.scores.items()}
-            everywhere = join_ranges(gather_objects(own, name="rewards are there"))
+            own = {name: scores.tolist() for name, scores in batch.scores.items()}
+            ranks = gather_objects(own, name="rewards are there")
             if self.trainer.is_global_zero:
-                self.rewarder.check_repeats(batch.trajectories, batch.scores, barrier_timeout(), everywhere)
+                self.rewarder.check_repeats(batch.trajectories, batch.scores, barrier_timeout(), ranks)
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
 
