@@ -17,7 +17,13 @@ from rlightning.models import load_config, packed_logprobs
 from rlightning.models.files import check_export
 from rlightning.module.batching import assign_minibatches, minibatch_seed, rebalance
 from rlightning.module.metrics import RunningMeans
-from rlightning.module.optimizers import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
+from rlightning.module.optimizers import (
+    drop_untrained,
+    learning_rates,
+    step_optimizers,
+    step_schedules,
+    wrapped_optimizers,
+)
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.returned_values import returned_loss
 from rlightning.module.roles import REFERENCE, ModelRole, clip_by_role
@@ -194,7 +200,7 @@ class UpdateModule(PolicyModule):
         Returns:
             The metrics of the update.
         """
-        optimizers = listed(self.optimizers())
+        optimizers = wrapped_optimizers(self)
         means = RunningMeans()
         minibatches = self._minibatches(batch)
         for number, minibatch in enumerate(minibatches, start=1):
@@ -218,7 +224,7 @@ class UpdateModule(PolicyModule):
         Returns:
             The metrics of the update.
         """
-        optimizers = listed(self.optimizers())
+        optimizers = wrapped_optimizers(self)
         for optimizer in optimizers:
             optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
         step_optimizers(optimizers, is_last=True)
