@@ -125,10 +125,10 @@ class RewardRunner:
             column = function.columns[check.parameter]
             chosen = dict(enumerate(choose_evenly(prompts)))
             calls: dict[Future[Outcome], int] = {}
-            for number, prompt in chosen.items():
-                sample = Sample([], [], [], check.make_completion(prompt.columns.get(column)), "stop")
-                calls[self._submit(index, Trajectory.single_turn(prompt, sample))] = number
             try:
+                for number, prompt in chosen.items():
+                    sample = Sample([], [], [], check.make_completion(prompt.columns.get(column)), "stop")
+                    calls[self._submit(index, Trajectory.single_turn(prompt, sample))] = number
                 wait(calls, return_when=FIRST_COMPLETED)
                 outcomes = {calls[call]: call.result() for call in wait(calls, timeout=CHECK_SECONDS).done}
             finally:
