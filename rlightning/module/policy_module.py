@@ -322,18 +322,14 @@ class PolicyModule(Ranks, SavedModule):
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the original weights.
 
-        An adapter is added to its base's weights.
-
-        Args:
-            path: the folder; what it holds is replaced once the new one is whole.
+        An adapter is added to its base's weights. What the folder holds is replaced once the new one is whole.
         """
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
     def save_adapter(self, path: str | Path) -> None:
         """Write the adapter and the tokenizer as a folder that PEFT, vLLM and ``model.adapter.path`` can load.
 
-        Args:
-            path: the folder; what it holds is replaced once the new one is whole.
+        What the folder holds is replaced once the new one is whole.
         """
         assert self.adapter is not None, "there is no adapter"
         save_adapter(self.loaded_actor, self.adapter, self.model_path, self.tokenizer, Path(path))

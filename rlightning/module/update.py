@@ -192,13 +192,10 @@ class UpdateModule(PolicyModule):
         )
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """Run the rollout's optimizer steps; together they are one step of the trainer.
+        """Run the rollout's optimizer steps, together one step of the trainer, and return the update's metrics.
 
         Args:
             batch: with advantages, on the CPU.
-
-        Returns:
-            The metrics of the update.
         """
         optimizers = wrapped_optimizers(self)
         means = RunningMeans()
@@ -219,11 +216,7 @@ class UpdateModule(PolicyModule):
         return metrics | rates
 
     def skip_update(self) -> dict[str, float]:
-        """Advance the trainer's step count and the schedules as :meth:`update` does, without changing weights.
-
-        Returns:
-            The metrics of the update.
-        """
+        """Advance the trainer's step count and the schedules without changing weights; return the update's metrics."""
         optimizers = wrapped_optimizers(self)
         for optimizer in optimizers:
             optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
