@@ -1,7 +1,7 @@
 """Checkpoints of an actor with an adapter: they hold the adapter's weights and a digest of the frozen base."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
@@ -31,7 +31,7 @@ def with_base(state: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
     return {name: value for name, value in own.items() if is_base_weight(name)} | dict(state)
 
 
-def describe_base(lora: LoRA, model: str) -> dict[str, Any]:
+def describe_base(lora: LoRA, model: str) -> dict[str, object]:
     """Return what a checkpoint stores about its adapter and the adapter's base model."""
     return {
         "rank": lora.rank,
@@ -42,7 +42,7 @@ def describe_base(lora: LoRA, model: str) -> dict[str, Any]:
     }
 
 
-def check_resumed(saved: Mapping[str, Any] | None, lora: LoRA | None, model: str) -> None:
+def check_resumed(saved: Mapping[str, object] | None, lora: LoRA | None, model: str) -> None:
     """Refuse to resume from a checkpoint of another adapter or base; None stands for a run that trains all weights."""
     if saved is None and lora is None:
         return

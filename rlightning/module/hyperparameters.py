@@ -126,7 +126,7 @@ def _named(reward: object) -> object:
 
 def _dotted_path(thing: object) -> str:
     """Return the path by which another process can import a class or function."""
-    module, name = module_name(thing), getattr(thing, "__qualname__", "")
+    module, name = module_name(thing), thing.__qualname__ if hasattr(thing, "__qualname__") else ""
     try:
         is_found = module != "__main__" and attrgetter(name)(sys.modules[module]) is thing
     except (AttributeError, KeyError, TypeError):

@@ -4,11 +4,13 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from lightning.fabric.utilities.types import Optimizable
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
@@ -77,7 +79,7 @@ def check_form(found: object) -> None:
             )
 
 
-def _check_keys(entry: dict[str, Any], known: Sequence[str], required: str, of: str = "") -> None:
+def _check_keys(entry: Mapping[str, object], known: Sequence[str], required: str, of: str = "") -> None:
     for key in entry:
         if key not in known:
             raise ConfigError(f"{METHOD}: the key '{key}'{of} is unknown. {did_you_mean(str(key), known)}")
@@ -163,7 +165,7 @@ def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> No
         )
 
 
-def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str]) -> None:
+def drop_untrained(network: nn.Module, optimizers: Sequence[LightningOptimizer], named: set[str]) -> None:
     """Delete gradients that no optimizer uses: they would accumulate over steps and count in the gradient norm.
 
     A warning names their parameters, but for those that are in ``named``, which gets them.
@@ -184,12 +186,13 @@ def drop_untrained(network: nn.Module, optimizers: Sequence[Any], named: set[str
         )
 
 
-def listed(found: object) -> list[Any]:
-    """Return ``module.optimizers()`` or ``module.lr_schedulers()`` as a list: Lightning returns a single one bare."""
-    return list(found) if isinstance(found, list | tuple) else [found]
+def wrapped_optimizers(module: LightningModule) -> list[LightningOptimizer]:
+    """Return ``module.optimizers()`` as a list: Lightning returns a single one bare."""
+    found = module.optimizers()
+    return found if isinstance(found, list) else [found]
 
 
-def step_optimizers(wrapped: Sequence[Any], *, is_last: bool) -> None:
+def step_optimizers(wrapped: Sequence[LightningOptimizer], *, is_last: bool) -> None:
     """Step all optimizers, and clear the gradients.
 
     Lightning counts the steps of its own wrappers. The first one, the actor's, steps with the rollout's last step, so
@@ -207,7 +210,7 @@ def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) ->
             config.scheduler.step()  # type: ignore[call-arg]  # one by a metric has been refused
 
 
-def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
+def learning_rates(optimizers: Sequence[LightningOptimizer]) -> dict[str, float]:
     """Return the optimizers' learning rates by metric name.
 
     Returns:

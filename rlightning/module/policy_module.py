@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -46,7 +47,7 @@ from rlightning.module.batching import MIN_SHARED, find_long_prefixes, join_fami
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
-from rlightning.module.saved_module import SavedModule
+from rlightning.module.saved_module import Checkpoint, SavedModule
 from rlightning.optim import OptimizerStates
 from rlightning.optim.optimizer import AdamWSettings, LRSchedule
 from rlightning.parallel.collectives import all_reduce
@@ -236,7 +237,7 @@ class PolicyModule(Ranks, SavedModule):
             log.info("Gradient checkpointing of %d of %d layers: %s", count, num_layers, reason)
         return count
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and a schedule for each trained role; an override may return any form of Lightning's."""
         return make_optimizers(self, self.roles, self.trainer)
 
@@ -251,14 +252,14 @@ class PolicyModule(Ranks, SavedModule):
             self, self.trainer.optimizers, self.trainer.lr_scheduler_configs, max_steps=self.trainer.max_steps
         )
 
-    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse to save weights that are not finite."""
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
         if self.adapter is not None:
             checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, self.model_path)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint whose adapter is of another kind or another base model."""
         adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
         super().on_load_checkpoint(checkpoint)
@@ -321,18 +322,14 @@ class PolicyModule(Ranks, SavedModule):
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the original weights.
 
-        An adapter is added to its base's weights.
-
-        Args:
-            path: the folder; what it holds is replaced once the new one is whole.
+        An adapter is added to its base's weights. What the folder holds is replaced once the new one is whole.
         """
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
     def save_adapter(self, path: str | Path) -> None:
         """Write the adapter and the tokenizer as a folder that PEFT, vLLM and ``model.adapter.path`` can load.
 
-        Args:
-            path: the folder; what it holds is replaced once the new one is whole.
+        What the folder holds is replaced once the new one is whole.
         """
         assert self.adapter is not None, "there is no adapter"
         save_adapter(self.loaded_actor, self.adapter, self.model_path, self.tokenizer, Path(path))

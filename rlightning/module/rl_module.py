@@ -25,6 +25,7 @@ from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.returned_values import returned_tensor
 from rlightning.module.roles import REFERENCE
 from rlightning.module.run_folder import UnlockRun, lock_run_of
+from rlightning.module.saved_module import Checkpoint
 from rlightning.module.start_block import describe_start
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
@@ -38,7 +39,6 @@ from rlightning.parallel.trainer_stages import LeaveEvaluation, validate_in_fit
 from rlightning.protocols import HasEnvironment, callbacks_of, has
 from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
-from rlightning.rewards.repeats import find_range, join_ranges
 from rlightning.rewards.tally import fail_too_large
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -190,13 +190,13 @@ class RLModule(EvaluationSteps):
         if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Save the number of updates in the checkpoint."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
         checkpoint["num_steps_without_signal"] = self.without_signal.number
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Restore the number of updates from the checkpoint."""
         if "weight_version" not in checkpoint:
             raise ConfigError(
@@ -326,10 +326,10 @@ class RLModule(EvaluationSteps):
         batch.check()
         if self._checks_rewards and self.weight_version == 0:
             self._checks_rewards = False  # a refill's are not asked about, too
-            own = {name: find_range(scores.tolist()) for name, scores in batch.scores.items()}
-            everywhere = join_ranges(gather_objects(own, name="rewards are there"))
+            own = {name: scores.tolist() for name, scores in batch.scores.items()}
+            ranks = gather_objects(own, name="rewards are there")
             if self.trainer.is_global_zero:
-                self.rewarder.check_repeats(batch.trajectories, batch.scores, barrier_timeout(), everywhere)
+                self.rewarder.check_repeats(batch.trajectories, batch.scores, barrier_timeout(), ranks)
         fire(self.trainer, self, "on_reward_end", batch)
         return batch
 

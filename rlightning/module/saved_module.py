@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import LightningDataModule
 
 from rlightning.errors import ConfigError
@@ -17,6 +18,8 @@ from rlightning.secret_arguments import conceal
 
 log = logging.getLogger(__name__)
 
+Checkpoint = dict[str, Any]
+"""A checkpoint as Lightning's hooks get it; values are what ``torch.save`` can hold."""
 SETTINGS = "settings"
 """The key of a checkpoint that holds the settings that it was written with."""
 ARGUMENT_NAMES = "argument_names"
@@ -45,7 +48,7 @@ class SavedModule(PromptBatchModule):
         vars(module)["arguments"] = bind_arguments(cls, args, kwargs)
         return module
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Save the settings in force and the constructor's arguments, without objects and secrets."""
         checkpoint[SETTINGS] = self.settings
         checkpoint[ARGUMENT_NAMES] = list(self.arguments)
@@ -105,11 +108,12 @@ class SavedModule(PromptBatchModule):
         return super().__getstate__()
 
     @property
-    def hparams_initial(self) -> Any:
+    def hparams_initial(self) -> AttributeDict:
         """The arguments of ``save_hyperparameters``, for loggers and the report, with references for secrets."""
-        return conceal(super().hparams_initial)
+        concealed: AttributeDict = conceal(super().hparams_initial)
+        return concealed
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Log the settings that differ from the checkpoint's; the current settings are used."""
         if self._trainer is None or self.trainer.state.fn != "fit" or not self.trainer.is_global_zero:
             return

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from multiprocessing.context import get_spawning_popen
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -113,7 +112,7 @@ def check_data_source(trainer: Trainer, module: LightningModule) -> None:
         )
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, object]) -> None:
     """Refuse Trainer options that do not work here, as the user gave them, before the Trainer is made."""
     check_strategy(options["strategy"])
     check_unused_options(options)

@@ -17,7 +17,13 @@ from rlightning.models import load_config, packed_logprobs
 from rlightning.models.files import check_export
 from rlightning.module.batching import assign_minibatches, minibatch_seed, rebalance
 from rlightning.module.metrics import RunningMeans
-from rlightning.module.optimizers import drop_untrained, learning_rates, listed, step_optimizers, step_schedules
+from rlightning.module.optimizers import (
+    drop_untrained,
+    learning_rates,
+    step_optimizers,
+    step_schedules,
+    wrapped_optimizers,
+)
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.returned_values import returned_loss
 from rlightning.module.roles import REFERENCE, ModelRole, clip_by_role
@@ -186,15 +192,12 @@ class UpdateModule(PolicyModule):
         )
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """Run the rollout's optimizer steps; together they are one step of the trainer.
+        """Run the rollout's optimizer steps, together one step of the trainer, and return the update's metrics.
 
         Args:
             batch: with advantages, on the CPU.
-
-        Returns:
-            The metrics of the update.
         """
-        optimizers = listed(self.optimizers())
+        optimizers = wrapped_optimizers(self)
         means = RunningMeans()
         minibatches = self._minibatches(batch)
         for number, minibatch in enumerate(minibatches, start=1):
@@ -213,12 +216,8 @@ class UpdateModule(PolicyModule):
         return metrics | rates
 
     def skip_update(self) -> dict[str, float]:
-        """Advance the trainer's step count and the schedules as :meth:`update` does, without changing weights.
-
-        Returns:
-            The metrics of the update.
-        """
-        optimizers = listed(self.optimizers())
+        """Advance the trainer's step count and the schedules without changing weights; return the update's metrics."""
+        optimizers = wrapped_optimizers(self)
         for optimizer in optimizers:
             optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
         step_optimizers(optimizers, is_last=True)

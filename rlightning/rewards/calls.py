@@ -1,4 +1,4 @@
-"""One call of a reward function: the function where it runs, and what a call gives.
+"""One call of a reward function, and its outcome.
 
 Light, as each reward worker starts with it: the standard library only.
 """
@@ -6,9 +6,9 @@ Light, as each reward worker starts with it: the standard library only.
 import inspect
 import numbers
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlightning.foreign_text import cut
 
@@ -25,18 +25,8 @@ class Outcome(NamedTuple):
         return cls(None, cut(error))
 
 
-class Function(NamedTuple):
-    """A reward function where it runs.
-
-    Attributes:
-        function: to call; an :class:`Outcome` is that of each call, as the function could not be imported.
-        is_async: whether it mostly waits, so that many calls may run at once.
-        timeout: seconds.
-    """
-
-    function: Callable[..., Any] | Outcome
-    is_async: bool
-    timeout: float
+RewardCallable = Callable[..., object]
+"""A reward function: takes keyword arguments, and returns a number, None, or an awaitable of one of these."""
 
 
 def to_number(value: object) -> float | None:
@@ -69,10 +59,8 @@ def failure(error: BaseException, skip: int = 1) -> Outcome:
     return Outcome.failed("".join(traceback.format_exception(type(error), error, frames)).rstrip())
 
 
-def run_call(function: Callable[..., Any] | Outcome, arguments: dict[str, Any]) -> Outcome:
+def run_call(function: RewardCallable, arguments: Mapping[str, object]) -> Outcome:
     """Call the function; whatever it raises, SystemExit included, becomes an outcome."""
-    if isinstance(function, Outcome):
-        return function
     try:
         return Outcome(to_number(function(**arguments)))
     except BaseException as error:

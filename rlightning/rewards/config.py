@@ -6,12 +6,12 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from rlightning.argument_checks import checked
 from rlightning.errors import ConfigError, did_you_mean
-from rlightning.protocols import has
 from rlightning.python_values import module_name
+from rlightning.rewards.calls import RewardCallable
 from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
@@ -50,38 +50,18 @@ class RewardFunction:
     timeout: float | None = None
 
 
-class ChecksArguments(Protocol):
-    """A reward function that validates its own arguments."""
-
-    def check_arguments(self) -> None:
-        """Raise a ConfigError for an invalid argument; called before the signature is read."""
-
-
-class HasCallTimeout(Protocol):
-    """A reward function that states how long one of its calls may take."""
-
-    @property
-    def call_timeout(self) -> float:
-        """Timeout of a call, in seconds."""
-
-
 Reward = RewardFunction | str | Callable[..., Any]
 """A reward function: with settings, by its dotted path, or itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundReward:
-    """A reward function that was imported and checked.
+    """A :class:`RewardFunction` that was imported and checked.
 
     Attributes:
-        name: unique among a runner's.
-        function: takes keyword arguments only.
-        weight: its factor in the sum.
-        timeout: seconds.
         is_async: whether it is, or calls, an ``async def``.
         pickled: None where it cannot go to another process.
         modules: the names of those that it is from, and that its object and its arguments have parts of.
-        arguments: bound keyword arguments.
         columns: column by parameter, for every parameter that is neither given by the runner nor bound.
         required: those of these parameters that have no default.
         takes_all: whether it has ``**columns``.
@@ -91,13 +71,13 @@ class BoundReward:
     """
 
     name: str
-    function: Callable[..., Any]
+    function: RewardCallable
     weight: float
     timeout: float
     is_async: bool
     pickled: bytes | None
     modules: frozenset[str]
-    arguments: dict[str, Any]
+    arguments: dict[str, object]
     columns: dict[str, str]
     required: tuple[str, ...]
     takes_all: bool
@@ -115,7 +95,7 @@ class BoundReward:
                     f"{did_you_mean(column, columns)}"
                 )
 
-    def select(self, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    def select(self, given: Mapping[str, object], row: Mapping[str, object]) -> dict[str, object]:
         """Return the keyword arguments of one call.
 
         Args:
@@ -144,10 +124,11 @@ def bind_rewards(rewards: Sequence[Reward] | Reward) -> list[BoundReward]:
 
 
 def _bind(reward: RewardFunction) -> BoundReward:
-    function = import_function(reward.function) if isinstance(reward.function, str) else reward.function
-    check_kind(function, reward.function if isinstance(reward.function, str) else _name_of(function))
+    path = reward.function if isinstance(reward.function, str) else None
+    given = reward.function if path is None else import_function(path)
+    function = check_kind(given, path or _name_of(given))
     name = reward.name or _name_of(function)
-    if has(function, ChecksArguments):
+    if hasattr(function, "check_arguments"):  # which checks its own, and may set its signature
         function.check_arguments()
     parameters = _parameters(function, name)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -163,14 +144,13 @@ def _bind(reward: RewardFunction) -> BoundReward:
     columns = {p.name: p.name for p in free} | reward.columns
     arguments = resolve_secrets(reward.arguments, f"Reward '{name}'")
     hide_secrets(mask_secrets(arguments)[1])
-    pickled = pickle_function(function)
-    modules = {*pickled.modules, *pickle_function(arguments).modules}
-    data = pickled.data
-    if isinstance(reward.function, str):
-        module = import_longest(reward.function)[0].__name__
+    data, modules = _pickle(function)
+    modules |= _pickle(arguments)[1]
+    if path is not None:
+        module = import_longest(path)[0].__name__
         modules.add(module)
         if data is None and module != "__main__":
-            data = pickle_named(reward.function)
+            data = pickle.dumps(_Named(path))
     return BoundReward(
         name=name,
         function=function,
@@ -202,22 +182,22 @@ def _check_settings(reward: RewardFunction, name: str, parameters: Iterable[str]
             raise ConfigError(f"Reward '{name}' has no argument '{argument}'. {did_you_mean(argument, parameters)}")
 
 
-def _choose_timeout(reward: RewardFunction, function: Callable[..., Any], name: str) -> float:
-    timeout = reward.timeout
-    if timeout is None:
-        return function.call_timeout if has(function, HasCallTimeout) else DEFAULT_TIMEOUT
-    if not (math.isfinite(timeout) and timeout > 0):
-        raise ConfigError(f"Reward '{name}': timeout={timeout} must be a number of seconds above 0.")
-    return timeout
+def _choose_timeout(reward: RewardFunction, function: RewardCallable, name: str) -> float:
+    if reward.timeout is None:
+        default: float = function.call_timeout if hasattr(function, "call_timeout") else DEFAULT_TIMEOUT
+        return default
+    if not (math.isfinite(reward.timeout) and reward.timeout > 0):
+        raise ConfigError(f"Reward '{name}': timeout={reward.timeout} must be a number of seconds above 0.")
+    return reward.timeout
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: object) -> str:
     inner = unwrap(function)
     name = inner.__name__ if hasattr(inner, "__name__") else type(inner).__name__
     return "reward" if name == "<lambda>" else name
 
 
-def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+def _parameters(function: RewardCallable, name: str) -> list[inspect.Parameter]:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -230,44 +210,31 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
     return parameters
 
 
-class Pickled(NamedTuple):
-    """A pickled function.
-
-    Attributes:
-        data: None where it cannot go to another process.
-        modules: the names of those whose functions, classes and objects it is made of.
-    """
-
-    data: bytes | None
-    modules: frozenset[str]
-
-
 class _Named:
-    """Pickles as an import of a dotted path."""
+    """Pickles as an import of a dotted path, which also works for an object with a lock or a client."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
         return import_function, (self.path,)
 
 
-def pickle_named(path: str) -> bytes:
-    """Pickle an import of a dotted path, which also works for an object with a lock or a client."""
-    return pickle.dumps(_Named(path))
+def _pickle(value: object) -> tuple[bytes | None, set[str]]:
+    """Pickle a function or its arguments.
 
-
-def pickle_function(function: object) -> Pickled:
-    """Pickle a function or its arguments; if that fails, only return the modules that were found on the way."""
+    Returns:
+        The pickle, None where it cannot go to another process, and the names of the modules whose functions, classes
+        and objects it is made of, as far as they were found.
+    """
     file = io.BytesIO()
     pickler = _ModulePickler(file)
     try:
-        pickler.dump(function)
+        pickler.dump(value)
     except Exception:  # an object's own __reduce__ may raise anything
-        return Pickled(None, frozenset(pickler.modules))
+        return None, pickler.modules
     # A worker has another __main__, and running the user's script again to get at it could do anything.
-    data = None if "__main__" in pickler.modules else file.getvalue()
-    return Pickled(data, frozenset(pickler.modules))
+    return None if "__main__" in pickler.modules else file.getvalue(), pickler.modules
 
 
 class _ModulePickler(pickle.Pickler):
@@ -277,8 +244,7 @@ class _ModulePickler(pickle.Pickler):
         super().__init__(file)
         self.modules: set[str] = set()
 
-    def reducer_override(self, value: object) -> Any:
-        """Called by pickle for all but plain values; leaves the work to pickle itself."""
+    def persistent_id(self, value: object) -> None:
+        """Called by pickle for each object; gives it no identity of its own, so that it is pickled as usual."""
         if module := module_name(value):
             self.modules.add(module)
-        return NotImplemented

@@ -39,11 +39,12 @@ class JudgeError(Exception):
 
 
 class _Connection(NamedTuple):
-    """What the calls on one event loop share: the HTTP client, the limit on requests, and running requests."""
+    """What the calls on one event loop share: the HTTP client, the limit on requests, running requests, the cache."""
 
     client: "httpx.AsyncClient"
     places: asyncio.Semaphore
     asked: "dict[str, asyncio.Future[str]]"
+    answers: AnswerCache | None
 
 
 class Judge(CheckedArguments):
@@ -96,7 +97,6 @@ class Judge(CheckedArguments):
         self.cache = None if cache is None else Path(cache).expanduser()
         self.request = dict(request or {})
         self.__name__ = "judge"
-        self._answers: AnswerCache | None = None
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
 
     def check_arguments(self) -> None:
@@ -126,11 +126,11 @@ class Judge(CheckedArguments):
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
         self.__signature__ = inspect.Signature(parameters)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy for another process, without connections."""
-        return self.__dict__ | {"_connections": None, "_answers": None}
+        return self.__dict__ | {"_connections": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._connections = WeakKeyDictionary()
 
@@ -147,7 +147,7 @@ class Judge(CheckedArguments):
             JudgeError: it could not be judged.
         """
         body = self._make_request(given)
-        answers = self._get_answers()
+        answers = self._connect().answers
         return self.read(await (self._ask(body) if answers is None else self._ask_once(body, answers)))
 
     def read(self, answer: str) -> float:
@@ -177,18 +177,20 @@ class Judge(CheckedArguments):
                 return math.nan
         return score if self.lowest <= score <= self.highest else math.nan
 
-    def write(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def write(self, given: Mapping[str, object]) -> list[dict[str, str]]:
         """Return the messages that ask the judge for a score."""
-        values = {name: _render_turns(value) if name == "turns" else value for name, value in given.items()}
+        values = dict(given)
+        if isinstance(turns := given.get("turns"), list):
+            values["turns"] = "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": self.rubric.format(**values)}]
 
-    def _make_request(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_request(self, given: Mapping[str, object]) -> dict[str, object]:
         """Return the body of a request to the judge's API."""
         body = {"model": self.model, "messages": self.write(given), "temperature": 0.0, **self.request}
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _ask_once(self, body: Mapping[str, Any], answers: AnswerCache) -> str:
+    async def _ask_once(self, body: Mapping[str, object], answers: AnswerCache) -> str:
         """Return the API's answer, from the cache or an identical running request if possible."""
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         asked = self._connect().asked
@@ -214,7 +216,7 @@ class Judge(CheckedArguments):
             del asked[key]
         return answer
 
-    async def _ask(self, body: Mapping[str, Any]) -> str:
+    async def _ask(self, body: Mapping[str, object]) -> str:
         """Return the API's answer, with retries.
 
         Raises:
@@ -254,19 +256,14 @@ class Judge(CheckedArguments):
 
         loop = asyncio.get_running_loop()
         if loop not in self._connections:
-            key = self._read_key()
+            key, answers = self._read_key(), None if self.cache is None else AnswerCache(self.cache)
             client = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 timeout=None,  # each request has one for all of it
                 limits=httpx.Limits(max_connections=self.max_concurrent),
             )
-            self._connections[loop] = _Connection(client, asyncio.Semaphore(self.max_concurrent), {})
+            self._connections[loop] = _Connection(client, asyncio.Semaphore(self.max_concurrent), {}, answers)
         return self._connections[loop]
-
-    def _get_answers(self) -> AnswerCache | None:
-        if self._answers is None and self.cache is not None:
-            self._answers = AnswerCache(self.cache)
-        return self._answers
 
     def _read_key(self) -> str | None:
         """Return the API's key, and mask it in all later messages.
@@ -332,10 +329,6 @@ def read_answer_text(answer: str, reason: str | None) -> str:
     if reason == "length":
         raise JudgeError(f"the judge's answer was cut at the limit on its tokens: {cut_value(answer)}")
     return answer
-
-
-def _render_turns(turns: list[dict[str, Any]]) -> str:
-    return "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)
 
 
 def _read_seconds(header: str | None) -> float:

@@ -4,14 +4,16 @@ import functools
 import importlib
 import inspect
 import sys
-import types
-from typing import Any
+from collections.abc import Iterator
+from operator import attrgetter
+from types import FunctionType, ModuleType
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
+from rlightning.rewards.calls import RewardCallable
 
 
-def import_function(path: str) -> Any:
+def import_function(path: str) -> object:
     """Import the object of a dotted path: a function in a module, or an attribute of a class or object in one.
 
     Raises:
@@ -21,13 +23,14 @@ def import_function(path: str) -> Any:
         raise ConfigError(
             f"The reward '{path}' is no dotted path. Write module.function, such as rlightning.rewards.{path}."
         )
-    found, names = import_longest(path)
-    if len(names) > 1 and not hasattr(found, names[0]):
-        known = [name for name in vars(found) if not name.startswith("_")]
+    module, names = import_longest(path)
+    if len(names) > 1 and not hasattr(module, names[0]):
+        known = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(
-            f"The reward '{path}' cannot be imported: No module named '{found.__name__}.{names[0]}', and no class. "
+            f"The reward '{path}' cannot be imported: No module named '{module.__name__}.{names[0]}', and no class. "
             f"{did_you_mean(names[0], known)}"
         )
+    found: object = module
     for name in names:
         if not hasattr(found, name):
             known = [n for n in vars(found).get("__all__") or vars(found) if not n.startswith("_")]
@@ -37,7 +40,7 @@ def import_function(path: str) -> Any:
     return found
 
 
-def import_longest(path: str) -> tuple[Any, list[str]]:
+def import_longest(path: str) -> tuple[ModuleType, list[str]]:
     """Import the longest prefix of a dotted path that is a module.
 
     Returns:
@@ -62,8 +65,8 @@ def import_longest(path: str) -> tuple[Any, list[str]]:
     raise AssertionError("the first name has been imported or refused")
 
 
-def check_kind(function: object, name: str) -> None:
-    """Raise a ConfigError for an object that is not a reward function, such as a class.
+def check_kind(function: object, name: str) -> RewardCallable:
+    """Return an object that can be a reward function.
 
     Raises:
         ConfigError: it is not callable, a class, a method without its object, or a generator.
@@ -76,8 +79,7 @@ def check_kind(function: object, name: str) -> None:
             f"The reward '{name}' is a class: a call would make an object of it, not a number. Make the object in its "
             f"module, as in judge = {inner.__name__}(), and name that one."
         )
-    owner = _class_of(inner)
-    if owner is not None:
+    if isinstance(inner, FunctionType) and (owner := _class_of(inner)) is not None:
         raise ConfigError(
             f"The reward '{name}' is a method of the class {owner.__name__} without an object. Make one in its module, "
             f"as in judge = {owner.__name__}(), and name judge.{inner.__name__}; or make it a staticmethod."
@@ -85,20 +87,13 @@ def check_kind(function: object, name: str) -> None:
     called = inner if inspect.isroutine(inner) else type(inner).__call__
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
         raise ConfigError(f"The reward '{name}' is a generator: it yields, and has to return a number.")
-
-
-def unwrap(function: object) -> Any:
-    """Return the function or object inside of nested functools.partial objects."""
-    while isinstance(function, functools.partial):
-        function = function.func
     return function
 
 
-def is_async(function: object) -> bool:
-    """Return whether a function, partial, object or functools.wraps wrapper runs an ``async def`` in the end."""
+def layers(function: object) -> Iterator[object]:
+    """Yield a function, and what a functools.partial, a functools.wraps wrapper or a callable object calls inside."""
     while True:
-        if inspect.iscoroutinefunction(function):
-            return True
+        yield function
         if isinstance(function, functools.partial):
             function = function.func
         elif hasattr(function, "__wrapped__"):
@@ -106,16 +101,25 @@ def is_async(function: object) -> bool:
         elif callable(function) and not inspect.isroutine(function) and not inspect.isclass(function):
             function = type(function).__call__
         else:
-            return False
+            return
 
 
-def _class_of(function: object) -> type | None:
+def unwrap(function: object) -> object:
+    """Return the function or object inside of nested functools.partial objects."""
+    return next(layer for layer in layers(function) if not isinstance(layer, functools.partial))
+
+
+def is_async(function: object) -> bool:
+    """Return whether a function runs an ``async def`` in the end."""
+    return any(map(inspect.iscoroutinefunction, layers(function)))
+
+
+def _class_of(function: FunctionType) -> type | None:
     """Return the class to which a method with a ``self`` parameter belongs."""
-    if not isinstance(function, types.FunctionType) or function.__code__.co_varnames[:1] != ("self",):
+    path, _, name = function.__qualname__.rpartition(".")
+    try:
+        owner = attrgetter(path)(sys.modules[function.__module__])
+    except (AttributeError, KeyError):
         return None
-    owner: Any = sys.modules.get(function.__module__)
-    *path, name = function.__qualname__.split(".")
-    for part in path:
-        owner = getattr(owner, part, None)
     is_method = inspect.isclass(owner) and inspect.getattr_static(owner, name, None) is function
-    return owner if is_method else None
+    return owner if is_method and function.__code__.co_varnames[:1] == ("self",) else None

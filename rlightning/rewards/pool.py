@@ -4,19 +4,18 @@ import asyncio
 import pickle
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from rlightning import intervals
 from rlightning.errors import RewardError
 from rlightning.foreign_text import cut, hidden
 from rlightning.processes.managed_process import python_command
-from rlightning.rewards.calls import Function, Outcome
+from rlightning.rewards.calls import Outcome
 from rlightning.rewards.config import BoundReward
-from rlightning.rewards.event_loop import MAX_CONCURRENT, LocalPool
+from rlightning.rewards.event_loop import MAX_CONCURRENT, free_thread, wait_cancelled
 from rlightning.rewards.sources import KeptSources, install
-from rlightning.rewards.worker import ASYNC, SYNC, Setup
+from rlightning.rewards.worker import Setup
 from rlightning.rpc import ProcessStartError, background_loop
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerHungError, WorkerPool
 
@@ -42,7 +41,7 @@ class RewardPool:
         self._functions = functions
         self._workers = {
             is_async: WorkerPool(
-                python_command("rlightning.rewards.worker", ASYNC if is_async else SYNC),
+                python_command("rlightning.rewards.worker"),
                 name="A reward worker",
                 num_workers=1 if is_async else num_workers,
                 max_calls=MAX_CONCURRENT if is_async else 1,
@@ -53,42 +52,49 @@ class RewardPool:
             )
             for is_async in (False, True)
         }
-        self._local = LocalPool(num_workers)
+        self._places = {True: asyncio.Semaphore(MAX_CONCURRENT), False: asyncio.Semaphore(num_workers)}
         self._finder = None if all(f.pickled for f in functions) else install(sources.modules)
-        self._running: set[Future[Outcome]] = set()
+        self._calls: set[asyncio.Task[Outcome]] = set()
 
-    def submit(self, index: int, arguments: dict[str, Any]) -> "Future[Outcome]":
+    def submit(self, index: int, arguments: dict[str, object]) -> "Future[Outcome]":
         """Start a call and return its future at once. Cancelling the future cancels the call.
 
         Returns:
             What comes of the call; a RewardError if no worker can start.
         """
-        function = self._functions[index]
-        if function.pickled is None:
-            return self._local.submit(Function(function.function, function.is_async, function.timeout), arguments)
-        outcome = background_loop().submit(self._call(index, pickle.dumps(arguments)))
-        self._running.add(outcome)
-        outcome.add_done_callback(self._running.discard)
-        return outcome
+        is_local = self._functions[index].pickled is None
+        return background_loop().submit(self._call(index, arguments if is_local else pickle.dumps(arguments)))
 
     def close(self) -> None:
         """Cancel all calls, let them clean up, and end the processes; a later call starts new ones."""
-        for outcome in list(self._running):
-            outcome.cancel()
-        background_loop().run(self._close_workers())
-        self._local.close()
+        background_loop().run(self._close())
         if self._finder is not None:
             self._finder.remove()
             self._finder = None
 
-    async def _close_workers(self) -> None:
-        await asyncio.gather(*(workers.close() for workers in self._workers.values()))
+    async def _close(self) -> None:
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(wait_cancelled(), *(workers.close() for workers in self._workers.values()))
 
-    async def _call(self, index: int, arguments: bytes) -> Outcome:
+    async def _call(self, index: int, arguments: dict[str, object] | bytes) -> Outcome:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            if isinstance(arguments, bytes):
+                return await self._call_worker(index, arguments)
+            return await self._call_thread(self._functions[index], arguments)
+        finally:
+            self._calls.discard(task)
+
+    async def _call_worker(self, index: int, arguments: bytes) -> Outcome:
         function = self._functions[index]
         workers = self._workers[function.is_async]
         try:
-            return Outcome(*await workers.call(index, arguments, hang_timeout=function.timeout))
+            return Outcome(*await workers.call(index, arguments, function.timeout, hang_timeout=function.timeout))
         except WorkerHungError as error:
             did = "async reward function blocked its event loop for" if function.is_async else "reward function took"
             rule = f"TimeoutError: the {did} more than its timeout={function.timeout:g} s"
@@ -100,12 +106,17 @@ class RewardPool:
             line, _, log = str(error).partition("\n")
             raise RewardError(f"{line}, while it imported the reward functions. {cut(log)}".rstrip()) from error
 
+    async def _call_thread(self, function: BoundReward, arguments: Mapping[str, object]) -> Outcome:
+        """Run a call in this process: on the event loop of a thread, or in a thread of its own if it is sync."""
+        async with self._places[function.is_async]:
+            outcome = None
+            while outcome is None:
+                outcome = await free_thread().execute(function.function, arguments, function.timeout)
+            return outcome
+
     def _make_setup(self, is_async: bool, sources: KeptSources) -> bytes:
-        functions = [
-            (f.pickled, f.timeout) if f.pickled is not None and f.is_async == is_async else None
-            for f in self._functions
-        ]
-        return pickle.dumps(Setup(functions, sources.modules, hidden(), sys.path))
+        chosen = {i: f.pickled for i, f in enumerate(self._functions) if f.pickled and f.is_async == is_async}
+        return pickle.dumps(Setup(is_async, chosen, sources.modules, hidden(), sys.path))
 
 
 def stack_in(log: str) -> str:

@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import VALUE_CHARACTERS, cut_line, cut_value
-from rlightning.rewards.calls import Outcome
-from rlightning.rewards.lookup import unwrap
+from rlightning.rewards.calls import Outcome, RewardCallable
+from rlightning.rewards.lookup import layers
 
 if TYPE_CHECKING:
     from rlightning.types import Prompt
@@ -18,7 +18,7 @@ MAX_REFERENCES = 2000
 """Rows of a prompt set that are graded."""
 MAX_SHOWN = 3
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=RewardCallable)
 
 
 class AnswerCheck(NamedTuple):
@@ -34,8 +34,8 @@ class AnswerCheck(NamedTuple):
 
     def make_completion(self, reference: object) -> str:
         """Return a completion that gives the reference as its answer; several answers are joined."""
-        is_list = isinstance(reference, list | tuple)
-        return self.completion.format(", ".join(map(str, reference)) if is_list else reference)  # type: ignore[call-overload]
+        shown: object = ", ".join(map(str, reference)) if isinstance(reference, list | tuple) else reference
+        return self.completion.format(shown)
 
 
 @overload
@@ -66,10 +66,10 @@ def answer_checker(
     return mark if function is None else mark(function)
 
 
-def find_answer_check(function: Callable[..., Any]) -> AnswerCheck | None:
+def find_answer_check(function: object) -> AnswerCheck | None:
     """Return the mark that :func:`answer_checker` set on a function, or on the one inside a ``functools.partial``."""
-    marked = next((one for one in (function, unwrap(function)) if hasattr(one, "answer_check")), None)
-    return marked.answer_check if marked is not None and isinstance(marked.answer_check, AnswerCheck) else None
+    marks = (one.answer_check for one in layers(function) if hasattr(one, "answer_check"))
+    return next((mark for mark in marks if isinstance(mark, AnswerCheck)), None)
 
 
 def choose_evenly(prompts: "Sequence[Prompt]") -> "list[Prompt]":

@@ -1,7 +1,7 @@
 """Calls reward functions a second time to check that they are deterministic, informative and fast enough."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlightning.rewards.calls import Outcome
@@ -28,29 +28,6 @@ class Repeat(NamedTuple):
     seconds: float
 
 
-class ValueRange(NamedTuple):
-    """The number, minimum and maximum of a function's results, NaN left out."""
-
-    number: int
-    low: float
-    high: float
-
-
-def find_range(values: Iterable[float]) -> ValueRange:
-    """Return the range of some results, NaN left out."""
-    known = [value for value in values if not math.isnan(value)]
-    return ValueRange(len(known), min(known, default=math.inf), max(known, default=-math.inf))
-
-
-def join_ranges(ranges: Sequence[Mapping[str, ValueRange]]) -> dict[str, ValueRange]:
-    """Combine the ranges of each rank to those over all ranks."""
-    joined: dict[str, ValueRange] = {}
-    for name in {name for own in ranges for name in own}:
-        numbers, lows, highs = zip(*(own[name] for own in ranges if name in own), strict=True)
-        joined[name] = ValueRange(sum(numbers), min(lows), max(highs))
-    return joined
-
-
 def describe_repeat(
     name: str,
     repeat: Repeat,
@@ -58,7 +35,7 @@ def describe_repeat(
     *,
     num_parallel: int,
     deadline: float,
-    everywhere: ValueRange | None = None,
+    everywhere: Sequence[float] | None = None,
 ) -> str | None:
     """Return a warning about a reward function in one line; None if there is nothing to warn of.
 
@@ -70,7 +47,7 @@ def describe_repeat(
         deadline: seconds that the other ranks wait for a step's rewards.
         everywhere: the results of all ranks; None if there is this one alone.
     """
-    faults = [_describe_noise(repeat), _describe_values(everywhere or find_range(all_values))]
+    faults = [_describe_noise(repeat), _describe_values(everywhere or all_values)]
     if _step_seconds(repeat, len(all_values), num_parallel) > deadline:
         speed = _describe_speed(repeat, len(all_values), num_parallel)
         faults.append(f"{speed}, and other ranks wait for {deadline:g} s")
@@ -104,13 +81,12 @@ def _is_same(first: float, again: float) -> bool:
     return abs(again - first) <= SAME * max(abs(first), abs(again))
 
 
-def _describe_values(values: ValueRange) -> str | None:
+def _describe_values(values: Sequence[float]) -> str | None:
     """Return a sentence if all completions of the step got the same reward."""
-    if values.number < 2 or not _is_same(values.low, values.high):
+    known = [value for value in values if not math.isnan(value)]
+    if len(known) < 2 or not _is_same(min(known), max(known)):
         return None
-    return (
-        f"it gave all {values.number} completions of the first step {values.low:g}, from which nothing can be learned"
-    )
+    return f"it gave all {len(known)} completions of the first step {min(known):g}, from which nothing can be learned"
 
 
 def _step_seconds(repeat: Repeat, num_samples: int, num_parallel: int) -> float:

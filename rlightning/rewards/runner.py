@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, check_rules
 from rlightning.rewards.calls import Outcome
 from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.event_loop import MAX_CONCURRENT
 from rlightning.rewards.pool import RewardPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
-from rlightning.rewards.repeats import REPEAT_SECONDS, REPEATED_CALLS, Repeat, ValueRange, describe_repeat
+from rlightning.rewards.repeats import REPEAT_SECONDS, REPEATED_CALLS, Repeat, describe_repeat
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 
@@ -28,18 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_WORKERS = 8
 CHECK_SECONDS = 1.5
 """In which reference answers are graded, after the first of them."""
-
-
-class _Submitted(NamedTuple):
-    """A trajectory whose reward calls have been submitted.
-
-    Attributes:
-        turns: the trajectory's, by which it is known again in a batch.
-        outcomes: by the functions' indices.
-    """
-
-    turns: tuple[Any, ...]
-    outcomes: "dict[int, Future[Outcome]]"
 
 
 class RewardRunner:
@@ -66,13 +54,13 @@ class RewardRunner:
         max_unrewarded_references: float = 0.02,
         num_workers: int | None = None,
     ) -> None:
-        if not 0 <= max_failed_share <= 1:
-            raise ConfigError(f"max_failed_share={max_failed_share} is no share. Use a number from 0 to 1.")
-        if not 0 <= max_unrewarded_references <= 1:
-            rule = "is no share. Use a number from 0 to 1."
-            raise ConfigError(f"max_unrewarded_references={max_unrewarded_references} {rule}")
-        if num_workers is not None and num_workers < 1:
-            raise ConfigError(f"num_workers={num_workers} must be at least 1.")
+        share = "is no share. Use a number from 0 to 1"
+        rules = {
+            f"max_failed_share={max_failed_share} {share}": 0 <= max_failed_share <= 1,
+            f"max_unrewarded_references={max_unrewarded_references} {share}": 0 <= max_unrewarded_references <= 1,
+            f"num_workers={num_workers} must be at least 1": num_workers is None or num_workers >= 1,
+        }
+        check_rules(rules)
         self.max_failed_share = max_failed_share
         self.max_unrewarded_references = max_unrewarded_references
         self.functions = bind_rewards(rewards)
@@ -95,11 +83,12 @@ class RewardRunner:
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: RewardPool | None = None  # when there are calls
-        self._submitted: dict[int, _Submitted] = {}  # by the turns' id()
+        # By the id() of a trajectory's turns, which the trajectory keeps: its calls, by function.
+        self._submitted: dict[int, tuple[Trajectory, dict[int, Future[Outcome]]]] = {}
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy: the functions, without processes and calls."""
         return self.__dict__ | {"_opened": None, "_submitted": {}}
 
@@ -127,19 +116,21 @@ class RewardRunner:
         Raises:
             ConfigError: more than ``max_unrewarded_references`` of them are not rewarded.
         """
+        from rlightning.types import Sample, Trajectory
+
         for index, function in enumerate(self.functions):
-            if function.answer_check is None or not prompts:
+            check = function.answer_check
+            if check is None or not prompts:
                 continue
-            column = function.columns[function.answer_check.parameter]
+            column = function.columns[check.parameter]
             chosen = dict(enumerate(choose_evenly(prompts)))
-            calls = []
-            for prompt in chosen.values():
-                text = function.answer_check.make_completion(prompt.columns.get(column))
-                given = {"prompt": prompt.text, "completion": text, "num_tokens": 0, "is_truncated": False}
-                given[TURNS] = [{"role": "assistant", "content": text}]
-                calls.append(function.select(given, prompt.columns))
+            calls: dict[Future[Outcome], int] = {}
             try:
-                outcomes = self._run_for(index, calls, CHECK_SECONDS)
+                for number, prompt in chosen.items():
+                    sample = Sample([], [], [], check.make_completion(prompt.columns.get(column)), "stop")
+                    calls[self._submit(index, Trajectory.single_turn(prompt, sample))] = number
+                wait(calls, return_when=FIRST_COMPLETED)
+                outcomes = {calls[call]: call.result() for call in wait(calls, timeout=CHECK_SECONDS).done}
             finally:
                 self.close()
             report_unrewarded(function.name, column, chosen, outcomes, where, self.max_unrewarded_references)
@@ -164,8 +155,7 @@ class RewardRunner:
         """
         elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
         for trajectory in trajectories:
-            outcomes = {f: self._submit(f, trajectory) for f in elsewhere}
-            self._submitted[id(trajectory.turns)] = _Submitted(trajectory.turns, outcomes)
+            self._submitted[id(trajectory.turns)] = trajectory, {f: self._submit(f, trajectory) for f in elsewhere}
 
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
         """Score every trajectory by every function; calls that were submitted before are not repeated.
@@ -178,11 +168,9 @@ class RewardRunner:
         self.sources.report_changes()
         calls: dict[Future[Outcome], tuple[int, int]] = {}  # function and trajectory
         for place, trajectory in enumerate(trajectories):
-            begun = self._submitted.pop(id(trajectory.turns), None)
-            outcomes = begun.outcomes if begun is not None else {}
+            _, begun = self._submitted.pop(id(trajectory.turns), (None, {}))
             for function in range(len(self.functions)):
-                outcome = outcomes.get(function) or self._submit(function, trajectory)
-                calls[outcome] = (function, place)
+                calls[begun.get(function) or self._submit(function, trajectory)] = function, place
         self._cancel_submitted()
         failures = self._failures or FailureCount(len(trajectories), self.max_failed_share)
         tally = Tally(self.functions, len(trajectories), failures, self._reported)
@@ -199,7 +187,7 @@ class RewardRunner:
         trajectories: "Sequence[Trajectory]",
         scores: "Mapping[str, Tensor]",
         deadline: float,
-        everywhere: Mapping[str, ValueRange] | None = None,
+        ranks: Sequence[Mapping[str, Sequence[float]]] = (),
     ) -> None:
         """Score a few trajectories again by each function, and warn of what is wrong with the results.
 
@@ -210,7 +198,7 @@ class RewardRunner:
         Args:
             scores: [M] by the function's name, what :meth:`score` gave for them.
             deadline: seconds that the other ranks wait for a step's rewards.
-            everywhere: the results of all ranks by the function's name; None if there is this one alone.
+            ranks: of each rank, its results by the function's name; none if there is this one alone.
         """
         asked = [f for f, function in enumerate(self.functions) if function.weight and function.name in scores]
         is_busy = False
@@ -226,7 +214,7 @@ class RewardRunner:
                 values,
                 num_parallel=num_parallel,
                 deadline=deadline,
-                everywhere=(everywhere or {}).get(function.name),
+                everywhere=[value for results in ranks for value in results.get(function.name, ())],
             )
             if line is not None:
                 logger.warning("%s", line)
@@ -251,9 +239,9 @@ class RewardRunner:
             self._opened = None
 
     def _cancel_submitted(self) -> None:
-        for begun in self._submitted.values():
-            for outcome in begun.outcomes.values():
-                outcome.cancel()
+        for _, calls in self._submitted.values():
+            for call in calls.values():
+                call.cancel()
         self._submitted.clear()
 
     @property
@@ -266,15 +254,8 @@ class RewardRunner:
         arguments = self.functions[function].select(_given(trajectory), trajectory.prompt.columns)
         return self._pool.submit(function, arguments)
 
-    def _run_for(self, function: int, calls: Sequence[dict[str, Any]], seconds: float) -> dict[int, Outcome]:
-        """Run calls, and return those outcomes, by call index, that arrive within ``seconds`` of the first."""
-        outcomes = {self._pool.submit(function, arguments): place for place, arguments in enumerate(calls)}
-        wait(outcomes, return_when=FIRST_COMPLETED)
-        done, _ = wait(outcomes, timeout=seconds)
-        return {outcomes[outcome]: outcome.result() for outcome in done}
 
-
-def _given(trajectory: "Trajectory") -> dict[str, Any]:
+def _given(trajectory: "Trajectory") -> dict[str, object]:
     prompt, text = trajectory.prompt.text, trajectory.final_text
     return {
         "prompt": prompt,

@@ -29,14 +29,7 @@ IMPORT_FUNCTIONS = ("import_module", "__import__")
 
 
 class ModuleSource(NamedTuple):
-    """The source of a module at the start of the run.
-
-    Attributes:
-        name: dotted.
-        path: its file.
-        is_package: whether the file is a package's ``__init__.py``.
-        source: what the file held.
-    """
+    """A module, its file, whether that is a package's ``__init__.py``, and what it held at the start of the run."""
 
     name: str
     path: str
@@ -150,7 +143,8 @@ def is_own_module(name: str) -> bool:
 
 def _imported_spec(name: str) -> ModuleSpec | None:
     """Return the spec of a module that this process has imported; None if it has not, or it has no spec."""
-    return getattr(sys.modules.get(name), "__spec__", None)
+    module = sys.modules.get(name)
+    return module.__spec__ if module is not None and hasattr(module, "__spec__") else None
 
 
 def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:

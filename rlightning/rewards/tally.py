@@ -79,12 +79,9 @@ class FailureCount:
 
 
 class Tally:
-    """Collects the outcomes of one batch.
+    """Collects the outcomes of one batch of ``num_samples``.
 
     Args:
-        functions: that score it.
-        num_samples: N.
-        failures: counts those of its samples.
         reported: the names of what has been logged as failing; it is logged once.
     """
 

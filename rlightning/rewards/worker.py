@@ -8,18 +8,14 @@ import pickle
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from rlightning.foreign_text import hide
-from rlightning.rewards.calls import Function, Outcome, failure, run_call
+from rlightning.rewards.calls import Outcome, RewardCallable, failure, run_call
 from rlightning.rewards.event_loop import CallRunner
 from rlightning.rewards.sources import ModuleSource, install
 from rlightning.rpc.peer import Method
 from rlightning.rpc.worker import Worker
-
-ASYNC, SYNC = "async", "sync"
-"""First argument of the process: what it runs."""
-
 
 T = TypeVar("T")
 
@@ -28,13 +24,15 @@ class Setup(NamedTuple):
     """The message with which a worker process is started.
 
     Attributes:
-        functions: pickled, each with its timeout in seconds; None where a function does not run in this process.
+        is_async: whether its functions are.
+        functions: pickled, by their indices.
         modules: their sources.
         secrets: see :func:`~rlightning.foreign_text.hide`.
         search_path: ``sys.path``.
     """
 
-    functions: list[tuple[bytes, float] | None]
+    is_async: bool
+    functions: dict[int, bytes]
     modules: dict[str, ModuleSource]
     secrets: dict[str, str]
     search_path: list[str]
@@ -44,83 +42,78 @@ class RewardWorker:
     """Runs the calls that this process receives.
 
     The event loop does not run while a sync function does: that may run one of its own.
-
-    Args:
-        kind: :data:`ASYNC` or :data:`SYNC`.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._is_async = kind == ASYNC
+    def __init__(self) -> None:
         self._worker = Worker()
         self._loop = asyncio.new_event_loop()
-        self._functions: list[Function | None] = []
-        self._jobs: asyncio.Queue[tuple[Callable[[], Any], asyncio.Future[Any]]] = asyncio.Queue()
+        self._functions: dict[int, RewardCallable | Outcome] = {}
+        self._runner: CallRunner | None = None  # of async functions
+        self._jobs: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
 
     def run(self) -> None:
         """Run calls until the pool ends this process."""
-        if not self._is_async:
-            one_by_one: dict[str, Method] = {"setup": self._set_up, "call": self._call_sync}
-            self._loop.run_until_complete(self._worker.connect(one_by_one))
-            while True:
-                self._run_job()
-
-        runner = CallRunner(self._loop, self._worker.progress.show)
-
-        async def call(key: int, index: int, arguments: bytes) -> Outcome:
-            return await runner.run(key, self._function(index), pickle.loads(arguments))
-
-        methods: dict[str, Method] = {"setup": self._set_up, "call": call, "finish": runner.finish}
+        methods: dict[str, Method] = {"setup": self._set_up, "call": self._call, "finish": self._finish}
         parent = self._loop.run_until_complete(self._worker.connect(methods))
         self._run_job()  # the set-up
+        while self._runner is None:
+            self._run_job()
         self._loop.run_until_complete(parent.wait_closed())
 
     async def _set_up(self, pickled: bytes) -> None:
         await self._do(partial(self._load, pickled))
 
-    async def _call_sync(self, key: int, index: int, arguments: bytes) -> Outcome:
-        def job() -> Outcome:
-            self._worker.progress.show(key, True)
-            try:
-                return run_call(self._function(index).function, pickle.loads(arguments))
-            finally:
-                self._worker.progress.show(0, False)
+    async def _call(self, key: int, index: int, arguments: bytes, timeout: float) -> Outcome:
+        function = self._functions[index]
+        if isinstance(function, Outcome):
+            return function
+        if self._runner is not None:
+            return await self._runner.run(key, function, pickle.loads(arguments), timeout)
+        return await self._do(partial(self._call_sync, key, function, arguments))
 
-        return await self._do(job)
+    async def _finish(self) -> None:
+        if self._runner is not None:
+            await self._runner.finish()
+
+    def _call_sync(self, key: int, function: RewardCallable, arguments: bytes) -> Outcome:
+        self._worker.progress.show(key, True)
+        try:
+            return run_call(function, pickle.loads(arguments))
+        finally:
+            self._worker.progress.show(0, False)
 
     async def _do(self, job: Callable[[], T]) -> T:
+        """Run a job while the event loop stands still; its result is sent when the loop goes on."""
         done: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put_nowait((job, done))
+
+        def run() -> None:
+            if done.cancelled():
+                return
+            try:
+                done.set_result(job())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._jobs.put_nowait(run)
         return await done
 
     def _run_job(self) -> None:
-        """Run the next sync call, while the event loop stands still; its result is sent when the loop goes on."""
-        job, done = self._loop.run_until_complete(self._jobs.get())
-        if done.cancelled():
-            return
-        try:
-            done.set_result(job())
-        except Exception as error:
-            done.set_exception(error)
-
-    def _function(self, index: int) -> Function:
-        function = self._functions[index]
-        assert function is not None
-        return function
+        self._loop.run_until_complete(self._jobs.get())()
 
     def _load(self, pickled: bytes) -> None:
         setup: Setup = pickle.loads(pickled)
         sys.path[:] = setup.search_path
         hide(setup.secrets)
         install(setup.modules)
-        self._functions = [
-            None if sent is None else Function(_import(sent[0]), self._is_async, sent[1]) for sent in setup.functions
-        ]
+        self._functions = {index: _import(function) for index, function in setup.functions.items()}
+        if setup.is_async:
+            self._runner = CallRunner(self._loop, self._worker.progress.show)
 
 
-def _import(pickled: bytes) -> Callable[..., Any] | Outcome:
+def _import(pickled: bytes) -> RewardCallable | Outcome:
     """Unpickle a function; if that fails, return the failed outcome that all its calls get."""
     try:
-        function: Callable[..., Any] = pickle.loads(pickled)
+        function: RewardCallable = pickle.loads(pickled)
         return function
     except BaseException as error:
         return failure(error)
@@ -128,4 +121,4 @@ def _import(pickled: bytes) -> Callable[..., Any] | Outcome:
 
 def main() -> None:
     """Run calls until the pool ends this process."""
-    RewardWorker(sys.argv[1]).run()
+    RewardWorker().run()

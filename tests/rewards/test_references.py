@@ -105,6 +105,15 @@ def runner() -> Iterator[RewardRunner]:
     runner.close()
 
 
+def test_check_answers_gives_checkers_what_they_ask_for() -> None:
+    @answer_checker
+    def ends_alike(full_text: str, turns: list[Any], answer: str) -> float:
+        return float(full_text == f"What is it?{answer}" and turns[-1]["content"] == answer)
+
+    runner = RewardRunner(RewardFunction(ends_alike, columns={"answer": "solution"}))
+    runner.check_answers(make_prompts(["18", "19"]), where)
+
+
 @pytest.mark.processes
 def test_check_answers_grades_with_worker_processes(runner: RewardRunner) -> None:
     runner.check_answers(make_prompts(["3 + 4 = 7\n#### 7", r"3\sqrt{13}", "[-2,7]", 1e16, "Yes"] * 10), where)

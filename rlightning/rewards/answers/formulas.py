@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
@@ -185,7 +184,7 @@ def _agree(one: Basic, other: Basic) -> bool:
     return bool(abs(one - other) <= 1e-40 * scale) or bool(scale < 1e-45)
 
 
-def _value(expression: Basic, point: dict[Any, Any]) -> Basic:
+def _value(expression: Basic, point: dict[Basic, Basic]) -> Basic:
     """Return the finite complex value of an expression at a point; None if it has none."""
     try:
         value = sympy.N(expression.xreplace(point).doit(), DIGITS, maxn=2000)
@@ -195,7 +194,7 @@ def _value(expression: Basic, point: dict[Any, Any]) -> Basic:
     return value if is_number and all(part.is_Number for part in value.as_real_imag()) else None
 
 
-def _points(symbols: Sequence[Any]) -> list[dict[Any, Any]]:
+def _points(symbols: Sequence[Basic]) -> list[dict[Basic, Basic]]:
     count = len(_POINTS)
     return [
         {symbol: _rational(_POINTS[(i + 3 * k) % count] + Fraction(k, 7)) for k, symbol in enumerate(symbols)}
