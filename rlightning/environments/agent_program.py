@@ -40,7 +40,7 @@ class AgentProgram(Environment):
     trainer's process; an error where ``num_workers`` or ``workers`` is given.
 
     An agent that raises, and a program that fails, counts as not sampled, as does any failure of the policy's sampler,
-    whatever the agent makes of it.
+    whatever the agent makes of it. One that is under way when a checkpoint is written is made again by a resumed run.
 
     Args:
         agent: the function, or its dotted path.

@@ -27,7 +27,8 @@ class OpenEnv(Environment):
 
     The server is reset with the prompt's index as ``seed``, and its first observation stands in place of the prompt.
     The text of each turn is an action's field, and the observation that it returns is what the policy reads next.
-    Rewards and the end are the server's.
+    Rewards and the end are the server's. A trajectory under way when a checkpoint is written is made again by a resumed
+    run.
 
     Args:
         url: of the server, such as ``http://127.0.0.1:8000``.

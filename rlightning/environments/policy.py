@@ -64,6 +64,7 @@ class RecordedPolicy:
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
         attempt: at the trajectory, from 0; each draws other random numbers.
+        clock: of the trajectory's deadlines; None: a new one.
 
     Attributes:
         attempt: that goes on, which a checkpoint keeps.
@@ -73,7 +74,6 @@ class RecordedPolicy:
         progress: what the environment has made of the trajectory so far, for one that runs out of time.
         has_snapshots: whether the environment hands over states from which it can go on.
         on_turn: called with each turn that has been sampled.
-        clock: of its deadlines.
         num_requested: turns that have been asked for.
         num_constrained: turns whose distribution a request has changed otherwise than by the temperature.
     """
@@ -86,6 +86,7 @@ class RecordedPolicy:
         number: int,
         max_length: int,
         attempt: int = 0,
+        clock: Clock | None = None,
     ) -> None:
         self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(chat_format.decode)
         self.temperature: float | None = None
@@ -94,7 +95,7 @@ class RecordedPolicy:
         self.failure: Exception | None = None
         self.progress: Outcome | None = None
         self.on_turn: Callable[[], None] = lambda: None
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self._sampler, self._request, self._number, self.attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
         self._kept: tuple[Mark, dict[str, Any], Any] | None = None
@@ -117,6 +118,11 @@ class RecordedPolicy:
     def follows_schemas(self) -> bool:
         """Whether the sampler can constrain a turn to a JSON schema."""
         return follows_schemas(self._sampler)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a turn has been recorded, or a part was split off, which records its own."""
+        return bool(self.recorder.turns or self._num_parts)
 
     def split(self) -> "RecordedPolicy":
         """Return a policy that records a part of the trajectory separately, such as one of several agents.

@@ -69,7 +69,9 @@ class RecordedGroup:
 
     def _make_policy(self, number: int, attempt: int = 0) -> RecordedPolicy:
         sampler = self._samplers[number]
-        return RecordedPolicy(sampler, self._chat_format, self._request, number, self._max_length, attempt)
+        return RecordedPolicy(
+            sampler, self._chat_format, self._request, number, self._max_length, attempt, sampler.clock
+        )
 
     def _load(self, number: int, saved: SavedTrajectory) -> None:
         if saved["outcome"] is None:
@@ -97,7 +99,7 @@ class RecordedGroup:
     def loses_turns(self) -> bool:
         """Whether a checkpoint would lose turns of a running trajectory, as its environment has no snapshots."""
         under_way = [self._policies[number] for number in list(self.started_at)]
-        return any(policy.recorder.turns and not policy.has_snapshots for policy in under_way)
+        return any(policy.has_begun and not policy.has_snapshots for policy in under_way)
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""

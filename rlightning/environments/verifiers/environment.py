@@ -56,7 +56,7 @@ class Verifiers(Environment):
     Each episode is a trajectory. What the policy sampled is recorded here, as it was sampled; rewards, errors and
     metrics come from verifiers. Agents that verifiers does not call trainable are sampled from the policy as well, and
     not trained. An episode in which anything broke or timed out counts as not sampled, also where verifiers calls it
-    ok.
+    ok. One that is under way when a checkpoint is written is made again by a resumed run.
 
     A prompt's index in its data set chooses the task, or its column ``task``: a number, or the task's data.
 
