@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Literal
 
 from rlightning import intervals
 from rlightning.environments.messages import Message
@@ -146,7 +146,7 @@ async def run_process(
         raise
     finally:
         os.close(lifeline)
-    assert process.stdin is not None
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     output, errors = bytearray(), bytearray()
     readers = [
         asyncio.ensure_future(_read_tail(pipe, tail))
@@ -182,7 +182,7 @@ async def _wait_for_exit(pid: int) -> None:
         os.close(descriptor)
 
 
-async def _read_tail(pipe: Any, tail: bytearray) -> None:
+async def _read_tail(pipe: IO[bytes], tail: bytearray) -> None:
     """Read a pipe to its end, and keep the end of it in ``tail``."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -196,7 +196,7 @@ async def _read_tail(pipe: Any, tail: bytearray) -> None:
         transport.close()
 
 
-async def _write(pipe: Any, data: bytes) -> None:
+async def _write(pipe: IO[bytes], data: bytes) -> None:
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
@@ -206,7 +206,7 @@ async def _write(pipe: Any, data: bytes) -> None:
     writer.close()
 
 
-def _fill(part: str, columns: Mapping[str, Any]) -> str:
+def _fill(part: str, columns: Mapping[str, object]) -> str:
     """Replace the names of columns in braces in an argument by the columns' values; braces in a value are kept."""
     names = "|".join(map(re.escape, columns))
     return re.sub(f"{{({names})}}", lambda found: str(columns[found[1]]), part) if names else part

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from functools import cached_property
 from numbers import Real
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from rlightning.environments.agent_limit import is_limit
 from rlightning.environments.dotted_path import import_object, name_object
@@ -25,9 +25,12 @@ from rlightning.foreign_text import cut_line, cut_value, describe_error
 from rlightning.types.trajectory import Outcome, Prompt
 
 if TYPE_CHECKING:
+    from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
+
     from rlightning.environments.messages import Message
     from rlightning.environments.worker import RemotePolicy
 
+HTTPClient: TypeAlias = "DefaultAsyncHttpxClient | DefaultHttpxClient"
 GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
 """Parameters of an agent that it is given."""
 RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
@@ -63,7 +66,7 @@ class AgentFunction(Environment):
         arguments: further ones of it.
     """
 
-    def __init__(self, agent: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, agent: str | Callable[..., object], arguments: Mapping[str, object] | None = None) -> None:
         self.agent, self.arguments = agent, dict(arguments or {})
         self._clients = _IdleClients()
 
@@ -73,7 +76,7 @@ class AgentFunction(Environment):
         return f"AgentProgram: agent={name_object(self.agent)}"
 
     @cached_property
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> Callable[..., object]:
         """The user's agent function.
 
         Raises:
@@ -82,7 +85,7 @@ class AgentFunction(Environment):
         found = import_object(self.agent, self.name)
         if not callable(found):
             raise ConfigError(f"{self.name} is no function. {RULE}")
-        return cast("Callable[..., Any]", found)
+        return found
 
     @property
     def wants_messages(self) -> bool:
@@ -137,7 +140,7 @@ class AgentFunction(Environment):
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.function).parameters
 
-    def _select_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_arguments(self, given: Mapping[str, object]) -> dict[str, object]:
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
         own = {name: value for name, value in given.items() if name in self._parameters or takes_all}
         return {**own, **self.arguments}
@@ -151,10 +154,10 @@ class _IdleClients:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._idle: dict[bool, list[Any]] = {True: [], False: []}
+        self._idle: dict[bool, list[HTTPClient]] = {True: [], False: []}
 
     @asynccontextmanager
-    async def borrow(self, access: Access, *, is_async: bool) -> AsyncIterator[Any]:
+    async def borrow(self, access: Access, *, is_async: bool) -> AsyncIterator[object]:
         """Yield an OpenAI client for one trajectory; its connections are closed if the trajectory raised an error."""
         openai = _import_openai()
         loop = asyncio.get_running_loop()
@@ -183,16 +186,17 @@ class _IdleClients:
                 await _close_http(http)
 
 
-def _open_http(openai: ModuleType, *, is_async: bool) -> Any:
+def _open_http(openai: ModuleType, *, is_async: bool) -> HTTPClient:
     kind = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
     limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
         max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
     )
     # Proxies of the environment's would not reach the trainer's process.
-    return kind(trust_env=False, verify=False, timeout=None, limits=limits)
+    http: HTTPClient = kind(trust_env=False, verify=False, timeout=None, limits=limits)
+    return http
 
 
-async def _close_http(http: Any) -> None:
+async def _close_http(http: HTTPClient) -> None:
     if hasattr(http, "aclose"):
         await http.aclose()
     else:

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-Message = dict[str, Any]
+JsonObject = dict[str, Any]
+"""As ``json.loads`` returns it."""
+Fields = list[Any]
+"""Of a record, in plain types: as it is saved, or sent to another process."""
+Message = JsonObject
 """As in chat APIs: ``{"role": "user", "content": "..."}``."""
 
 

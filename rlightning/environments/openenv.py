@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlightning.environments.environment import Environment, Places, Policy
+from rlightning.environments.messages import JsonObject
 from rlightning.environments.step_environment import StepEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value, describe_error
@@ -135,7 +136,7 @@ class Session:
                 await socket.send(json.dumps({"type": "close"}))
             await socket.close()
 
-    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, kind: str, data: Mapping[str, object]) -> JsonObject:
         """Send a request, and return the server's response.
 
         Raises:
@@ -160,7 +161,7 @@ class Session:
             raise RuntimeError(f"the server refused {kind} ({code}): {message}")
         return result
 
-    def _read_observation(self, result: Mapping[str, Any]) -> str:
+    def _read_observation(self, result: JsonObject) -> str:
         """Convert an observation to what the policy is shown.
 
         Raises:

@@ -8,14 +8,13 @@ in which nothing of before is trained again.
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
 from rlightning.environments.environment import AskLimitError, LimitReachedError, Reply
-from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.messages import AssistantMessage, JsonObject, Message
 from rlightning.environments.outcomes import outcome_from_plain, outcome_to_plain
 from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
 from rlightning.environments.snapshots import SavedTrajectory, copy_plain
@@ -98,7 +97,7 @@ class RecordedPolicy:
         self.clock = clock or Clock()
         self._sampler, self._request, self._number, self.attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
-        self._kept: tuple[Mark, dict[str, Any], Any] | None = None
+        self._kept: tuple[Mark, JsonObject, object] | None = None
         self._resumable: SavedTrajectory | None = None
         self._num_parts = self._num_asked = 0
         self._tools: list[Message] | None = None
@@ -192,7 +191,7 @@ class RecordedPolicy:
         if state is not None:
             self._kept = self.recorder.mark(), self._settings(), copy_plain(state, "the state")
 
-    async def resume(self) -> Any:
+    async def resume(self) -> object:
         """See :meth:`Policy.resume`."""
         self.has_snapshots = True
         saved, self._resumable = self._resumable, None
@@ -233,7 +232,7 @@ class RecordedPolicy:
         ended = None if outcome is None else outcome_to_plain(outcome)
         return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": ended}
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         return {
             "tools": self._tools,
             "attempt": self.attempt,
@@ -251,7 +250,7 @@ class RecordedPolicy:
         *,
         num_samples: int = 1,
         reason: BranchReason | None = None,
-        observations: Sequence[Mapping[str, Any]] = (),
+        observations: Sequence[Message] = (),
         read: Callable[[Sample], AssistantMessage] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[RecordedTurn]:
@@ -304,7 +303,7 @@ class RecordedPolicy:
     async def _sample(
         self, token_ids: Sequence[int], sampling: Sampling, num_samples: int, on_tokens: OnTokens | None
     ) -> list[Sample]:
-        arguments: dict[str, Any] = {"num_samples": num_samples, "session": self._session}
+        arguments: JsonObject = {"num_samples": num_samples, "session": self._session}
         if on_tokens is None:
             return await self._sampler.sample(token_ids, sampling, **arguments)
         return await stream_tokens(self._sampler, on_tokens, token_ids, sampling, **arguments)

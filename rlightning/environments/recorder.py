@@ -5,12 +5,12 @@ again. Requests of one trajectory may be under way at the same time: a branch be
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rlightning.environments.messages import AssistantMessage
+from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn
 
 SHARED_TOKENS = 1024
@@ -126,7 +126,7 @@ class Recorder:
         self,
         reservation: Reservation,
         samples: Sequence[Sample],
-        observations: Sequence[Mapping[str, Any]] = (),
+        observations: Sequence[Message] = (),
         messages: Sequence[AssistantMessage] | None = None,
     ) -> list[RecordedTurn]:
         """Record samples of a request: the first one extends the reserved branch, each other one begins a branch.

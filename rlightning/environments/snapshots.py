@@ -1,8 +1,9 @@
 """Trajectories under way as a checkpoint stores them: in plain types, which every checkpoint format supports."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
+from rlightning.environments.messages import Fields, JsonObject
 from rlightning.foreign_text import cut_value
 
 
@@ -17,14 +18,14 @@ class SavedTrajectory(TypedDict, total=False):
         timings: so far.
     """
 
-    trajectory: dict[str, Any]
-    settings: dict[str, Any]
-    state: Any
-    outcome: list[Any] | None
+    trajectory: JsonObject
+    settings: JsonObject
+    state: object
+    outcome: Fields | None
     timings: dict[str, float]
 
 
-def copy_plain(value: object, place: str) -> Any:
+def copy_plain(value: object, place: str) -> object:
     """Return a copy of plain data, in which sequences are lists.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
-from rlightning.environments.messages import Message
+from rlightning.environments.messages import JsonObject, Message
 from rlightning.environments.step_object import Closing, StepObject, read_state
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
@@ -64,7 +64,7 @@ class StepEnvironment(Environment):
         return f"StepEnvironment: environment={name_object(self.environment)}"
 
     @cached_property
-    def _make(self) -> Callable[..., Any]:
+    def _make(self) -> Callable[..., object]:
         make = import_object(self.environment, self._name)
         if not callable(make):
             raise ConfigError(f"{self._name} is neither a class nor a function that returns an object. {RULE}")
@@ -105,8 +105,9 @@ class StepEnvironment(Environment):
         rewards: list[float | None] = []
         saved = await policy.resume() if game.has_snapshots else None
         if saved is not None:
-            snapshot, observations, rewards, metrics = read_state(saved, *STATE)
-            await game.restore(snapshot)
+            parts = read_state(saved, *STATE)
+            observations, rewards, metrics = parts["observations"], parts["rewards"], parts["metrics"]
+            await game.restore(parts["object"])
         status: Status | None = None
         while status is None:
             try:
@@ -128,7 +129,7 @@ class StepEnvironment(Environment):
         return make_outcome(rewards, status, metrics)
 
 
-async def save(game: StepObject, *parts: object) -> dict[str, Any] | None:
+async def save(game: StepObject, *parts: object) -> JsonObject | None:
     """Return the state of a trajectory for a checkpoint; None if the object has no snapshots."""
     return dict(zip(STATE, [await game.call("snapshot"), *parts], strict=True)) if game.has_snapshots else None
 

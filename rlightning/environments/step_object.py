@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from rlightning import intervals
 from rlightning.environments.environment import TrajectoryLostError
+from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import describe_error
 
 log = logging.getLogger(__name__)
@@ -46,9 +47,9 @@ class SerialThread:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def run(self, function: Callable[[], Any]) -> Any:
+    async def run(self, function: Callable[[], T]) -> T:
         """Call a function in the thread, and await its result. Cancelling this does not stop the call."""
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         context = copy_context()
 
@@ -87,7 +88,7 @@ class StepObject:
         self.made: Any = None
         self._thread = SerialThread()
 
-    async def make(self, make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    async def make(self, make: Callable[..., object], arguments: Mapping[str, object]) -> None:
         """Construct the object; on the event loop if it has an async method, as it may open resources there."""
 
         def make_here() -> None:
@@ -102,7 +103,7 @@ class StepObject:
             awaited, self.made = self.made, None
             self.made = await await_user_code(awaited)
 
-    async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
+    async def call(self, name: str, /, *arguments: object, **named: object) -> object:
         """Call a method, and return its result."""
         method = getattr(self.made, name)
         if inspect.iscoroutinefunction(method):
@@ -146,33 +147,31 @@ class StepObject:
             self._thread.end()
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Return whether a function or callable object is async."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-async def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def call_function(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     """Call a function and return its result; one that is not async runs in its own thread, as it may block."""
-    if is_async(function):
-        return await await_user_code(function(**arguments))
     thread = SerialThread()
     try:
-        returned = await thread.run(lambda: function(**arguments))
+        returned = function(**arguments) if is_async(function) else await thread.run(lambda: function(**arguments))
     finally:
         thread.end()
     return await await_user_code(returned) if inspect.isawaitable(returned) else returned
 
 
-def read_state(state: object, *names: str) -> list[Any]:
-    """Validate and unpack a state that an environment reported.
+def read_state(state: object, *names: str) -> JsonObject:
+    """Validate a state that an environment reported.
 
     Raises:
         TrajectoryLostError: it is another environment's.
     """
     if not isinstance(state, Mapping) or set(state) != set(names):
         raise TrajectoryLostError("its snapshot is another environment's", is_cause=False)
-    return [state[name] for name in names]
+    return dict(state)
 
 
 async def _call_here(function: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.errors import ConfigError
@@ -299,7 +299,7 @@ def read_call(found: FoundCall) -> tuple[str, str]:
     return name, dump_arguments(arguments)
 
 
-def load_json(text: str) -> Any:
+def load_json(text: str) -> object:
     """Parse JSON that the policy wrote; raises a ToolCallError if it is malformed."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -311,7 +311,7 @@ def load_json(text: str) -> Any:
     return value
 
 
-def dump_arguments(arguments: Mapping[str, Any]) -> str:
+def dump_arguments(arguments: Mapping[str, object]) -> str:
     """Return arguments as JSON."""
     return json.dumps(dict(arguments), ensure_ascii=False)
 
@@ -331,7 +331,7 @@ class RenderersParser:
         ConfigError: it refuses the tokenizer.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", family: Family, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", family: Family, arguments: Mapping[str, object]) -> None:
         from renderers import config_from_name, create_renderer
 
         self._tokenizer, self._call_start = tokenizer, family.call_start

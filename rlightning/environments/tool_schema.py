@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rlightning.environments.messages import Message
+from rlightning.environments.messages import JsonObject, Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
 
-Schema = dict[str, Any]
+Schema = JsonObject
 
 SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 ARRAYS = ("list", "tuple", "set", "frozenset", "Sequence", "Iterable", "Collection")
@@ -35,7 +35,7 @@ SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields?|Examp
 ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
-def describe_tool(function: Callable[..., Any], what: str) -> Message:
+def describe_tool(function: Callable[..., object], what: str) -> Message:
     """Return the JSON schema of a function in the form that chat APIs and chat templates take.
 
     Raises:
@@ -71,7 +71,7 @@ def describe_tool(function: Callable[..., Any], what: str) -> Message:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def own_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def own_parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
     """Return the parameters of a function, without the ``self`` of a method."""
     parameters = list(inspect.signature(function).parameters.values())
     is_method = (
@@ -149,7 +149,7 @@ def find_mistake(schema: Schema, value: object, name: str) -> str | None:
     kinds = _kinds(schema)
     if kinds and not any(_is_of(value, kind) for kind in kinds):
         return f"{name} is {cut_value(value)}, and has to be of type {' or '.join(kinds)}."
-    inner: Mapping[str, Any] | None = None
+    inner: Mapping[str, object] | None = None
     if isinstance(value, list) and "items" in schema:
         inner = {f"{name}[{i}]": item for i, item in enumerate(value)}
         part = schema["items"]
@@ -161,7 +161,7 @@ def find_mistake(schema: Schema, value: object, name: str) -> str | None:
     return next((found for key, item in inner.items() if (found := find_mistake(part, item, key))), None)
 
 
-def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
+def find_mistakes(schema: Schema, arguments: Mapping[str, object]) -> str | None:
     """Return an error message for the policy if the arguments of a call do not fit the schema; None if they do."""
     properties = schema["properties"]
     missing = [name for name in schema.get("required", []) if name not in arguments]
@@ -174,7 +174,7 @@ def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
     return next((mistake for mistake in found if mistake), None)
 
 
-def convert_numbers(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def convert_numbers(schema: Schema, arguments: Mapping[str, object]) -> JsonObject:
     """Return a call's arguments with floats such as 3.0 converted to int where the tool's parameter is one."""
     return {name: _convert(schema["properties"][name], value) for name, value in arguments.items()}
 

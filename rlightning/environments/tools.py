@@ -18,7 +18,7 @@ from urllib.error import HTTPError, URLError
 
 from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
-from rlightning.environments.messages import AssistantMessage, Message, ToolCall
+from rlightning.environments.messages import AssistantMessage, JsonObject, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
 from rlightning.environments.step_object import SNAPSHOT_METHODS, Closing, StepObject, call_function, read_state
 from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
@@ -187,11 +187,11 @@ class Tools(Environment):
                 await attempt.objects[owner].make(owner, {"prompt": prompt} if takes_prompt else {})
             observations: list[Message] = []
             if saved is not None:
-                snapshots, observations, counts = read_state(saved, *STATE)
-                attempt.counts = Counts(**counts)
-                names = [owner.__qualname__ for owner in attempt.objects]
-                for made, snapshot in zip(attempt.objects.values(), read_state(snapshots, *names), strict=True):
-                    await made.restore(snapshot)
+                state = read_state(saved, *STATE)
+                observations, attempt.counts = state["observations"], Counts(**state["counts"])
+                snapshots = read_state(state["objects"], *(owner.__qualname__ for owner in attempt.objects))
+                for owner, made in attempt.objects.items():
+                    await made.restore(snapshots[owner.__qualname__])
             status = await self._talk(policy, attempt, observations)
         finally:
             await self._closing.close(*attempt.objects.values())
@@ -266,7 +266,7 @@ class Tools(Environment):
                 raise RuntimeError(reason) from None
             return self._fail(attempt, reason)
 
-    async def _run(self, tool: Tool, name: str, arguments: dict[str, Any], attempt: _Attempt) -> str:
+    async def _run(self, tool: Tool, name: str, arguments: JsonObject, attempt: _Attempt) -> str:
         try:
             if tool.owner is not None:
                 result = await attempt.objects[tool.owner].call(name, **arguments)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rlightning import intervals
 from rlightning.environments.clock import Clock
 from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
-from rlightning.environments.messages import Message
+from rlightning.environments.messages import Fields, Message
 from rlightning.environments.outcomes import outcome_from_plain
 from rlightning.environments.policy import RecordedPolicy, failed_outcome
 from rlightning.environments.worker import reraise_remote
@@ -223,24 +223,24 @@ def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
             errors.append(error)
             raise
 
-    async def chat(tools: list[Message] | None, *observations: Message) -> list[Any]:
+    async def chat(tools: list[Message] | None, *observations: Message) -> Fields:
         reply = await get(policy.chat(*observations, tools=tools))
         return [_to_plain(reply), reply.message]
 
-    async def ask(temperature: float, max_new_tokens: int | None, *messages: Message) -> list[Any]:
+    async def ask(temperature: float, max_new_tokens: int | None, *messages: Message) -> Fields:
         reply = await get(policy.ask(*messages, temperature=temperature, max_new_tokens=max_new_tokens))
         return [_to_plain(reply), reply.message]
 
-    async def sample(token_ids: list[int]) -> list[Any]:
+    async def sample(token_ids: list[int]) -> Fields:
         return _to_plain(await get(policy.sample(token_ids)))
 
-    async def report(outcome: list[Any], state: object) -> None:
+    async def report(outcome: Fields, state: object) -> None:
         await policy.report(outcome_from_plain(outcome), state)
 
     return {"chat": chat, "ask": ask, "sample": sample, "report": report, "resume": policy.resume}
 
 
-def _to_plain(sample: Sample) -> list[Any]:
+def _to_plain(sample: Sample) -> Fields:
     arrays = (sample.token_ids, sample.logprobs, sample.weight_versions)
     return [*(array.tobytes() for array in arrays), sample.text, sample.finish_reason]
 

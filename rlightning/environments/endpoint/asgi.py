@@ -5,9 +5,11 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
+from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import describe_error
 
 Message = MutableMapping[str, Any]
+"""Of ASGI: the scope of a request, or an event."""
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 GONE = 499
@@ -26,13 +28,13 @@ class Request:
         headers: by their names in small letters.
     """
 
-    def __init__(self, scope: Mapping[str, Any], receive: Receive) -> None:
+    def __init__(self, scope: Message, receive: Receive) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"].rstrip("/")
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._receive = receive
 
-    async def read_json(self, max_bytes: int) -> Mapping[str, Any]:
+    async def read_json(self, max_bytes: int) -> JsonObject:
         """Return the body parsed as a JSON object.
 
         Raises:

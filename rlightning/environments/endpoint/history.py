@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.messages import AssistantMessage, Message
@@ -158,7 +158,7 @@ def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchRe
     return "compacted" if found is None or found[0] < found[1] else "history_edited"
 
 
-def read_known(message: Mapping[str, Any]) -> Known:
+def read_known(message: Message) -> Known:
     """Normalise a message that :func:`clean` has cleaned, so that it can be compared."""
     calls = [
         {"name": call["function"].get("name"), "arguments": _read_arguments(call["function"].get("arguments"))}

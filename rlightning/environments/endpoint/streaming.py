@@ -3,16 +3,16 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rlightning.environments.messages import AssistantMessage
+from rlightning.environments.messages import AssistantMessage, JsonObject
 from rlightning.environments.partial_message import PartialMessage
 from rlightning.environments.recorder import RecordedTurn
 
-Event = tuple[str | None, Any]
+Event = tuple[str | None, JsonObject | str]
 """Of a stream: its name, where the API has one, and its data."""
 Emit = Callable[[Event], None]
-Reply = dict[str, Any] | None
+Reply = JsonObject | None
 """A body; None where all has been emitted as events of a stream."""
 
 
@@ -35,7 +35,7 @@ class EventWriter(ABC):
         self._num_written: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
     @abstractmethod
-    def write(self, answers: Answers) -> dict[str, Any]:
+    def write(self, answers: Answers) -> JsonObject:
         """Return the whole response."""
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:

@@ -13,6 +13,7 @@ from rlightning.environments.endpoint import Endpoint
 from rlightning.environments.endpoint.session import name_model
 from rlightning.environments.endpoint.shared_key import SharedKey
 from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
+from rlightning.environments.messages import JsonObject
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.verifiers.episode import Episode, EpisodeAssembly, Trace
 from rlightning.environments.verifiers.server import (
@@ -114,7 +115,7 @@ class Verifiers(Environment):
                 f"Verifiers: hang_timeout={hang_timeout} must be above 0 seconds": hang_timeout > 0,
             }
         )
-        self.config: dict[str, Any] = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset)}
+        self.config: JsonObject = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset)}
         self.config |= {} if environment is None else {"id": environment}
         self.config |= roles or {}
         self.python, self.agents, self.credit = os.path.expanduser(python), agents, credit
@@ -127,7 +128,7 @@ class Verifiers(Environment):
         except TypeError as error:
             raise ConfigError(f"Verifiers: endpoint={endpoint}: {cut_line(error)}.") from error
         self._roles = list(roles or {})
-        self._tasks: list[dict[str, Any]] = []
+        self._tasks: list[JsonObject] = []
         self.places = Places(num_workers * max_trajectories)
         self._servers: _Servers | None = None
         self._deaths = RestartPolicy(MAX_DEATHS)
@@ -225,10 +226,10 @@ class Verifiers(Environment):
                     key.add(name, session)
                     opened.callback(key.remove, name)
 
-    def _make_request(self, prompt: Prompt, policy: RecordedPolicy) -> dict[str, Any]:
+    def _make_request(self, prompt: Prompt, policy: RecordedPolicy) -> JsonObject:
         name = str(policy.chat_format.tokenizer.name_or_path)
         own = os.path.abspath(name) if os.path.isdir(name) else name
-        client: dict[str, Any] = {
+        client: JsonObject = {
             "type": "train",
             "base_url": f"{self.endpoint.url}/v1",
             "api_key_var": KEY_VARIABLE,
@@ -239,7 +240,7 @@ class Verifiers(Environment):
         # What is not said of the sampling is the run's own.
         return {"task_data": self._find_task(prompt), "client": client, "model": name_model(policy), "sampling": {}}
 
-    def _find_task(self, prompt: Prompt) -> Mapping[str, Any]:
+    def _find_task(self, prompt: Prompt) -> Mapping[str, object]:
         named = prompt.columns.get(COLUMN, prompt.index)
         if isinstance(named, Mapping):
             return named

@@ -2,11 +2,11 @@
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import BaseModel
 
+from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import cut_line
 from rlightning.types.trajectory import Turn
 
@@ -35,7 +35,7 @@ class Failure(BaseModel):
 class Node(BaseModel):
     """A message of a trace, with the tokens that it adds to the one before."""
 
-    message: dict[str, Any] = {}
+    message: JsonObject = {}
     sampled: bool = False
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -181,9 +181,9 @@ class EpisodeAssembly:
     """Assembles an episode from the messages of the server."""
 
     def __init__(self) -> None:
-        self._traces: dict[str, dict[str, Any]] = {}
+        self._traces: dict[str, JsonObject] = {}
 
-    def apply(self, delta: Mapping[str, Any]) -> bool:
+    def apply(self, delta: JsonObject) -> bool:
         """Add a message of the server; returns whether it begins a trace."""
         name = delta["trace"]
         if delta.get("discard"):
@@ -196,7 +196,7 @@ class EpisodeAssembly:
         trace.update(delta.get("set", {}))
         return is_new
 
-    def finish(self, reply: Mapping[str, Any]) -> Episode:
+    def finish(self, reply: JsonObject) -> Episode:
         """Return the assembled episode.
 
         Raises:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from rlightning import intervals
+from rlightning.environments.messages import JsonObject
 from rlightning.environments.worker_environment import own_search_path
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
@@ -34,7 +35,7 @@ MAX_ANNOUNCEMENT_BYTES = 1 << 30
 CLOSE_GRACE = 4.0
 """Seconds of a server to clean up after SIGTERM."""
 
-Event = tuple[str, Mapping[str, Any]] | Exception
+Event = tuple[str, JsonObject] | Exception
 """``delta`` or ``reply`` with what it says; or why no more will come."""
 
 
@@ -57,7 +58,7 @@ class Launch(NamedTuple):
     """
 
     python: str
-    config: Mapping[str, Any]
+    config: JsonObject
     variables: Mapping[str, str]
     hang_timeout: float
 
@@ -72,7 +73,7 @@ class Announcement(NamedTuple):
     """
 
     roles: list[str]
-    tasks: list[dict[str, Any]]
+    tasks: list[JsonObject]
     has_uv: bool
 
 
@@ -165,7 +166,7 @@ class EnvironmentServer:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     @asynccontextmanager
-    async def running(self, request: Mapping[str, Any]) -> AsyncIterator["asyncio.Queue[Event]"]:
+    async def running(self, request: JsonObject) -> AsyncIterator["asyncio.Queue[Event]"]:
         """Run a task, and yield the server's messages; cancel the task if the context exits before the reply."""
         name = secrets.token_hex(8)
         events = self.runs[name] = asyncio.Queue()
@@ -183,7 +184,7 @@ class EnvironmentServer:
         modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # of what the server starts
         return {**own, **paths, **modules, **self.launch.variables}
 
-    async def _exchange(self, settings: Mapping[str, Any]) -> Announcement:
+    async def _exchange(self, settings: JsonObject) -> Announcement:
         process = self._process
         assert process is not None
         reader, writer = await asyncio.open_connection(sock=process.connection, limit=MAX_ANNOUNCEMENT_BYTES)
@@ -202,7 +203,7 @@ class EnvironmentServer:
             raise ConfigError(f"Verifiers: {cut_line(found['error'])}", process.log_tail())
         return Announcement(**found)
 
-    async def _send(self, name: str, method: bytes, payload: Mapping[str, Any]) -> None:
+    async def _send(self, name: str, method: bytes, payload: JsonObject) -> None:
         await self._socket.send_multipart([name.encode(), method, msgpack.packb(payload)])
 
     async def _receive(self, heartbeat: Heartbeat) -> None:
