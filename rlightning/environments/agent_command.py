@@ -38,14 +38,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AgentCommand:
-    """A command that is run for each trajectory.
-
-    Args:
-        command: program and arguments. ``{name}`` stands for the prompt's column of that name.
-        folder: whose files are copied into each trajectory's folder; None: that is empty.
-        variables: of the program's environment, beside the trainer's own.
-        reward: what its reward is read from.
-    """
+    """A command that is run for each trajectory; its arguments are as of :class:`AgentProgram`."""
 
     def __init__(
         self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
@@ -64,15 +57,12 @@ class AgentCommand:
             raise ConfigError(f"environment.folder={self.folder} is no folder. Name one whose files the program needs.")
 
     async def run(self, prompt: Prompt, messages: list[Message] | None, variables: Mapping[str, str]) -> Outcome:
-        """Run the command once, for one trajectory.
+        """Run the command once, for one trajectory; raises a ChildProcessError if it failed.
 
         Args:
             prompt: that it gets on its standard input, as JSON: ``text``, ``index``, ``columns``, ``messages``.
             messages: of the prompt; None if it is no chat.
             variables: of this trajectory, for its environment.
-
-        Raises:
-            ChildProcessError: it failed.
         """
         environment = {**environment_without_key(), **variables, **self.variables}
         given = {"text": prompt.text, "index": prompt.index, "columns": prompt.columns, "messages": messages}

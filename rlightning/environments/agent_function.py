@@ -1,8 +1,4 @@
-"""An agent that is a function, which reaches the policy by a client of an API.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, and openai only
-where the function takes a client.
-"""
+"""An agent that is a function, which reaches the policy by a client of an API."""
 
 from __future__ import annotations
 
@@ -43,13 +39,9 @@ KEEP_ALIVE_SECONDS = 100.0
 
 
 class Access(NamedTuple):
-    """The URL and key by which an agent reaches the policy of its trajectory.
+    """The URL of OpenAI's API and the key by which an agent reaches the policy of its trajectory.
 
-    Attributes:
-        base_url: of OpenAI's API.
-        api_key: of the trajectory.
-        model: the policy's name.
-        messages: the prompt as a chat; None where the agent does not ask for it.
+    The messages are the prompt as a chat; None where the agent does not ask for it.
     """
 
     base_url: str
@@ -59,11 +51,9 @@ class Access(NamedTuple):
 
 
 class AgentFunction(Environment):
-    """Calls the user's agent function. In a worker process it is the environment; the trainer serves the endpoint.
+    """Calls the user's agent function, or the one that a dotted path names, with further ``arguments``.
 
-    Args:
-        agent: the function, or its dotted path.
-        arguments: further ones of it.
+    In a worker process it is the environment; the trainer serves the endpoint.
     """
 
     def __init__(self, agent: str | Callable[..., object], arguments: Mapping[str, object] | None = None) -> None:
@@ -77,11 +67,7 @@ class AgentFunction(Environment):
 
     @cached_property
     def function(self) -> Callable[..., object]:
-        """The user's agent function.
-
-        Raises:
-            ConfigError: there is none of this dotted path.
-        """
+        """The user's agent function; raises a ConfigError if there is none of this dotted path."""
         found = import_object(self.agent, self.name)
         if not callable(found):
             raise ConfigError(f"{self.name} is no function. {RULE}")
@@ -109,11 +95,7 @@ class AgentFunction(Environment):
         await self._clients.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory in a worker.
-
-        Raises:
-            LimitReachedError: the agent failed where a sequence had no more room.
-        """
+        """Make one trajectory in a worker; a LimitReachedError if the agent failed where there was no more room."""
         trainer = cast("RemotePolicy", policy)
         access = Access(*await trainer.open_session(wants_messages=self.wants_messages))
         try:
@@ -204,12 +186,7 @@ async def _close_http(http: HTTPClient) -> None:
 
 
 def read_outcome(returned: object) -> Outcome:
-    """Convert what an agent's function returned to an outcome.
-
-    Raises:
-        TypeError: it is neither a number, None nor an outcome.
-        ValueError: the number is not finite.
-    """
+    """Convert what an agent's function returned, a finite number, None or an outcome, to an outcome."""
     if isinstance(returned, Outcome):
         return returned
     if returned is None:

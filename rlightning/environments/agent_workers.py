@@ -39,8 +39,7 @@ class AgentWorkers(WorkerEnvironment):
     def takes(self, prompt: Prompt) -> bool:
         """Return whether a prompt can be sent to a worker unchanged; the first prompt that cannot be is logged.
 
-        Raises:
-            ConfigError: it would not, and it must run in a worker.
+        Where workers are required, it is a ConfigError.
         """
         reason = _find_unsendable(prompt.columns)
         if reason and self._is_required:
@@ -57,13 +56,7 @@ class AgentWorkers(WorkerEnvironment):
         return reason is None
 
     async def call(self, prompt: Prompt, session: Session, access: Callable[..., Access]) -> Outcome:
-        """Make one trajectory in a worker.
-
-        Raises:
-            LimitReachedError: the agent failed where a sequence had no more room.
-            TrajectoryLostError: it was lost with its worker.
-            RunError: no trajectory can go on.
-        """
+        """Make one trajectory in a worker; raises what :meth:`WorkerEnvironment.run` does."""
 
         async def open_session(wants_messages: bool) -> Fields:
             try:
@@ -91,8 +84,7 @@ def start_workers(
         settings: of the workers.
 
     Raises:
-        ConfigError: a setting is unknown, or of a value that cannot be, or the agent cannot run in the workers that
-            were asked for.
+        ConfigError: a setting cannot be, or the agent cannot run in the workers that were asked for.
     """
     is_required = bool(num_workers or settings)
     if num_workers is None:

@@ -9,11 +9,7 @@ from rlightning.types.trajectory import Outcome
 
 
 class Clock:
-    """Deadlines that are paused together. All methods belong to one event loop.
-
-    Attributes:
-        stopped_seconds: for which they have been paused so far.
-    """
+    """Deadlines that are paused together, for ``stopped_seconds`` so far. All methods belong to one event loop."""
 
     def __init__(self) -> None:
         self._deadlines: set[asyncio.Timeout] = set()

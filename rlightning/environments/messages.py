@@ -1,7 +1,4 @@
-"""Chat messages, as environments and the policy exchange them.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""Chat messages, as environments and the policy exchange them."""
 
 from __future__ import annotations
 
@@ -16,12 +13,7 @@ Message = JsonObject
 
 
 class ToolCall(NamedTuple):
-    """A tool call that the policy wrote.
-
-    Attributes:
-        id: that the tool's answer refers to.
-        arguments: JSON of an object.
-    """
+    """A tool call that the policy wrote; its answer refers to the id, and the arguments are JSON of an object."""
 
     id: str
     name: str

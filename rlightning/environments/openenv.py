@@ -1,7 +1,4 @@
-"""Environments on a server of OpenEnv (package openenv-core), reached through its WebSocket protocol.
-
-Workers of environments import this file in other interpreters: Python 3.10, websockets, nothing else.
-"""
+"""Environments on a server of OpenEnv (package openenv-core), reached through its WebSocket protocol."""
 
 from __future__ import annotations
 
@@ -96,12 +93,7 @@ class Session:
         self._socket: Any = None
 
     async def connect(self) -> None:
-        """Connect to the server.
-
-        Raises:
-            ConfigError: the package websockets is missing.
-            ConnectionError: there is no server.
-        """
+        """Connect to the server; raises a ConnectionError if there is none."""
         try:
             from websockets.asyncio.client import connect
             from websockets.exceptions import WebSocketException
@@ -137,11 +129,7 @@ class Session:
             await socket.close()
 
     async def _request(self, kind: str, data: Mapping[str, object]) -> JsonObject:
-        """Send a request, and return the server's response.
-
-        Raises:
-            RuntimeError: it refuses, or answers something else.
-        """
+        """Send a request, and return the server's response; raises a RuntimeError if that is none of OpenEnv's."""
         from websockets.exceptions import ConnectionClosed
 
         with suppress(ConnectionClosed):  # what it has sent before, such as that it has no place, can still be read
@@ -162,11 +150,7 @@ class Session:
         return result
 
     def _read_observation(self, result: JsonObject) -> str:
-        """Convert an observation to what the policy is shown.
-
-        Raises:
-            RuntimeError: it has no such field.
-        """
+        """Convert an observation to what the policy is shown; raises a RuntimeError if it lacks the field."""
         fields, name = result.get("observation"), self._settings.observation
         if name is None:
             return json.dumps(fields, ensure_ascii=False)

@@ -1,7 +1,4 @@
-"""Validates outcomes that environments return, and converts them to and from plain types.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""Validates outcomes that environments return, and converts them to and from plain types."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
@@ -43,11 +44,9 @@ PART_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """The request to make a group: a prompt, how to sample, and the number of trajectories.
+    """The request to make a group: a prompt, how to sample, with the group's own seed, and the number of trajectories.
 
-    Attributes:
-        sampling: how; its seed is the group's own.
-        saved: the trajectories as a checkpoint had them (:meth:`RecordedGroup.save`), to go on from; None: they begin.
+    Those that a checkpoint ``saved`` (:meth:`RecordedGroup.save`) go on from there.
     """
 
     prompt: Prompt
@@ -123,6 +122,11 @@ class RecordedPolicy:
         """Whether a turn has been recorded, or a part was split off, which records its own."""
         return bool(self.recorder.turns or self._num_parts)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit on tokens cut the last turn."""
+        return self.has_reached_limit or any(sample.is_truncated for sample in self.recorder.samples[-1:])
+
     def split(self) -> "RecordedPolicy":
         """Return a policy that records a part of the trajectory separately, such as one of several agents.
 
@@ -142,7 +146,7 @@ class RecordedPolicy:
         if recorder.branches:
             if tools is not None and list(tools) != (self._tools or []):
                 raise ValueError("Tools are given with the first turn, and stay the same in later ones.")
-            last = next(turn.sample for turn in reversed(recorder.turns) if turn.sample is not None)
+            last = recorder.samples[-1]
             ended = last.finish_reason == "stop"
             added = self.chat_format.render_observations(observations, sampled=last.token_ids, ended=ended)
             history = [*recorder.branches[-1].token_ids, *added]
@@ -218,10 +222,9 @@ class RecordedPolicy:
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
-        """Return the trajectory in plain types; None if no state was reported. Another thread may call this.
+        """Return the trajectory, ended with ``outcome``, in plain types. Another thread may call this.
 
-        Args:
-            outcome: of one that has ended; None: it is under way, and is returned as of its last state.
+        Without an outcome it is returned as of its last state; None if no state was reported.
         """
         kept = self._kept if outcome is None else (self.recorder.mark(), self._settings(), None)
         if kept is None:
@@ -284,7 +287,8 @@ class RecordedPolicy:
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             try:
-                samples = await self._sample(token_ids, sampling, num_samples, on_tokens)
+                sample = self._sampler.sample if on_tokens is None else partial(stream_tokens, self._sampler, on_tokens)
+                samples = await sample(token_ids, sampling, num_samples=num_samples, session=self._session)
             except Exception as error:
                 # That a schema is refused is the client's own error, and the trajectory goes on.
                 is_refusal = isinstance(error, RequestRefusedError) and not isinstance(error, StreamLostError)
@@ -300,29 +304,19 @@ class RecordedPolicy:
         self.on_turn()
         return self.recorder.record(reservation, samples, observations, messages)
 
-    async def _sample(
-        self, token_ids: Sequence[int], sampling: Sampling, num_samples: int, on_tokens: OnTokens | None
-    ) -> list[Sample]:
-        arguments: JsonObject = {"num_samples": num_samples, "session": self._session}
-        if on_tokens is None:
-            return await self._sampler.sample(token_ids, sampling, **arguments)
-        return await stream_tokens(self._sampler, on_tokens, token_ids, sampling, **arguments)
-
     def record(self, token_ids: Sequence[int], sample: Sample) -> None:
         """Record a turn that was sampled after ``token_ids``."""
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
         """Return the trajectory; its status is "truncated" if a limit on tokens cut it."""
-        prompt, turns = self._request.prompt, self.recorder.turns
-        samples = [turn.sample for turn in turns if turn.sample is not None]
-        is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
+        prompt = self._request.prompt
         is_usual = self.temperature in (None, self.sampling.temperature)
         return Trajectory(
             prompt if is_usual else prompt._replace(temperature=self.temperature),
             tuple(self.recorder.branches),
-            tuple(turns),
-            "truncated" if outcome.status == "finished" and is_cut else outcome.status,
+            tuple(self.recorder.turns),
+            "truncated" if outcome.status == "finished" and self.is_cut else outcome.status,
             reward=total_reward(outcome),
             turn_rewards=outcome.turn_rewards,
             metrics=outcome.metrics | ({CONSTRAINED: float(self.num_constrained)} if self.num_constrained else {}),

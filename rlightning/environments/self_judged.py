@@ -70,19 +70,14 @@ class SelfJudged(Environment):
         return await self.environment.run_group(prompt, _JudgedGroup(group, partial(self._score, prompt)))
 
     async def _score(self, prompt: Prompt, policy: Policy, outcome: Outcome) -> Outcome:
-        """Have the policy judge an outcome, and return the outcome with the weighted score added to its reward.
-
-        Raises:
-            ConfigError: the prompt has no column that the rubric names.
-        """
+        """Have the policy judge an outcome, and return the outcome with the weighted score added to its reward."""
         outcome = check_outcome(outcome)
         if outcome.status not in ("finished", "truncated"):
             return outcome
         assert isinstance(policy, RecordedPolicy), "groups have these"
-        turns = policy.recorder.turns
-        said = next((turn.sample.text for turn in reversed(turns) if turn.sample is not None), "")
+        said = "".join(sample.text for sample in policy.recorder.samples[-1:])
         given: dict[str, Any] = {"prompt": prompt.text, "completion": said, "full_text": prompt.text + said}
-        given |= {"turns": [turn.message for turn in turns]}
+        given |= {"turns": [turn.message for turn in policy.recorder.turns]}
         try:
             messages = self.judge.write({**prompt.columns, **given})
         except KeyError as error:

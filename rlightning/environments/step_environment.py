@@ -1,7 +1,4 @@
-"""An environment made of a class with gymnasium's methods ``reset`` and ``step``.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""An environment made of a class with gymnasium's methods ``reset`` and ``step``."""
 
 from __future__ import annotations
 
@@ -135,14 +132,7 @@ async def save(game: StepObject, *parts: object) -> JsonObject | None:
 
 
 class Step(NamedTuple):
-    """The result of ``step``.
-
-    Attributes:
-        observation: as it was returned.
-        reward: None where it gave none.
-        status: of the trajectory, if it is over.
-        metrics: the numbers in ``info``.
-    """
+    """The result of ``step``: the metrics are the numbers in ``info``, the status that of a trajectory that is over."""
 
     observation: object
     reward: float | None
@@ -167,12 +157,7 @@ def check_methods(found: object, name: str) -> None:
 
 
 def read_step(returned: object) -> Step:
-    """Parse the result of ``step``: a tuple of four parts, or gymnasium's of five.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: the reward is not finite.
-    """
+    """Parse the result of ``step``: a tuple of four parts, or gymnasium's of five, with a finite reward or None."""
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise TypeError(
             f"step() returned {cut_value(returned)}, and has to return (observation, reward, done, info) or "
@@ -188,11 +173,7 @@ def read_step(returned: object) -> Step:
 
 
 def read_messages(observation: object, method: str) -> list[Message]:
-    """Convert an observation (a text, a message, a list of messages) to messages.
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    """Convert an observation (a text, a message, a list of messages) to messages; raises a TypeError for another."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     messages = [observation] if isinstance(observation, Mapping) else observation
@@ -216,11 +197,7 @@ def _is_message(message: object) -> bool:
 
 
 def read_metrics(info: object, method: str) -> dict[str, float]:
-    """Return the numeric entries of an ``info``.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Return the numeric entries of an ``info``; raises a TypeError if it is neither a mapping nor None."""
     if info is not None and not isinstance(info, Mapping):
         raise TypeError(f"{method}() returned the info {cut_value(info)}, and has to return a dict or None.")
     return {str(name): float(value) for name, value in (info or {}).items() if isinstance(value, Real)}

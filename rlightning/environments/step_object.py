@@ -1,7 +1,4 @@
-"""An object of the user's. Its sync methods may block and run in a thread, so that many trajectories run at once.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""An object of the user's. Its sync methods may block and run in a thread, so that many trajectories run at once."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ SNAPSHOT_METHODS = ("snapshot", "restore")
 
 
 async def await_user_code(work: Awaitable[T]) -> T:
-    """Await user code; a SystemExit or KeyboardInterrupt, which would end the event loop, is wrapped in an error.
-
-    Raises:
-        RuntimeError: it raised one of these two.
-    """
+    """Await user code; a SystemExit or KeyboardInterrupt, which would end the event loop, becomes a RuntimeError."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
@@ -78,10 +71,9 @@ class SerialThread:
 
 
 class StepObject:
-    """The user's object of one trajectory. Async methods run on the event loop, all others in one thread.
+    """The user's object of one trajectory, ``made``, None before there is one.
 
-    Attributes:
-        made: the object; None before there is one.
+    Its async methods run on the event loop, all others in one thread.
     """
 
     def __init__(self) -> None:
@@ -117,11 +109,7 @@ class StepObject:
         return all(callable(getattr(self.made, name, None)) for name in SNAPSHOT_METHODS)
 
     async def restore(self, state: object) -> None:
-        """Restore the object from the result of another object's ``snapshot``.
-
-        Raises:
-            TrajectoryLostError: it does not.
-        """
+        """Restore the object from another one's ``snapshot``; raises a TrajectoryLostError if that fails."""
         try:
             await self.call("restore", state)
         except Exception as error:
@@ -149,8 +137,7 @@ class StepObject:
 
 def is_async(function: Callable[..., object]) -> bool:
     """Return whether a function or callable object is async."""
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 async def call_function(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
@@ -164,11 +151,7 @@ async def call_function(function: Callable[..., object], arguments: Mapping[str,
 
 
 def read_state(state: object, *names: str) -> JsonObject:
-    """Validate a state that an environment reported.
-
-    Raises:
-        TrajectoryLostError: it is another environment's.
-    """
+    """Validate a state that an environment reported; raises a TrajectoryLostError for another environment's."""
     if not isinstance(state, Mapping) or set(state) != set(names):
         raise TrajectoryLostError("its snapshot is another environment's", is_cause=False)
     return dict(state)

@@ -15,11 +15,7 @@ from rlightning.types.trajectory import Sample
 class TimedSampler(TokenSampler):
     """The sampler of one trajectory, which measures the seconds in which at least one request is under way.
 
-    Args:
-        before: timings of the part of the trajectory that an earlier run has made.
-
-    Attributes:
-        clock: of the trajectory; the time for which it is stopped does not count.
+    It goes on from the timings ``before``. The time for which the trajectory's ``clock`` is stopped does not count.
     """
 
     def __init__(self, sampler: TokenSampler, before: Mapping[str, float] | None = None) -> None:

@@ -1,7 +1,6 @@
 """JSON schemas of tools, from type hints and docstrings of Python functions, and the validation of arguments.
 
-The schemas are those of ``transformers.utils.get_json_schema``, which workers of environments may not have: they import
-this file in other interpreters, with Python 3.10 and the standard library, nothing else.
+The schemas are those of ``transformers.utils.get_json_schema``, which workers of environments may not have.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 def describe_tool(function: Callable[..., object], what: str) -> Message:
     """Return the JSON schema of a function in the form that chat APIs and chat templates take.
 
-    Raises:
-        ConfigError: it has no docstring, or a parameter without a type hint, or of a type that JSON has not.
+    Raises a ConfigError if a docstring or type hint is missing, or JSON has no such type.
     """
     description, about = read_docstring(inspect.getdoc(function) or "")
     name = function.__name__
@@ -81,11 +79,7 @@ def own_parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def describe_type(hint: object, what: str) -> Schema:
-    """Return the JSON schema of a type hint.
-
-    Raises:
-        ConfigError: JSON has no such type.
-    """
+    """Return the JSON schema of a type hint; raises a ConfigError if JSON has no such type."""
     if hint is Any:
         return {}
     if hint in SIMPLE:

@@ -1,7 +1,4 @@
-"""A worker process that makes the trajectories of another environment, many concurrently on one event loop.
-
-It may run in another interpreter than the trainer: Python 3.10, the standard library and msgpack, nothing else.
-"""
+"""A worker process that makes the trajectories of another environment, many concurrently on one event loop."""
 
 from __future__ import annotations
 
@@ -113,11 +110,7 @@ class EnvironmentWorker:
         asyncio.get_running_loop().call_later(intervals.WORKER_POLL_INTERVAL, self._beat)
 
     async def _set_up(self, path: str, arguments: JsonObject, search_path: list[str]) -> None:
-        """Construct the environment.
-
-        Raises:
-            ConfigError: it cannot be found, is none, or cannot be made.
-        """
+        """Construct the environment; raises a ConfigError if it cannot be found, is none, or cannot be made."""
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         kind = find_class(path)
         if not kind.runs_in_workers:
@@ -164,11 +157,7 @@ class EnvironmentWorker:
 
 
 def find_class(path: str) -> type[Environment]:
-    """Import an environment's class.
-
-    Raises:
-        ConfigError: there is none of this dotted path.
-    """
+    """Import an environment's class; raises a ConfigError if there is none of this dotted path."""
     what = f"environment.environment={path}"
     kind = import_object(path, what)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):

@@ -104,11 +104,7 @@ class WorkerEnvironment(Environment):
         self._pool: tuple[asyncio.AbstractEventLoop, WorkerPool] | None = None
 
     async def check(self) -> None:
-        """Start the workers, and wait until one of them is ready.
-
-        Raises:
-            ConfigError: the interpreter or the environment cannot be used.
-        """
+        """Start the workers, and wait until one of them is ready; raises a ConfigError if they cannot be used."""
         try:
             await self._get_pool().check()
         except (ProcessStartError, OSError) as error:
@@ -158,11 +154,7 @@ class WorkerEnvironment(Environment):
         return outcome
 
     def _get_pool(self) -> WorkerPool:
-        """Return the workers of the running event loop.
-
-        Raises:
-            ConfigError: the interpreter cannot be used.
-        """
+        """Return the workers of the running event loop; raises a ConfigError if the interpreter cannot be used."""
         loop = asyncio.get_running_loop()
         if self._pool is None or self._pool[0] is not loop:
             if self.python is not None:
@@ -184,8 +176,7 @@ class WorkerEnvironment(Environment):
     def _describe_end(self, pool: WorkerPool, error: WorkerError) -> tuple[str, str]:
         """Return how a trajectory's worker exited, as one line and with the stacks of its threads.
 
-        Raises:
-            EnvironmentFailedError: too many have ended in a row.
+        Raises an EnvironmentFailedError if too many have ended in a row.
         """
         is_hung = isinstance(error, WorkerHungError)
         how = f"did not respond for {self.hang_timeout:g} s" if is_hung else f"ended ({error})"
@@ -209,11 +200,9 @@ class WorkerEnvironment(Environment):
 
 
 def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
-    """Return the RPC methods by which a worker samples from the policy.
+    """Return the RPC methods by which a worker samples from the policy of its trajectory.
 
-    Args:
-        policy: of the worker's trajectory.
-        errors: gets those that no trajectory can go on with; the worker gets them too.
+    An error that no trajectory can go on with is added to ``errors``; the worker gets it too.
     """
 
     async def get(request: Awaitable[Made]) -> Made:

@@ -21,12 +21,7 @@ class ClientGoneError(Exception):
 
 
 class Request:
-    """An HTTP request.
-
-    Attributes:
-        path: without a query, and slashes at its end.
-        headers: by their names in small letters.
-    """
+    """An HTTP request: the path is without a query and slashes at its end, names of headers are in small letters."""
 
     def __init__(self, scope: Message, receive: Receive) -> None:
         self.method: str = scope["method"]
@@ -35,12 +30,7 @@ class Request:
         self._receive = receive
 
     async def read_json(self, max_bytes: int) -> JsonObject:
-        """Return the body parsed as a JSON object.
-
-        Raises:
-            APIError: it is none, or longer than ``max_bytes``.
-            ClientGoneError: it did not come.
-        """
+        """Return the body parsed as a JSON object; raises an APIError if it is none, or longer than ``max_bytes``."""
         read, is_whole = bytearray(), False
         while not is_whole:
             message = await self._receive()

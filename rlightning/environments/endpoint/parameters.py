@@ -98,14 +98,9 @@ class RequestParameters(BaseModel):
 def read_parameters(
     body: Mapping[str, object], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
 ) -> RequestParameters:
-    """Parse the parameters of a request.
+    """Parse the parameters of a request, without the ``ignored`` and the ``others``, which the route reads by itself.
 
-    Args:
-        ignored: parameters that are passed over, whatever they say.
-        others: parameters that the route reads by itself.
-
-    Raises:
-        APIError: a parameter is of the wrong type, or cannot be honoured.
+    Raises an APIError for a parameter of the wrong type, or one that cannot be honoured.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in ignored}
     neutral = {**NEUTRAL, "top_p": (sampling.top_p,), "min_p": (sampling.min_p,)}

@@ -104,24 +104,15 @@ def _read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
     return read_tools({"tools": functions, "tool_choice": body.get("tool_choice")}, ignored)
 
 
-class _Ids(dict[str, str]):
-    """The ids of the parts of a response, by kind; each is made at its first access."""
-
-    def __missing__(self, kind: str) -> str:
-        self[kind] = _make_id(kind)
-        return self[kind]
-
-
 class ResponseWriter(BlockWriter):
     """Writes a response of the Responses API, whole or as a stream, in which each tool call is one part.
 
-    Attributes:
-        ids: of the response ("resp") and its parts.
+    Its ``ids`` are those of the response ("resp") and its parts.
     """
 
     def __init__(self, body: JsonObject, model: str) -> None:
         super().__init__()
-        self.ids = _Ids()
+        self.ids = {kind: _make_id(kind) for kind in ("resp", "rs", "msg")}
         self._numbers = count()
         self._head = {
             "id": self.ids["resp"],

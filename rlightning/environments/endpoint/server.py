@@ -102,11 +102,7 @@ class Endpoint:
         return self._url
 
     async def start(self) -> None:
-        """Start to listen, unless the server listens already.
-
-        Raises:
-            ConfigError: it cannot listen there, or no HTTP server is installed.
-        """
+        """Start to listen, unless the server listens already; raises a ConfigError if it cannot."""
         if self._serving is None:
             uvicorn = _import_server()
             listener = self._bind()
@@ -253,11 +249,7 @@ class Endpoint:
 
 
 class RouteWork:
-    """A running route, which is cancelled if the client disconnects.
-
-    Attributes:
-        is_abandoned: whether the client has gone before the end.
-    """
+    """A running route, which is cancelled, and then ``is_abandoned``, if the client disconnects before its end."""
 
     def __init__(self, route: Route, session: Session, body: JsonObject, request: Request) -> None:
         self.is_abandoned = False
@@ -281,11 +273,7 @@ class RouteWork:
         return event
 
     def result(self) -> Reply:
-        """Return the route's reply; called after the last event.
-
-        Raises:
-            APIError: it has failed.
-        """
+        """Return the route's reply, after its last event; raises an APIError if it has failed."""
         if self.is_abandoned:
             return None
         if self._work.cancelled():

@@ -20,7 +20,6 @@ from rlightning.environments.verifiers.server import (
     KEY_VARIABLE,
     Announcement,
     EnvironmentServer,
-    Launch,
     ServerEndedError,
     ServersClosedError,
 )
@@ -134,11 +133,7 @@ class Verifiers(Environment):
         self._deaths = RestartPolicy(MAX_DEATHS)
 
     async def check(self) -> None:
-        """Start a server, and have it list its tasks.
-
-        Raises:
-            ConfigError: the interpreter, the task set or the agents cannot be used.
-        """
+        """Start a server, and have it list its tasks; raises a ConfigError if something of it cannot be used."""
         try:
             import zmq  # noqa: F401
         except ImportError as error:
@@ -157,13 +152,7 @@ class Verifiers(Environment):
         await self.endpoint.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory.
-
-        Raises:
-            EnvironmentFailedError: servers end again and again.
-            TrajectoryLostError: the server ended or hung.
-            RunError: no trajectory can go on.
-        """
+        """Make one trajectory; raises an EnvironmentFailedError if servers end again and again."""
         if not isinstance(policy, RecordedPolicy):
             raise TypeError("Verifiers needs the policy of the trainer's process.")
         found = self._get_servers()
@@ -259,8 +248,7 @@ class Verifiers(Environment):
     def _read(self, episode: Episode, policy: RecordedPolicy, parts: Mapping[str, RecordedPolicy]) -> Outcome:
         """Return the outcome of an episode; its trained traces are recorded in ``policy``.
 
-        Raises:
-            ValueError: what verifiers says of the tokens or the rewards cannot be.
+        Raises a ValueError if what verifiers says of the tokens or the rewards cannot be.
         """
         if episode.has_timed_out:
             return Outcome(status="timeout", error="A deadline of verifiers' has passed.")
@@ -272,24 +260,20 @@ class Verifiers(Environment):
             recorder = parts[trace.id].recorder
             turns = trace.match(recorder.turns)
             if self._is_trained(trace):
-                first = policy.recorder.num_sampled
+                first = len(policy.recorder.samples)
                 policy.recorder.extend(recorder, turns)
-                trained.append((trace, list(range(first, policy.recorder.num_sampled))))
+                trained.append((trace, list(range(first, len(policy.recorder.samples)))))
                 policy.temperature = parts[trace.id].temperature
         if not policy.recorder.branches:
             raise ValueError("the episode ended without a turn of an agent that is trained")
         given = [reward for trace, _ in trained if (reward := trace.sum_rewards()) is not None]
         mean = sum(given) / len(given) if given else None
-        is_cut = any(trace.is_cut or _is_cut(parts[trace.id]) for trace, _ in trained)
+        is_cut = any(trace.is_cut or parts[trace.id].is_cut for trace, _ in trained)
         return Outcome(
             reward=mean,
             traces=None if mean is None or self.credit == "episode" else _to_agent_traces(trained, mean),
             status="truncated" if is_cut else "finished",
-            metrics={
-                "turns": float(policy.recorder.num_sampled),
-                "branches": float(len(policy.recorder.branches)),
-                **_collect_metrics(episode),
-            },
+            metrics=policy.recorder.metrics() | _collect_metrics(episode),
         )
 
     def _is_trained(self, trace: Trace) -> bool:
@@ -300,15 +284,14 @@ class Verifiers(Environment):
         if self._servers is None or self._servers.loop is not loop:
             key = self.endpoint.share_key()
             variables = {**self.variables, KEY_VARIABLE: key.key}
-            launch = Launch(self.python, self.config, variables, self.hang_timeout)
-            servers = [EnvironmentServer(launch) for _ in range(self.num_workers)]
-            self._servers = _Servers(loop, servers, key)
+            launch = self.python, self.config, variables, self.hang_timeout
+            self._servers = _Servers(loop, [EnvironmentServer(*launch) for _ in range(self.num_workers)], key)
         return self._servers
 
     async def _start(self, server: EnvironmentServer) -> None:
         """Start a server unless it is running."""
-        async with server.starting() as is_needed:
-            if not is_needed:
+        async with server.starting:
+            if server.is_up:
                 return
             if server.has_run and not self._deaths.take():
                 raise EnvironmentFailedError(
@@ -344,12 +327,6 @@ def check_verifiers(python: str) -> None:
             f"environment.python={python} has verifiers {version}, and this speaks with {VERSION}. Install that: "
             f"{python} -m pip install 'verifiers=={VERSION}.*'."
         )
-
-
-def _is_cut(part: RecordedPolicy) -> bool:
-    """Return whether a limit on tokens cut the last turn of a trace."""
-    samples = [turn.sample for turn in part.recorder.turns if turn.sample is not None]
-    return part.has_reached_limit or bool(samples and samples[-1].is_truncated)
 
 
 def _to_agent_traces(trained: Sequence[tuple[Trace, list[int]]], default: float) -> list[AgentTrace]:

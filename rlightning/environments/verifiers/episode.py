@@ -110,11 +110,7 @@ class Trace(BaseModel):
         return None
 
     def sum_rewards(self) -> float | None:
-        """Return the weighted sum of the trace's rewards; None if it has none.
-
-        Raises:
-            ValueError: a reward is not finite.
-        """
+        """Return the weighted, finite sum of the trace's rewards; None if it has none."""
         given = [reward.score * reward.weight for reward in self.rewards.values() if reward is not None]
         if not all(map(math.isfinite, given)):
             raise ValueError(f"rewards of '{self.agent.name}' are not finite: {given}")
@@ -123,12 +119,7 @@ class Trace(BaseModel):
     def match(self, turns: Sequence[Turn]) -> list[Turn]:
         """Return the trace's messages after the prompt, those of the policy with the samples that they came from.
 
-        Args:
-            turns: of the policy's, as recorded.
-
-        Raises:
-            ValueError: the trace's turns are not those that were sampled, each once and with the same
-                log-probabilities.
+        Raises a ValueError if they are not the recorded ``turns``, each once and with the same log-probabilities.
         """
         left = list(turns)
         asked = [call.node for call in self.calls if call.node is not None and call.error is None]
@@ -197,11 +188,7 @@ class EpisodeAssembly:
         return is_new
 
     def finish(self, reply: JsonObject) -> Episode:
-        """Return the assembled episode.
-
-        Raises:
-            ValueError: the server has refused it, or a piece is missing.
-        """
+        """Return the assembled episode; raises a ValueError if the server has refused it, or a piece is missing."""
         if not reply.get("success"):
             raise ValueError(f"verifiers refused the task: {cut_line(str(reply.get('error')))}")
         for summary in reply["traces"]:
