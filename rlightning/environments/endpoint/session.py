@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, to_json
 from rlightning.environments.endpoint.parameters import RequestParameters, to_sampling
-from rlightning.environments.endpoint.streaming import Answers, TurnStream
+from rlightning.environments.endpoint.streaming import Answers, Reply, TurnStream
 from rlightning.environments.environment import LimitReachedError
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
@@ -60,7 +60,7 @@ class Session:
         self.policy, self.ignored = policy, ignored
         self.model = name_model(policy)
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self.requests: set[asyncio.Task[Any]] = set()
+        self.requests: set[asyncio.Task[Reply]] = set()
         self.num_abandoned = 0
         self.responses: dict[str, list[Message]] = {}
         self._keeps_reasoning, self._allowed = keeps_reasoning, allowed
