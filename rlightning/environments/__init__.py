@@ -1,4 +1,8 @@
-"""Environments, which turn prompts into finished trajectories. Importing this needs the standard library alone."""
+"""Environments, which turn prompts into finished trajectories. Importing this needs the standard library alone.
+
+Workers import ``worker`` and their environment in other interpreters: Python 3.10, the standard library, msgpack, and
+what an environment itself needs, such as openai or websockets.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Literal
 
 from rlightning import intervals
 from rlightning.environments.messages import Message
@@ -38,14 +38,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AgentCommand:
-    """A command that is run for each trajectory.
-
-    Args:
-        command: program and arguments. ``{name}`` stands for the prompt's column of that name.
-        folder: whose files are copied into each trajectory's folder; None: that is empty.
-        variables: of the program's environment, beside the trainer's own.
-        reward: what its reward is read from.
-    """
+    """A command that is run for each trajectory; its arguments are as of :class:`AgentProgram`."""
 
     def __init__(
         self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
@@ -64,15 +57,12 @@ class AgentCommand:
             raise ConfigError(f"environment.folder={self.folder} is no folder. Name one whose files the program needs.")
 
     async def run(self, prompt: Prompt, messages: list[Message] | None, variables: Mapping[str, str]) -> Outcome:
-        """Run the command once, for one trajectory.
+        """Run the command once, for one trajectory; raises a ChildProcessError if it failed.
 
         Args:
             prompt: that it gets on its standard input, as JSON: ``text``, ``index``, ``columns``, ``messages``.
             messages: of the prompt; None if it is no chat.
             variables: of this trajectory, for its environment.
-
-        Raises:
-            ChildProcessError: it failed.
         """
         environment = {**environment_without_key(), **variables, **self.variables}
         given = {"text": prompt.text, "index": prompt.index, "columns": prompt.columns, "messages": messages}
@@ -146,7 +136,7 @@ async def run_process(
         raise
     finally:
         os.close(lifeline)
-    assert process.stdin is not None
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     output, errors = bytearray(), bytearray()
     readers = [
         asyncio.ensure_future(_read_tail(pipe, tail))
@@ -182,7 +172,7 @@ async def _wait_for_exit(pid: int) -> None:
         os.close(descriptor)
 
 
-async def _read_tail(pipe: Any, tail: bytearray) -> None:
+async def _read_tail(pipe: IO[bytes], tail: bytearray) -> None:
     """Read a pipe to its end, and keep the end of it in ``tail``."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -196,7 +186,7 @@ async def _read_tail(pipe: Any, tail: bytearray) -> None:
         transport.close()
 
 
-async def _write(pipe: Any, data: bytes) -> None:
+async def _write(pipe: IO[bytes], data: bytes) -> None:
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
@@ -206,7 +196,7 @@ async def _write(pipe: Any, data: bytes) -> None:
     writer.close()
 
 
-def _fill(part: str, columns: Mapping[str, Any]) -> str:
+def _fill(part: str, columns: Mapping[str, object]) -> str:
     """Replace the names of columns in braces in an argument by the columns' values; braces in a value are kept."""
     names = "|".join(map(re.escape, columns))
     return re.sub(f"{{({names})}}", lambda found: str(columns[found[1]]), part) if names else part

@@ -1,8 +1,4 @@
-"""An agent that is a function, which reaches the policy by a client of an API.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, and openai only
-where the function takes a client.
-"""
+"""An agent that is a function, which reaches the policy by a client of an API."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import cached_property
 from numbers import Real
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from rlightning.environments.agent_limit import is_limit
 from rlightning.environments.dotted_path import import_object, name_object
@@ -25,9 +21,12 @@ from rlightning.foreign_text import cut_line, cut_value, describe_error
 from rlightning.types.trajectory import Outcome, Prompt
 
 if TYPE_CHECKING:
+    from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
+
     from rlightning.environments.messages import Message
     from rlightning.environments.worker import RemotePolicy
 
+HTTPClient: TypeAlias = "DefaultAsyncHttpxClient | DefaultHttpxClient"
 GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
 """Parameters of an agent that it is given."""
 RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
@@ -40,13 +39,9 @@ KEEP_ALIVE_SECONDS = 100.0
 
 
 class Access(NamedTuple):
-    """The URL and key by which an agent reaches the policy of its trajectory.
+    """The URL of OpenAI's API and the key by which an agent reaches the policy of its trajectory.
 
-    Attributes:
-        base_url: of OpenAI's API.
-        api_key: of the trajectory.
-        model: the policy's name.
-        messages: the prompt as a chat; None where the agent does not ask for it.
+    The messages are the prompt as a chat; None where the agent does not ask for it.
     """
 
     base_url: str
@@ -56,14 +51,12 @@ class Access(NamedTuple):
 
 
 class AgentFunction(Environment):
-    """Calls the user's agent function. In a worker process it is the environment; the trainer serves the endpoint.
+    """Calls the user's agent function, or the one that a dotted path names, with further ``arguments``.
 
-    Args:
-        agent: the function, or its dotted path.
-        arguments: further ones of it.
+    In a worker process it is the environment; the trainer serves the endpoint.
     """
 
-    def __init__(self, agent: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, agent: str | Callable[..., object], arguments: Mapping[str, object] | None = None) -> None:
         self.agent, self.arguments = agent, dict(arguments or {})
         self._clients = _IdleClients()
 
@@ -73,16 +66,12 @@ class AgentFunction(Environment):
         return f"AgentProgram: agent={name_object(self.agent)}"
 
     @cached_property
-    def function(self) -> Callable[..., Any]:
-        """The user's agent function.
-
-        Raises:
-            ConfigError: there is none of this dotted path.
-        """
+    def function(self) -> Callable[..., object]:
+        """The user's agent function; raises a ConfigError if there is none of this dotted path."""
         found = import_object(self.agent, self.name)
         if not callable(found):
             raise ConfigError(f"{self.name} is no function. {RULE}")
-        return cast("Callable[..., Any]", found)
+        return found
 
     @property
     def wants_messages(self) -> bool:
@@ -106,11 +95,7 @@ class AgentFunction(Environment):
         await self._clients.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory in a worker.
-
-        Raises:
-            LimitReachedError: the agent failed where a sequence had no more room.
-        """
+        """Make one trajectory in a worker; a LimitReachedError if the agent failed where there was no more room."""
         trainer = cast("RemotePolicy", policy)
         access = Access(*await trainer.open_session(wants_messages=self.wants_messages))
         try:
@@ -137,7 +122,7 @@ class AgentFunction(Environment):
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.function).parameters
 
-    def _select_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_arguments(self, given: Mapping[str, object]) -> dict[str, object]:
         takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
         own = {name: value for name, value in given.items() if name in self._parameters or takes_all}
         return {**own, **self.arguments}
@@ -151,10 +136,10 @@ class _IdleClients:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._idle: dict[bool, list[Any]] = {True: [], False: []}
+        self._idle: dict[bool, list[HTTPClient]] = {True: [], False: []}
 
     @asynccontextmanager
-    async def borrow(self, access: Access, *, is_async: bool) -> AsyncIterator[Any]:
+    async def borrow(self, access: Access, *, is_async: bool) -> AsyncIterator[object]:
         """Yield an OpenAI client for one trajectory; its connections are closed if the trajectory raised an error."""
         openai = _import_openai()
         loop = asyncio.get_running_loop()
@@ -183,16 +168,17 @@ class _IdleClients:
                 await _close_http(http)
 
 
-def _open_http(openai: ModuleType, *, is_async: bool) -> Any:
+def _open_http(openai: ModuleType, *, is_async: bool) -> HTTPClient:
     kind = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
     limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
         max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
     )
     # Proxies of the environment's would not reach the trainer's process.
-    return kind(trust_env=False, verify=False, timeout=None, limits=limits)
+    http: HTTPClient = kind(trust_env=False, verify=False, timeout=None, limits=limits)
+    return http
 
 
-async def _close_http(http: Any) -> None:
+async def _close_http(http: HTTPClient) -> None:
     if hasattr(http, "aclose"):
         await http.aclose()
     else:
@@ -200,12 +186,7 @@ async def _close_http(http: Any) -> None:
 
 
 def read_outcome(returned: object) -> Outcome:
-    """Convert what an agent's function returned to an outcome.
-
-    Raises:
-        TypeError: it is neither a number, None nor an outcome.
-        ValueError: the number is not finite.
-    """
+    """Convert what an agent's function returned, a finite number, None or an outcome, to an outcome."""
     if isinstance(returned, Outcome):
         return returned
     if returned is None:

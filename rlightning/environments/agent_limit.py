@@ -1,7 +1,4 @@
-"""Recognises the error that an agent's API client raises when a sequence has no room for another turn.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""Recognises the error that an agent's API client raises when a sequence has no room for another turn."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class AgentProgram(Environment):
     trainer's process; an error where ``num_workers`` or ``workers`` is given.
 
     An agent that raises, and a program that fails, counts as not sampled, as does any failure of the policy's sampler,
-    whatever the agent makes of it.
+    whatever the agent makes of it. One that is under way when a checkpoint is written is made again by a resumed run.
 
     Args:
         agent: the function, or its dotted path.
@@ -120,24 +120,14 @@ class AgentProgram(Environment):
         await self.endpoint.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory.
-
-        Raises:
-            LimitReachedError: the agent failed where a sequence had no more room.
-            RunError: no trajectory can go on.
-            TrajectoryLostError: it was lost with its worker.
-        """
+        """Make one trajectory; raises a LimitReachedError if the agent failed where a sequence had no more room."""
         async with self.endpoint.open(policy) as session:
             outcome = await session.policy.clock.run(self._run_agent(prompt, session), self.timeout, "The agent")
         recorder = session.policy.recorder
         if outcome.status not in UNFINISHED and not recorder.branches:
             raise ValueError("the agent ended without a turn of the policy's")
-        counts = {"turns": recorder.num_sampled, "branches": len(recorder.branches)}
-        outcome.metrics = {
-            **{name: float(count) for name, count in counts.items()},
-            "abandoned_requests": float(session.num_abandoned),
-            **outcome.metrics,
-        }
+        counts = recorder.metrics() | {"abandoned_requests": float(session.num_abandoned)}
+        outcome.metrics = counts | outcome.metrics
         return outcome
 
     async def _run_agent(self, prompt: Prompt, session: Session) -> Outcome:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlightning.environments.agent_function import Access, AgentFunction
 from rlightning.environments.endpoint import Session
+from rlightning.environments.messages import Fields, JsonObject
 from rlightning.environments.worker_environment import UNSENDABLE, WorkerEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
@@ -29,17 +30,16 @@ class AgentWorkers(WorkerEnvironment):
 
     prefix = "environment.workers"
 
-    def __init__(self, function: AgentFunction, *, is_required: bool = True, **settings: Any) -> None:
-        settings.setdefault("hang_timeout", HANG_TIMEOUT)
-        super().__init__(FUNCTION, {"agent": function.agent, "arguments": function.arguments}, **settings)
+    def __init__(self, function: AgentFunction, settings: JsonObject, *, is_required: bool) -> None:
+        arguments = {"agent": function.agent, "arguments": function.arguments}
+        super().__init__(FUNCTION, arguments, **{"hang_timeout": HANG_TIMEOUT, **settings})
         self.name, self.key = str(function.agent), function.name
         self._is_required, self._logs_unsendable = is_required, True
 
     def takes(self, prompt: Prompt) -> bool:
         """Return whether a prompt can be sent to a worker unchanged; the first prompt that cannot be is logged.
 
-        Raises:
-            ConfigError: it would not, and it must run in a worker.
+        Where workers are required, it is a ConfigError.
         """
         reason = _find_unsendable(prompt.columns)
         if reason and self._is_required:
@@ -56,15 +56,9 @@ class AgentWorkers(WorkerEnvironment):
         return reason is None
 
     async def call(self, prompt: Prompt, session: Session, access: Callable[..., Access]) -> Outcome:
-        """Make one trajectory in a worker.
+        """Make one trajectory in a worker; raises what :meth:`WorkerEnvironment.run` does."""
 
-        Raises:
-            LimitReachedError: the agent failed where a sequence had no more room.
-            TrajectoryLostError: it was lost with its worker.
-            RunError: no trajectory can go on.
-        """
-
-        async def open_session(wants_messages: bool) -> list[Any]:
+        async def open_session(wants_messages: bool) -> Fields:
             try:
                 return [*access(wants_messages=wants_messages)]
             except Exception as error:
@@ -90,8 +84,7 @@ def start_workers(
         settings: of the workers.
 
     Raises:
-        ConfigError: a setting is unknown, or of a value that cannot be, or the agent cannot run in the workers that
-            were asked for.
+        ConfigError: a setting cannot be, or the agent cannot run in the workers that were asked for.
     """
     is_required = bool(num_workers or settings)
     if num_workers is None:
@@ -111,7 +104,7 @@ def start_workers(
         return None
     try:
         numbers = {"num_workers": num_workers, "max_trajectories": max_trajectories}
-        return AgentWorkers(function, is_required=is_required, **numbers, **settings)
+        return AgentWorkers(function, {**numbers, **settings}, is_required=is_required)
     except TypeError as error:
         raise ConfigError(f"AgentProgram: workers={cut_value(settings)}: {cut_line(error)}.") from error
 
@@ -128,7 +121,7 @@ def _why_not(function: AgentFunction) -> str | None:
         return f"its arguments cannot be sent ({cut_line(error)})"
 
 
-def _find_unsendable(columns: Mapping[str, Any]) -> str | None:
+def _find_unsendable(columns: Mapping[str, object]) -> str | None:
     """Return a sentence that names a column which cannot be sent to a worker, and why; None if all can."""
     for name, value in columns.items():
         try:

@@ -81,11 +81,7 @@ class ChatFormat:
         self._arguments = {name: value for name, value in chosen.items() if name != CONTINUES}
 
     def prompt_messages(self, prompt: Prompt) -> list[Message]:
-        """Return the messages of a prompt.
-
-        Raises:
-            ConfigError: it holds what a chat template has rendered.
-        """
+        """Return the messages of a prompt; raises a ConfigError if a chat template has rendered it already."""
         where = f"Prompt {prompt.index}"
         messages = prompt_messages(prompt.columns, self._prompt_format, where)
         if any(self._special_text.match(message["content"]) for message in messages):
@@ -107,13 +103,9 @@ class ChatFormat:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Return the tokens of a conversation.
+        """Return the tokens of a conversation, at whose end the policy's turn begins if ``add_generation_prompt``.
 
-        Args:
-            add_generation_prompt: whether the policy's turn begins at the end.
-
-        Raises:
-            ConfigError: the template refuses it, or it has other contents than text.
+        Raises a ConfigError if the template refuses it, or it has other contents than text.
         """
         text = self.render_text(messages, tools, add_generation_prompt)
         return self._encode(text, add_special_tokens=not self.has_template)
@@ -182,8 +174,7 @@ class ChatFormat:
     ) -> PartialMessage | None:
         """Return the partial message of a turn to be sampled; None if it can be parsed only when it is whole.
 
-        Args:
-            stops: strings that end what the turn says.
+        Strings in ``stops`` end what the turn says.
         """
         family, is_read_elsewhere = self._family, isinstance(self._parser, RenderersParser)
         if family is not None and family.call_start is None:

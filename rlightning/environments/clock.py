@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from time import monotonic
 
 from rlightning.types.trajectory import Outcome
 
 
 class Clock:
-    """Deadlines that are paused together. All methods belong to one event loop."""
+    """Deadlines that are paused together, for ``stopped_seconds`` so far. All methods belong to one event loop."""
 
     def __init__(self) -> None:
         self._deadlines: set[asyncio.Timeout] = set()
+        self.stopped_seconds = 0.0
 
     @asynccontextmanager
     async def limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
@@ -36,13 +38,14 @@ class Clock:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Pause all deadlines while the context is open."""
-        loop = asyncio.get_running_loop()
-        stopped_at = loop.time()
+        stopped_at = monotonic()
         held = {one: when for one in self._deadlines if (when := one.when()) is not None and not one.expired()}
         for deadline in held:
             deadline.reschedule(None)
         try:
             yield
         finally:
+            seconds = monotonic() - stopped_at
+            self.stopped_seconds += seconds
             for deadline in held.keys() & self._deadlines:
-                deadline.reschedule(held[deadline] + loop.time() - stopped_at)
+                deadline.reschedule(held[deadline] + seconds)

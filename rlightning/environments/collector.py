@@ -269,8 +269,7 @@ class Collector:
     def _is_verified(self, trajectories: list[Trajectory], sampling: Sampling, version: int | None = None) -> bool:
         """Return whether the step's trajectories are verified, if they are to be; the first call starts that.
 
-        Raises:
-            VerificationError: they are not what was sampled.
+        Raises a VerificationError if they are not what was sampled.
         """
         if self._verifier is None or self._runner is None or not self.is_training:
             return True

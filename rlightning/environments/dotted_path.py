@@ -1,7 +1,4 @@
-"""Imports the object that a dotted path in a configuration names.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""Imports the object that a dotted path in a configuration names."""
 
 from __future__ import annotations
 
@@ -18,14 +15,9 @@ def name_object(given: object) -> str:
 
 
 def import_object(path: object, what: str) -> object:
-    """Import the class or function that a dotted path names.
+    """Import the class or function that a dotted path names; what is no text is returned as it is.
 
-    Args:
-        path: such as ``my_games.Guess``; what is no text is returned as it is.
-        what: the key and its value, for errors.
-
-    Raises:
-        ConfigError: there is none.
+    Raises a ConfigError, with the key and its value from ``what``, if there is none.
     """
     if not isinstance(path, str):
         return path

@@ -1,7 +1,4 @@
-"""The base class of environments: code that turns a prompt into trajectories by calling the policy.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""The base class of environments: code that turns a prompt into trajectories by calling the policy."""
 
 from __future__ import annotations
 
@@ -174,10 +171,6 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} does not define run(prompt, policy).")
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Make all trajectories of one prompt; by default, each with :meth:`run`.
-
-        Returns:
-            The outcome of each trajectory.
-        """
+        """Make all trajectories of one prompt, by default each with :meth:`run`, and return the outcome of each."""
         places = None if self.places is None else self.places.on_this_loop()
         return await group.run_each(partial(self.run, prompt), places)

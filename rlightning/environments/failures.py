@@ -26,10 +26,9 @@ class EnvironmentTotals:
     gap: Gap = field(default_factory=Gap)
 
     def count(self, trajectories: Sequence[Trajectory], first_failure: tuple[str, str] | None) -> None:
-        """Count the failed trajectories.
+        """Count the failed ones of trajectories that have ended.
 
         Args:
-            trajectories: that have ended.
             first_failure: of the step, in a line, and its traceback; None where it is not known.
 
         Raises:

@@ -1,23 +1,19 @@
-"""Chat messages, as environments and the policy exchange them.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""Chat messages, as environments and the policy exchange them."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-Message = dict[str, Any]
+JsonObject = dict[str, Any]
+"""As ``json.loads`` returns it."""
+Fields = list[Any]
+"""Of a record, in plain types: as it is saved, or sent to another process."""
+Message = JsonObject
 """As in chat APIs: ``{"role": "user", "content": "..."}``."""
 
 
 class ToolCall(NamedTuple):
-    """A tool call that the policy wrote.
-
-    Attributes:
-        id: that the tool's answer refers to.
-        arguments: JSON of an object.
-    """
+    """A tool call that the policy wrote; its answer refers to the id, and the arguments are JSON of an object."""
 
     id: str
     name: str

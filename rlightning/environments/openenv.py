@@ -1,7 +1,4 @@
-"""Environments on a server of OpenEnv (package openenv-core), reached through its WebSocket protocol.
-
-Workers of environments import this file in other interpreters: Python 3.10, websockets, nothing else.
-"""
+"""Environments on a server of OpenEnv (package openenv-core), reached through its WebSocket protocol."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlightning.environments.environment import Environment, Places, Policy
+from rlightning.environments.messages import JsonObject
 from rlightning.environments.step_environment import StepEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value, describe_error
@@ -27,7 +25,8 @@ class OpenEnv(Environment):
 
     The server is reset with the prompt's index as ``seed``, and its first observation stands in place of the prompt.
     The text of each turn is an action's field, and the observation that it returns is what the policy reads next.
-    Rewards and the end are the server's.
+    Rewards and the end are the server's. A trajectory under way when a checkpoint is written is made again by a resumed
+    run.
 
     Args:
         url: of the server, such as ``http://127.0.0.1:8000``.
@@ -94,12 +93,7 @@ class Session:
         self._socket: Any = None
 
     async def connect(self) -> None:
-        """Connect to the server.
-
-        Raises:
-            ConfigError: the package websockets is missing.
-            ConnectionError: there is no server.
-        """
+        """Connect to the server; raises a ConnectionError if there is none."""
         try:
             from websockets.asyncio.client import connect
             from websockets.exceptions import WebSocketException
@@ -134,12 +128,8 @@ class Session:
                 await socket.send(json.dumps({"type": "close"}))
             await socket.close()
 
-    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request, and return the server's response.
-
-        Raises:
-            RuntimeError: it refuses, or answers something else.
-        """
+    async def _request(self, kind: str, data: Mapping[str, object]) -> JsonObject:
+        """Send a request, and return the server's response; raises a RuntimeError if that is none of OpenEnv's."""
         from websockets.exceptions import ConnectionClosed
 
         with suppress(ConnectionClosed):  # what it has sent before, such as that it has no place, can still be read
@@ -159,12 +149,8 @@ class Session:
             raise RuntimeError(f"the server refused {kind} ({code}): {message}")
         return result
 
-    def _read_observation(self, result: Mapping[str, Any]) -> str:
-        """Convert an observation to what the policy is shown.
-
-        Raises:
-            RuntimeError: it has no such field.
-        """
+    def _read_observation(self, result: JsonObject) -> str:
+        """Convert an observation to what the policy is shown; raises a RuntimeError if it lacks the field."""
         fields, name = result.get("observation"), self._settings.observation
         if name is None:
             return json.dumps(fields, ensure_ascii=False)

@@ -1,15 +1,13 @@
-"""Validates outcomes that environments return, and converts them to and from plain types.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""Validates outcomes that environments return, and converts them to and from plain types."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, SupportsFloat, get_args
+from typing import SupportsFloat, get_args
 
+from rlightning.environments.messages import Fields
 from rlightning.foreign_text import cut_value
 from rlightning.types.trajectory import Outcome, Status, read_traces
 
@@ -55,13 +53,13 @@ def _read_number(value: object, what: str, place: str) -> float:
     return float(value)
 
 
-def outcome_to_plain(outcome: Outcome) -> list[Any]:
+def outcome_to_plain(outcome: Outcome) -> Fields:
     """Convert an outcome to plain types, for a checkpoint or another process."""
     traces = None if outcome.traces is None else [list(trace) for trace in outcome.traces]
     return [outcome.reward, outcome.turn_rewards, outcome.status, outcome.metrics, outcome.error, traces]
 
 
-def outcome_from_plain(plain: Sequence[Any]) -> Outcome:
+def outcome_from_plain(plain: Fields) -> Outcome:
     """Convert the result of :func:`outcome_to_plain` back to the outcome."""
     reward, turn_rewards, status, metrics, error, traces = plain
     return Outcome(reward, turn_rewards, status, metrics, error, read_traces(traces))

@@ -14,8 +14,7 @@ OPEN_MARK = re.compile(r"[<\[][^\s>\]]{0,40}\Z")
 class TokenText:
     """Decodes tokens step by step, and never returns a part of a character.
 
-    Args:
-        context: tokens before them, which some tokenizers decode the first ones by.
+    Some tokenizers decode the first ones by their ``context``, the tokens before them.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:

@@ -8,14 +8,14 @@ in which nothing of before is trained again.
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
 from rlightning.environments.environment import AskLimitError, LimitReachedError, Reply
-from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.messages import AssistantMessage, JsonObject, Message
 from rlightning.environments.outcomes import outcome_from_plain, outcome_to_plain
 from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
 from rlightning.environments.snapshots import SavedTrajectory, copy_plain
@@ -44,11 +44,9 @@ PART_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """The request to make a group: a prompt, how to sample, and the number of trajectories.
+    """The request to make a group: a prompt, how to sample, with the group's own seed, and the number of trajectories.
 
-    Attributes:
-        sampling: how; its seed is the group's own.
-        saved: the trajectories as a checkpoint had them (:meth:`RecordedGroup.save`), to go on from; None: they begin.
+    Those that a checkpoint ``saved`` (:meth:`RecordedGroup.save`) go on from there.
     """
 
     prompt: Prompt
@@ -64,6 +62,7 @@ class RecordedPolicy:
         number: of the trajectory in its group.
         max_length: tokens of the longest sequence.
         attempt: at the trajectory, from 0; each draws other random numbers.
+        clock: of the trajectory's deadlines; None: a new one.
 
     Attributes:
         attempt: that goes on, which a checkpoint keeps.
@@ -73,7 +72,6 @@ class RecordedPolicy:
         progress: what the environment has made of the trajectory so far, for one that runs out of time.
         has_snapshots: whether the environment hands over states from which it can go on.
         on_turn: called with each turn that has been sampled.
-        clock: of its deadlines.
         num_requested: turns that have been asked for.
         num_constrained: turns whose distribution a request has changed otherwise than by the temperature.
     """
@@ -86,6 +84,7 @@ class RecordedPolicy:
         number: int,
         max_length: int,
         attempt: int = 0,
+        clock: Clock | None = None,
     ) -> None:
         self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(chat_format.decode)
         self.temperature: float | None = None
@@ -94,10 +93,10 @@ class RecordedPolicy:
         self.failure: Exception | None = None
         self.progress: Outcome | None = None
         self.on_turn: Callable[[], None] = lambda: None
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self._sampler, self._request, self._number, self.attempt = sampler, request, number, attempt
         self._session = secrets.token_hex(8)
-        self._kept: tuple[Mark, dict[str, Any], Any] | None = None
+        self._kept: tuple[Mark, JsonObject, object] | None = None
         self._resumable: SavedTrajectory | None = None
         self._num_parts = self._num_asked = 0
         self._tools: list[Message] | None = None
@@ -118,6 +117,16 @@ class RecordedPolicy:
         """Whether the sampler can constrain a turn to a JSON schema."""
         return follows_schemas(self._sampler)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a turn has been recorded, or a part was split off, which records its own."""
+        return bool(self.recorder.turns or self._num_parts)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit on tokens cut the last turn."""
+        return self.has_reached_limit or any(sample.is_truncated for sample in self.recorder.samples[-1:])
+
     def split(self) -> "RecordedPolicy":
         """Return a policy that records a part of the trajectory separately, such as one of several agents.
 
@@ -137,7 +146,7 @@ class RecordedPolicy:
         if recorder.branches:
             if tools is not None and list(tools) != (self._tools or []):
                 raise ValueError("Tools are given with the first turn, and stay the same in later ones.")
-            last = next(turn.sample for turn in reversed(recorder.turns) if turn.sample is not None)
+            last = recorder.samples[-1]
             ended = last.finish_reason == "stop"
             added = self.chat_format.render_observations(observations, sampled=last.token_ids, ended=ended)
             history = [*recorder.branches[-1].token_ids, *added]
@@ -186,7 +195,7 @@ class RecordedPolicy:
         if state is not None:
             self._kept = self.recorder.mark(), self._settings(), copy_plain(state, "the state")
 
-    async def resume(self) -> Any:
+    async def resume(self) -> object:
         """See :meth:`Policy.resume`."""
         self.has_snapshots = True
         saved, self._resumable = self._resumable, None
@@ -213,10 +222,9 @@ class RecordedPolicy:
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
-        """Return the trajectory in plain types; None if no state was reported. Another thread may call this.
+        """Return the trajectory, ended with ``outcome``, in plain types. Another thread may call this.
 
-        Args:
-            outcome: of one that has ended; None: it is under way, and is returned as of its last state.
+        Without an outcome it is returned as of its last state; None if no state was reported.
         """
         kept = self._kept if outcome is None else (self.recorder.mark(), self._settings(), None)
         if kept is None:
@@ -227,7 +235,7 @@ class RecordedPolicy:
         ended = None if outcome is None else outcome_to_plain(outcome)
         return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": ended}
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         return {
             "tools": self._tools,
             "attempt": self.attempt,
@@ -245,7 +253,7 @@ class RecordedPolicy:
         *,
         num_samples: int = 1,
         reason: BranchReason | None = None,
-        observations: Sequence[Mapping[str, Any]] = (),
+        observations: Sequence[Message] = (),
         read: Callable[[Sample], AssistantMessage] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[RecordedTurn]:
@@ -279,7 +287,8 @@ class RecordedPolicy:
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             try:
-                samples = await self._sample(token_ids, sampling, num_samples, on_tokens)
+                sample = self._sampler.sample if on_tokens is None else partial(stream_tokens, self._sampler, on_tokens)
+                samples = await sample(token_ids, sampling, num_samples=num_samples, session=self._session)
             except Exception as error:
                 # That a schema is refused is the client's own error, and the trajectory goes on.
                 is_refusal = isinstance(error, RequestRefusedError) and not isinstance(error, StreamLostError)
@@ -295,29 +304,19 @@ class RecordedPolicy:
         self.on_turn()
         return self.recorder.record(reservation, samples, observations, messages)
 
-    async def _sample(
-        self, token_ids: Sequence[int], sampling: Sampling, num_samples: int, on_tokens: OnTokens | None
-    ) -> list[Sample]:
-        arguments: dict[str, Any] = {"num_samples": num_samples, "session": self._session}
-        if on_tokens is None:
-            return await self._sampler.sample(token_ids, sampling, **arguments)
-        return await stream_tokens(self._sampler, on_tokens, token_ids, sampling, **arguments)
-
     def record(self, token_ids: Sequence[int], sample: Sample) -> None:
         """Record a turn that was sampled after ``token_ids``."""
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
         """Return the trajectory; its status is "truncated" if a limit on tokens cut it."""
-        prompt, turns = self._request.prompt, self.recorder.turns
-        samples = [turn.sample for turn in turns if turn.sample is not None]
-        is_cut = self.has_reached_limit or bool(samples and samples[-1].is_truncated)
+        prompt = self._request.prompt
         is_usual = self.temperature in (None, self.sampling.temperature)
         return Trajectory(
             prompt if is_usual else prompt._replace(temperature=self.temperature),
             tuple(self.recorder.branches),
-            tuple(turns),
-            "truncated" if outcome.status == "finished" and is_cut else outcome.status,
+            tuple(self.recorder.turns),
+            "truncated" if outcome.status == "finished" and self.is_cut else outcome.status,
             reward=total_reward(outcome),
             turn_rewards=outcome.turn_rewards,
             metrics=outcome.metrics | ({CONSTRAINED: float(self.num_constrained)} if self.num_constrained else {}),

@@ -1,7 +1,4 @@
-"""A tool that executes the policy's Python programs, each in its own process with limits.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""A tool that executes the policy's Python programs, each in its own process with limits."""
 
 from __future__ import annotations
 
@@ -152,11 +149,7 @@ class PythonSandbox:
         return self._isolation.describe()
 
     async def run(self, code: str, stdin: str = "") -> SandboxResult:
-        """Run a program.
-
-        Raises:
-            SandboxError: it could not be run.
-        """
+        """Run a program; raises a SandboxError if it could not be run."""
         with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
             request = make_request(code, stdin, self.python, folder, self._isolation, self._limits)
             process = await asyncio.create_subprocess_exec(
@@ -205,8 +198,7 @@ class Isolation(NamedTuple):
 def probe(python: str) -> Isolation:
     """Return the strongest isolation in which an interpreter can run a program here, and what a probe found.
 
-    Raises:
-        ConfigError: it runs in none.
+    Raises a ConfigError if it runs in none.
     """
     reason = ""
     with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, socket.create_server(("127.0.0.1", 0)) as server:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from functools import cached_property
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from rlightning.environments.environment import Environment, Policy
+from rlightning.environments.messages import JsonObject
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
 from rlightning.types.trajectory import Outcome, Prompt
+
+
+class Questions(Protocol):
+    """A data set of the package, which has no types."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> JsonObject: ...
+
+    def score_answer(self, answer: str, entry: JsonObject) -> float:
+        """Return the score of an answer to a question."""
+
 
 INSTRUCTIONS = "Write the final answer between <answer> and </answer>."
 
@@ -40,25 +54,27 @@ class ReasoningGym(Environment):
         self.arguments = {"size": size, "seed": seed, **(arguments or {})}
 
     @cached_property
-    def _package(self) -> Any:  # it has no types
+    def _package(self) -> ModuleType:
         try:
             import reasoning_gym.factory
             import reasoning_gym.utils
         except ImportError as error:
             raise ConfigError(f"ReasoningGym: {cut_line(error)}. Install it: pip install reasoning-gym.") from error
-        return reasoning_gym
+        package: ModuleType = reasoning_gym
+        return package
 
     @cached_property
-    def _questions(self) -> Any:
+    def _questions(self) -> Questions:
         known = self._package.factory.DATASETS
         if self.dataset not in known:
             raise ConfigError(
                 f"dataset={self.dataset} is no task of reasoning-gym. {did_you_mean(self.dataset, known)}"
             )
         try:
-            return self._package.create_dataset(self.dataset, **self.arguments)
+            questions: Questions = self._package.create_dataset(self.dataset, **self.arguments)
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(f"dataset={self.dataset} refuses its arguments: {cut_line(error)}.") from error
+        return questions
 
     async def check(self) -> None:
         """Raise a ConfigError if the package or the task is missing."""

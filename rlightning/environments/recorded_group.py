@@ -5,6 +5,7 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from time import monotonic
 
@@ -69,7 +70,9 @@ class RecordedGroup:
 
     def _make_policy(self, number: int, attempt: int = 0) -> RecordedPolicy:
         sampler = self._samplers[number]
-        return RecordedPolicy(sampler, self._chat_format, self._request, number, self._max_length, attempt)
+        return RecordedPolicy(
+            sampler, self._chat_format, self._request, number, self._max_length, attempt, sampler.clock
+        )
 
     def _load(self, number: int, saved: SavedTrajectory) -> None:
         if saved["outcome"] is None:
@@ -77,7 +80,7 @@ class RecordedGroup:
         else:
             self._policies[number].load(saved)
             outcome = outcome_from_plain(saved["outcome"])
-            self._ended[number], self._known[number] = _copy_outcome(outcome), outcome
+            self._ended[number], self._known[number] = deepcopy(outcome), outcome
 
     def save(self) -> list[SavedTrajectory | None]:
         """Return the trajectories in plain types, for a checkpoint. Another thread may call it.
@@ -97,7 +100,7 @@ class RecordedGroup:
     def loses_turns(self) -> bool:
         """Whether a checkpoint would lose turns of a running trajectory, as its environment has no snapshots."""
         under_way = [self._policies[number] for number in list(self.started_at)]
-        return any(policy.recorder.turns and not policy.has_snapshots for policy in under_way)
+        return any(policy.has_begun and not policy.has_snapshots for policy in under_way)
 
     async def sample_all(self) -> list[Outcome]:
         """See :meth:`PolicyGroup.sample_all`."""
@@ -130,7 +133,7 @@ class RecordedGroup:
                 try:
                     with self._samplers[number].timing():
                         outcome = await self._run_again(run, number)
-                        self._ended[number] = _copy_outcome(outcome)  # run_group may change its own
+                        self._ended[number] = deepcopy(outcome)  # run_group may change its own
                         return outcome
                 finally:
                     del self.started_at[number]
@@ -201,16 +204,6 @@ class RecordedGroup:
             trajectory.timings |= sampler.timings
             trajectories.append(trajectory)
         return trajectories
-
-
-def _copy_outcome(outcome: Outcome) -> Outcome:
-    rewards, traces = outcome.turn_rewards, outcome.traces
-    return replace(
-        outcome,
-        metrics=dict(outcome.metrics),
-        turn_rewards=None if rewards is None else list(rewards),
-        traces=None if traces is None else list(traces),
-    )
 
 
 @asynccontextmanager

@@ -5,12 +5,12 @@ again. Requests of one trajectory may be under way at the same time: a branch be
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rlightning.environments.messages import AssistantMessage
+from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn
 
 SHARED_TOKENS = 1024
@@ -19,12 +19,9 @@ SHARED_TOKENS = 1024
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """A branch that is reserved for one request, which is going to extend it.
+    """A branch that is reserved for one request, which reads the tokens ``history`` [L] and is going to extend it.
 
-    Attributes:
-        history: [L] token ids that the policy reads.
-        branch: that the sample extends; None if it begins a new one.
-        reason: why a new one begins.
+    Without a branch it begins a new one, for that reason.
     """
 
     history: list[int]
@@ -33,14 +30,7 @@ class Reservation:
 
 
 class RecordedTurn(NamedTuple):
-    """A turn of the policy's, and where its tokens are recorded.
-
-    Attributes:
-        sample: of it.
-        message: that it says.
-        branch: that it is trained in.
-        end: of its tokens in the branch.
-    """
+    """A turn of the policy's: its sample, what that says, and where its tokens ``end`` in the branch that trains it."""
 
     sample: Sample
     message: AssistantMessage
@@ -54,24 +44,14 @@ class RecordedTurn(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The amount that a recorder had recorded at some time.
-
-    Attributes:
-        num_turns: of it.
-        num_tokens: of each of its branches.
-    """
+    """The number of turns that a recorder had recorded at some time, and of tokens in each of its branches."""
 
     num_turns: int
     num_tokens: list[int]
 
 
 class Recorder:
-    """The turns and branches of one trajectory.
-
-    Attributes:
-        branches: in the order in which they began.
-        turns: in the order in which they ended.
-    """
+    """The branches of one trajectory, in the order in which they began, and its turns, in that in which they ended."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -95,9 +75,13 @@ class Recorder:
         return branches, self.turns[: mark.num_turns]
 
     @property
-    def num_sampled(self) -> int:
-        """Number of turns that the policy sampled."""
-        return sum(turn.sample is not None for turn in self.turns)
+    def samples(self) -> list[Sample]:
+        """The policy's samples, in the order of their turns."""
+        return [turn.sample for turn in self.turns if turn.sample is not None]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of the policy's turns and of branches, as metrics of the trajectory."""
+        return {"turns": float(len(self.samples)), "branches": float(len(self.branches))}
 
     def reserve(self, history: Sequence[int], reason: BranchReason | None = None) -> Reservation:
         """Find the branch that a request extends, and reserve it until :meth:`record` or :meth:`release`.
@@ -126,7 +110,7 @@ class Recorder:
         self,
         reservation: Reservation,
         samples: Sequence[Sample],
-        observations: Sequence[Mapping[str, Any]] = (),
+        observations: Sequence[Message] = (),
         messages: Sequence[AssistantMessage] | None = None,
     ) -> list[RecordedTurn]:
         """Record samples of a request: the first one extends the reserved branch, each other one begins a branch.
@@ -157,8 +141,7 @@ class Recorder:
     def extend(self, other: "Recorder", turns: Sequence[Turn] | None = None) -> None:
         """Append the branches and turns of another recorder, which must not record afterwards.
 
-        Args:
-            turns: its turns as they are to be, in any order, with others between them; None: as recorded.
+        Its turns are as recorded, or ``turns``: the same in any order, with others between them.
         """
         turns = other.turns if turns is None else turns
         places = {id(turn.sample): len(self.turns) + place for place, turn in enumerate(turns) if turn.sample}

@@ -91,11 +91,7 @@ class EnvironmentRunner:
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
         """Start the trajectories of a prompt, and return at once; cancelling the future cancels them.
 
-        Returns:
-            The trajectories, once all of them have ended; a RunError if no trajectory can go on.
-
-        Raises:
-            ConfigError: the prompt names no environment of the run.
+        The future gives the trajectories once all have ended, or a RunError if no trajectory can go on.
         """
         environment = find_environment(self._environments, request.prompt)
         group = RecordedGroup(
@@ -112,11 +108,7 @@ class EnvironmentRunner:
         return future
 
     def save(self, future: "Future[list[Trajectory]]") -> list[SavedTrajectory | None] | None:
-        """Return the trajectories of a prompt for a checkpoint, up to the point from which they can be resumed.
-
-        Returns:
-            As :meth:`RecordedGroup.save`; None if it can with none.
-        """
+        """Return a prompt's trajectories for a checkpoint (:meth:`RecordedGroup.save`); None if none can be resumed."""
         group = self._submitted[future]
         saved = group.save()
         if not self._has_reported_loss and group.loses_turns:
@@ -207,12 +199,7 @@ class EnvironmentRunner:
 
 
 def read_outcomes(returned: object, num_trajectories: int) -> list[Outcome]:
-    """Validate what ``run_group`` returned: a list with one outcome for each trajectory.
-
-    Raises:
-        TypeError: it is something else, or they are of another number.
-        ValueError: a reward is not finite.
-    """
+    """Validate what ``run_group`` returned: a list with one outcome for each trajectory."""
     if not isinstance(returned, Sequence) or len(returned) != num_trajectories:
         found = f"{len(returned)} outcomes" if isinstance(returned, Sequence) else type(returned).__name__
         raise TypeError(f"run_group() returned {found}, and has to return an Outcome for each of {num_trajectories}.")
@@ -222,12 +209,7 @@ def read_outcomes(returned: object, num_trajectories: int) -> list[Outcome]:
 def check_environment_names(
     environments: Environment | Mapping[str, Environment] | None, named: Mapping[str, str]
 ) -> None:
-    """Refuse the name of an environment that a run does not have.
-
-    Args:
-        environments: of the run.
-        named: by the configuration key that names it.
-    """
+    """Raise a ConfigError for a name, by its configuration key in ``named``, of no environment of the run."""
     for key, name in named.items():
         if not isinstance(environments, Mapping):
             raise ConfigError(f"{key}={name} has no effect: the run has no environments by name. Remove it.")
@@ -236,11 +218,7 @@ def check_environment_names(
 
 
 def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:
-    """Return the environment that a prompt names, or the run's only one.
-
-    Raises:
-        ConfigError: its row names none of several.
-    """
+    """Return the environment that a prompt names, or the run's only one; raises a ConfigError for another name."""
     if isinstance(environments, Environment):
         return environments
     name = prompt.columns.get(COLUMN)

@@ -62,19 +62,14 @@ def main() -> None:
 def run(
     code: str, stdin: str, python: str, folder: str, isolation: list[str], is_counted: bool, limits: dict[str, float]
 ) -> dict[str, str | int] | None:
-    """Run a program.
+    """Run a program, and return the fields of a SandboxResult; None if the trainer closed the request.
 
     Args:
-        code: of the program.
-        stdin: its standard input.
-        python: its interpreter.
+        code, stdin, python: of the program.
         folder: an empty one, which is removed.
         isolation: some of "user", "namespaces", "mounts", as python_sandbox found them to work.
         is_counted: whether the system counts the program's processes apart from others.
         limits: by the names of PythonSandbox's arguments.
-
-    Returns:
-        The fields of a SandboxResult; None if the trainer closed the request.
     """
     # So that what the program leaves behind becomes a child of this process.
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
@@ -159,11 +154,7 @@ def watch_program(
 
 
 class Output:
-    """The first and the last bytes of an output stream.
-
-    Args:
-        limit: how many are kept, half of them of its end, where errors are.
-    """
+    """The first and the last bytes of an output stream; half of the ``limit`` is for its end, where errors are."""
 
     def __init__(self, limit: int) -> None:
         self.half = limit // 2

@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Policy, PolicyGroup
 from rlightning.environments.outcomes import check_outcome
@@ -50,8 +49,9 @@ class SelfJudged(Environment):
         weight: float = 1.0,
         max_new_tokens: int | None = None,
     ) -> None:
-        scale: dict[str, Any] = {"scores": scores, "lowest": lowest, "highest": highest}
-        self.judge = Judge(rubric, model="policy", system=system, pattern=pattern, **scale)
+        self.judge = Judge(
+            rubric, model="policy", system=system, pattern=pattern, scores=scores, lowest=lowest, highest=highest
+        )
         self.environment = environment or SingleTurn()
         self.weight, self.max_new_tokens = weight, max_new_tokens
         self.has_tools = self.environment.has_tools
@@ -70,21 +70,16 @@ class SelfJudged(Environment):
         return await self.environment.run_group(prompt, _JudgedGroup(group, partial(self._score, prompt)))
 
     async def _score(self, prompt: Prompt, policy: Policy, outcome: Outcome) -> Outcome:
-        """Have the policy judge an outcome, and return the outcome with the weighted score added to its reward.
-
-        Raises:
-            ConfigError: the prompt has no column that the rubric names.
-        """
+        """Have the policy judge an outcome, and return the outcome with the weighted score added to its reward."""
         outcome = check_outcome(outcome)
         if outcome.status not in ("finished", "truncated"):
             return outcome
         assert isinstance(policy, RecordedPolicy), "groups have these"
-        turns = policy.recorder.turns
-        said = next((turn.sample.text for turn in reversed(turns) if turn.sample is not None), "")
-        given: dict[str, Any] = {"prompt": prompt.text, "completion": said, "full_text": prompt.text + said}
-        given |= {"turns": [turn.message for turn in turns]}
+        said = "".join(sample.text for sample in policy.recorder.samples[-1:])
+        given = {"prompt": prompt.text, "completion": said, "full_text": prompt.text + said}
+        turns = [turn.message for turn in policy.recorder.turns]
         try:
-            messages = self.judge.write({**prompt.columns, **given})
+            messages = self.judge.write({**prompt.columns, **given, "turns": turns})
         except KeyError as error:
             raise ConfigError(
                 f"SelfJudged: the rubric's {{{error.args[0]}}} is no column of prompt {prompt.index}. Name another."

@@ -1,35 +1,27 @@
 """Trajectories under way as a checkpoint stores them: in plain types, which every checkpoint format supports."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
+from rlightning.environments.messages import Fields, JsonObject
 from rlightning.foreign_text import cut_value
 
 
 class SavedTrajectory(TypedDict, total=False):
-    """A trajectory in a checkpoint.
+    """A trajectory in a checkpoint: its branches and turns, and the settings of its policy.
 
-    Attributes:
-        trajectory: its branches and turns, of :func:`~rlightning.types.trajectory.to_plain`.
-        settings: of its policy, such as how many turns it has asked for.
-        state: from which its environment goes on.
-        outcome: of one that has ended; None: it is under way.
-        timings: so far.
+    The state is what its environment goes on from; the outcome is None while it is under way.
     """
 
-    trajectory: dict[str, Any]
-    settings: dict[str, Any]
-    state: Any
-    outcome: list[Any] | None
+    trajectory: JsonObject
+    settings: JsonObject
+    state: object
+    outcome: Fields | None
     timings: dict[str, float]
 
 
-def copy_plain(value: object, place: str) -> Any:
-    """Return a copy of plain data, in which sequences are lists.
-
-    Raises:
-        TypeError: it holds something else.
-    """
+def copy_plain(value: object, place: str) -> object:
+    """Return a copy of plain data, in which sequences are lists; raises a TypeError for anything else."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):

@@ -1,7 +1,4 @@
-"""An environment made of a class with gymnasium's methods ``reset`` and ``step``.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""An environment made of a class with gymnasium's methods ``reset`` and ``step``."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
-from rlightning.environments.messages import Message
+from rlightning.environments.messages import JsonObject, Message
 from rlightning.environments.step_object import Closing, StepObject, read_state
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
@@ -64,7 +61,7 @@ class StepEnvironment(Environment):
         return f"StepEnvironment: environment={name_object(self.environment)}"
 
     @cached_property
-    def _make(self) -> Callable[..., Any]:
+    def _make(self) -> Callable[..., object]:
         make = import_object(self.environment, self._name)
         if not callable(make):
             raise ConfigError(f"{self._name} is neither a class nor a function that returns an object. {RULE}")
@@ -105,8 +102,9 @@ class StepEnvironment(Environment):
         rewards: list[float | None] = []
         saved = await policy.resume() if game.has_snapshots else None
         if saved is not None:
-            snapshot, observations, rewards, metrics = read_state(saved, *STATE)
-            await game.restore(snapshot)
+            parts = read_state(saved, *STATE)
+            observations, rewards, metrics = parts["observations"], parts["rewards"], parts["metrics"]
+            await game.restore(parts["object"])
         status: Status | None = None
         while status is None:
             try:
@@ -128,20 +126,13 @@ class StepEnvironment(Environment):
         return make_outcome(rewards, status, metrics)
 
 
-async def save(game: StepObject, *parts: object) -> dict[str, Any] | None:
+async def save(game: StepObject, *parts: object) -> JsonObject | None:
     """Return the state of a trajectory for a checkpoint; None if the object has no snapshots."""
     return dict(zip(STATE, [await game.call("snapshot"), *parts], strict=True)) if game.has_snapshots else None
 
 
 class Step(NamedTuple):
-    """The result of ``step``.
-
-    Attributes:
-        observation: as it was returned.
-        reward: None where it gave none.
-        status: of the trajectory, if it is over.
-        metrics: the numbers in ``info``.
-    """
+    """The result of ``step``: the metrics are the numbers in ``info``, the status that of a trajectory that is over."""
 
     observation: object
     reward: float | None
@@ -166,12 +157,7 @@ def check_methods(found: object, name: str) -> None:
 
 
 def read_step(returned: object) -> Step:
-    """Parse the result of ``step``: a tuple of four parts, or gymnasium's of five.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: the reward is not finite.
-    """
+    """Parse the result of ``step``: a tuple of four parts, or gymnasium's of five, with a finite reward or None."""
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise TypeError(
             f"step() returned {cut_value(returned)}, and has to return (observation, reward, done, info) or "
@@ -187,11 +173,7 @@ def read_step(returned: object) -> Step:
 
 
 def read_messages(observation: object, method: str) -> list[Message]:
-    """Convert an observation (a text, a message, a list of messages) to messages.
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    """Convert an observation (a text, a message, a list of messages) to messages; raises a TypeError for another."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     messages = [observation] if isinstance(observation, Mapping) else observation
@@ -215,11 +197,7 @@ def _is_message(message: object) -> bool:
 
 
 def read_metrics(info: object, method: str) -> dict[str, float]:
-    """Return the numeric entries of an ``info``.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Return the numeric entries of an ``info``; raises a TypeError if it is neither a mapping nor None."""
     if info is not None and not isinstance(info, Mapping):
         raise TypeError(f"{method}() returned the info {cut_value(info)}, and has to return a dict or None.")
     return {str(name): float(value) for name, value in (info or {}).items() if isinstance(value, Real)}

@@ -1,7 +1,4 @@
-"""An object of the user's. Its sync methods may block and run in a thread, so that many trajectories run at once.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""An object of the user's. Its sync methods may block and run in a thread, so that many trajectories run at once."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from typing import Any, TypeVar
 
 from rlightning import intervals
 from rlightning.environments.environment import TrajectoryLostError
+from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import describe_error
 
 log = logging.getLogger(__name__)
@@ -28,11 +26,7 @@ SNAPSHOT_METHODS = ("snapshot", "restore")
 
 
 async def await_user_code(work: Awaitable[T]) -> T:
-    """Await user code; a SystemExit or KeyboardInterrupt, which would end the event loop, is wrapped in an error.
-
-    Raises:
-        RuntimeError: it raised one of these two.
-    """
+    """Await user code; a SystemExit or KeyboardInterrupt, which would end the event loop, becomes a RuntimeError."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
@@ -46,9 +40,9 @@ class SerialThread:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def run(self, function: Callable[[], Any]) -> Any:
+    async def run(self, function: Callable[[], T]) -> T:
         """Call a function in the thread, and await its result. Cancelling this does not stop the call."""
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         context = copy_context()
 
@@ -77,17 +71,16 @@ class SerialThread:
 
 
 class StepObject:
-    """The user's object of one trajectory. Async methods run on the event loop, all others in one thread.
+    """The user's object of one trajectory, ``made``, None before there is one.
 
-    Attributes:
-        made: the object; None before there is one.
+    Its async methods run on the event loop, all others in one thread.
     """
 
     def __init__(self) -> None:
         self.made: Any = None
         self._thread = SerialThread()
 
-    async def make(self, make: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    async def make(self, make: Callable[..., object], arguments: Mapping[str, object]) -> None:
         """Construct the object; on the event loop if it has an async method, as it may open resources there."""
 
         def make_here() -> None:
@@ -102,7 +95,7 @@ class StepObject:
             awaited, self.made = self.made, None
             self.made = await await_user_code(awaited)
 
-    async def call(self, name: str, /, *arguments: Any, **named: Any) -> Any:
+    async def call(self, name: str, /, *arguments: object, **named: object) -> object:
         """Call a method, and return its result."""
         method = getattr(self.made, name)
         if inspect.iscoroutinefunction(method):
@@ -116,11 +109,7 @@ class StepObject:
         return all(callable(getattr(self.made, name, None)) for name in SNAPSHOT_METHODS)
 
     async def restore(self, state: object) -> None:
-        """Restore the object from the result of another object's ``snapshot``.
-
-        Raises:
-            TrajectoryLostError: it does not.
-        """
+        """Restore the object from another one's ``snapshot``; raises a TrajectoryLostError if that fails."""
         try:
             await self.call("restore", state)
         except Exception as error:
@@ -146,33 +135,26 @@ class StepObject:
             self._thread.end()
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Return whether a function or callable object is async."""
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def call_function(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     """Call a function and return its result; one that is not async runs in its own thread, as it may block."""
-    if is_async(function):
-        return await await_user_code(function(**arguments))
     thread = SerialThread()
     try:
-        returned = await thread.run(lambda: function(**arguments))
+        returned = function(**arguments) if is_async(function) else await thread.run(lambda: function(**arguments))
     finally:
         thread.end()
     return await await_user_code(returned) if inspect.isawaitable(returned) else returned
 
 
-def read_state(state: object, *names: str) -> list[Any]:
-    """Validate and unpack a state that an environment reported.
-
-    Raises:
-        TrajectoryLostError: it is another environment's.
-    """
+def read_state(state: object, *names: str) -> JsonObject:
+    """Validate a state that an environment reported; raises a TrajectoryLostError for another environment's."""
     if not isinstance(state, Mapping) or set(state) != set(names):
         raise TrajectoryLostError("its snapshot is another environment's", is_cause=False)
-    return [state[name] for name in names]
+    return dict(state)
 
 
 async def _call_here(function: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
+from rlightning.environments.clock import Clock
 from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
 from rlightning.types.trajectory import Sample
 
@@ -14,12 +15,11 @@ from rlightning.types.trajectory import Sample
 class TimedSampler(TokenSampler):
     """The sampler of one trajectory, which measures the seconds in which at least one request is under way.
 
-    Args:
-        before: timings of the part of the trajectory that an earlier run has made.
+    It goes on from the timings ``before``. The time for which the trajectory's ``clock`` is stopped does not count.
     """
 
     def __init__(self, sampler: TokenSampler, before: Mapping[str, float] | None = None) -> None:
-        self._sampler, before = sampler, before or {}
+        self._sampler, self.clock, before = sampler, Clock(), before or {}
         self._seconds, self._engine_seconds = before.get("trajectory"), before.get("engine", 0.0)
         self._began_at: float | None = None
         self._num_requests, self._requested_at = 0, 0.0
@@ -34,7 +34,7 @@ class TimedSampler(TokenSampler):
         """Seconds of the trajectory, of the engine and of the environment; empty if it was not timed."""
         if self._seconds is None and self._began_at is None:
             return {}
-        seconds = self._count_seconds()
+        seconds = self._count_seconds() - self.clock.stopped_seconds
         engine = min(self._engine_seconds, seconds)
         return {"trajectory": seconds, "engine": engine, "environment": seconds - engine}
 

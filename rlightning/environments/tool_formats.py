@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.errors import ConfigError
@@ -240,11 +240,7 @@ def read_message(
 
 
 class CallReader:
-    """Collects the tool calls of a turn, and the errors of those that cannot be parsed.
-
-    Attributes:
-        calls: so far.
-    """
+    """Collects the tool ``calls`` of a turn, and the errors of those that cannot be parsed."""
 
     def __init__(self) -> None:
         self.calls: list[ToolCall] = []
@@ -263,10 +259,9 @@ class CallReader:
 
 
 def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | None]:
-    """Split a text into reasoning (None if there is none) and what follows (None if the reasoning has no end).
+    """Split a text, perhaps from inside of a thought, into reasoning (None if there is none) and what follows.
 
-    Args:
-        in_thought: whether the text begins inside of a thought.
+    What follows is None if the reasoning has no end.
     """
     body = text.lstrip()
     if not (in_thought or body.startswith(OPEN_THOUGHT)):
@@ -276,11 +271,7 @@ def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | Non
 
 
 def read_call(found: FoundCall) -> tuple[str, str]:
-    """Parse a tool call; returns its name, and its arguments as JSON.
-
-    Raises:
-        ToolCallError: it has none.
-    """
+    """Parse a tool call to its name, and its arguments as JSON; raises a ToolCallError if it has none."""
     if not found.is_closed:
         raise ToolCallError("A tool call has no end.")
     call = load_json(found.text)
@@ -299,7 +290,7 @@ def read_call(found: FoundCall) -> tuple[str, str]:
     return name, dump_arguments(arguments)
 
 
-def load_json(text: str) -> Any:
+def load_json(text: str) -> object:
     """Parse JSON that the policy wrote; raises a ToolCallError if it is malformed."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -311,7 +302,7 @@ def load_json(text: str) -> Any:
     return value
 
 
-def dump_arguments(arguments: Mapping[str, Any]) -> str:
+def dump_arguments(arguments: Mapping[str, object]) -> str:
     """Return arguments as JSON."""
     return json.dumps(dict(arguments), ensure_ascii=False)
 
@@ -321,17 +312,12 @@ def _refuse_constant(name: str) -> None:
 
 
 class RenderersParser:
-    """Parses sampled tokens with a parser of the package ``renderers``.
+    """Parses sampled tokens with a parser of the package ``renderers``, which may be missing.
 
-    Args:
-        arguments: of the chat template; the package is told those that it knows.
-
-    Raises:
-        ImportError: it is not installed.
-        ConfigError: it refuses the tokenizer.
+    Raises a ConfigError if it refuses the tokenizer. It is told those arguments of the chat template that it knows.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", family: Family, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", family: Family, arguments: Mapping[str, object]) -> None:
         from renderers import config_from_name, create_renderer
 
         self._tokenizer, self._call_start = tokenizer, family.call_start

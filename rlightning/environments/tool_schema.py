@@ -1,7 +1,6 @@
 """JSON schemas of tools, from type hints and docstrings of Python functions, and the validation of arguments.
 
-The schemas are those of ``transformers.utils.get_json_schema``, which workers of environments may not have: they import
-this file in other interpreters, with Python 3.10 and the standard library, nothing else.
+The schemas are those of ``transformers.utils.get_json_schema``, which workers of environments may not have.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rlightning.environments.messages import Message
+from rlightning.environments.messages import JsonObject, Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
 
-Schema = dict[str, Any]
+Schema = JsonObject
 
 SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 ARRAYS = ("list", "tuple", "set", "frozenset", "Sequence", "Iterable", "Collection")
@@ -35,11 +34,10 @@ SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields?|Examp
 ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
-def describe_tool(function: Callable[..., Any], what: str) -> Message:
+def describe_tool(function: Callable[..., object], what: str) -> Message:
     """Return the JSON schema of a function in the form that chat APIs and chat templates take.
 
-    Raises:
-        ConfigError: it has no docstring, or a parameter without a type hint, or of a type that JSON has not.
+    Raises a ConfigError if a docstring or type hint is missing, or JSON has no such type.
     """
     description, about = read_docstring(inspect.getdoc(function) or "")
     name = function.__name__
@@ -71,7 +69,7 @@ def describe_tool(function: Callable[..., Any], what: str) -> Message:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def own_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def own_parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
     """Return the parameters of a function, without the ``self`` of a method."""
     parameters = list(inspect.signature(function).parameters.values())
     is_method = (
@@ -81,11 +79,7 @@ def own_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def describe_type(hint: object, what: str) -> Schema:
-    """Return the JSON schema of a type hint.
-
-    Raises:
-        ConfigError: JSON has no such type.
-    """
+    """Return the JSON schema of a type hint; raises a ConfigError if JSON has no such type."""
     if hint is Any:
         return {}
     if hint in SIMPLE:
@@ -149,7 +143,7 @@ def find_mistake(schema: Schema, value: object, name: str) -> str | None:
     kinds = _kinds(schema)
     if kinds and not any(_is_of(value, kind) for kind in kinds):
         return f"{name} is {cut_value(value)}, and has to be of type {' or '.join(kinds)}."
-    inner: Mapping[str, Any] | None = None
+    inner: Mapping[str, object] | None = None
     if isinstance(value, list) and "items" in schema:
         inner = {f"{name}[{i}]": item for i, item in enumerate(value)}
         part = schema["items"]
@@ -161,7 +155,7 @@ def find_mistake(schema: Schema, value: object, name: str) -> str | None:
     return next((found for key, item in inner.items() if (found := find_mistake(part, item, key))), None)
 
 
-def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
+def find_mistakes(schema: Schema, arguments: Mapping[str, object]) -> str | None:
     """Return an error message for the policy if the arguments of a call do not fit the schema; None if they do."""
     properties = schema["properties"]
     missing = [name for name in schema.get("required", []) if name not in arguments]
@@ -174,7 +168,7 @@ def find_mistakes(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
     return next((mistake for mistake in found if mistake), None)
 
 
-def convert_numbers(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def convert_numbers(schema: Schema, arguments: Mapping[str, object]) -> JsonObject:
     """Return a call's arguments with floats such as 3.0 converted to int where the tool's parameter is one."""
     return {name: _convert(schema["properties"][name], value) for name, value in arguments.items()}
 

@@ -1,7 +1,4 @@
-"""An environment that gives the policy Python functions to call.
-
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
-"""
+"""An environment that gives the policy Python functions to call."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from urllib.error import HTTPError, URLError
 
 from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
-from rlightning.environments.messages import AssistantMessage, Message, ToolCall
+from rlightning.environments.messages import AssistantMessage, JsonObject, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
 from rlightning.environments.step_object import SNAPSHOT_METHODS, Closing, StepObject, call_function, read_state
 from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
@@ -36,13 +33,7 @@ STATE = ("objects", "observations", "counts")
 
 @dataclass
 class Tool:
-    """A function that the policy may call.
-
-    Attributes:
-        schema: of it.
-        function: None for a method.
-        owner: the class whose method it is; None for a function.
-    """
+    """A function that the policy may call, or a method of the class ``owner``, and its schema."""
 
     schema: Message
     function: Callable[..., Any] | None = None
@@ -51,13 +42,7 @@ class Tool:
 
 @dataclass
 class Counts:
-    """Counts of one trajectory.
-
-    Attributes:
-        turns: of the policy.
-        tool_calls: that it wrote, those that could not be read included.
-        tool_failures: calls that got an error.
-    """
+    """Counts of one trajectory; calls that could not be read are tool calls, and failures, too."""
 
     turns: int = 0
     tool_calls: int = 0
@@ -70,12 +55,7 @@ class Counts:
 
 @dataclass
 class _Attempt:
-    """The state of one trajectory that its tool calls use.
-
-    Attributes:
-        objects: by their class.
-        counts: so far.
-    """
+    """The state of one trajectory that its tool calls use: the objects by their class, and the counts so far."""
 
     objects: dict[type, StepObject] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
@@ -187,11 +167,11 @@ class Tools(Environment):
                 await attempt.objects[owner].make(owner, {"prompt": prompt} if takes_prompt else {})
             observations: list[Message] = []
             if saved is not None:
-                snapshots, observations, counts = read_state(saved, *STATE)
-                attempt.counts = Counts(**counts)
-                names = [owner.__qualname__ for owner in attempt.objects]
-                for made, snapshot in zip(attempt.objects.values(), read_state(snapshots, *names), strict=True):
-                    await made.restore(snapshot)
+                state = read_state(saved, *STATE)
+                observations, attempt.counts = state["observations"], Counts(**state["counts"])
+                snapshots = read_state(state["objects"], *(owner.__qualname__ for owner in attempt.objects))
+                for owner, made in attempt.objects.items():
+                    await made.restore(snapshots[owner.__qualname__])
             status = await self._talk(policy, attempt, observations)
         finally:
             await self._closing.close(*attempt.objects.values())
@@ -266,7 +246,7 @@ class Tools(Environment):
                 raise RuntimeError(reason) from None
             return self._fail(attempt, reason)
 
-    async def _run(self, tool: Tool, name: str, arguments: dict[str, Any], attempt: _Attempt) -> str:
+    async def _run(self, tool: Tool, name: str, arguments: JsonObject, attempt: _Attempt) -> str:
         try:
             if tool.owner is not None:
                 result = await attempt.objects[tool.owner].call(name, **arguments)
@@ -285,11 +265,7 @@ class Tools(Environment):
 
 
 def find_tools(given: object, what: str) -> Iterator[Tool]:
-    """Yield the tool of a function, or the tools of a class's methods.
-
-    Raises:
-        ConfigError: it is neither, or a signature says too little.
-    """
+    """Yield the tool of a function, or of a class's methods; raises a ConfigError if a signature says too little."""
     if not isinstance(given, type):
         if not inspect.isroutine(given):
             raise ConfigError(f"{what} is a {type(given).__name__}, and no function or class. Name a function.")
@@ -303,7 +279,7 @@ def find_tools(given: object, what: str) -> Iterator[Tool]:
     names = dict.fromkeys(name for kind in reversed(given.__mro__[:-1]) for name in vars(kind))
     own = ("close", *SNAPSHOT_METHODS) if is_restorable(given) else ("close",)
     public = [name for name in names if not name.startswith("_") and name not in own]
-    methods = [getattr(given, name) for name in public if inspect.isroutine(getattr(given, name))]
+    methods = [method for name in public if inspect.isroutine(method := getattr(given, name))]
     if not methods:
         raise ConfigError(f"{what}: the class has no public methods, which would be its tools. Add one.")
     for method in methods:

@@ -49,11 +49,7 @@ class TurnTotals:
 
 
 def turn_metrics(totals: Sequence[TurnTotals]) -> dict[str, float]:
-    """Return the metrics of a step by name.
-
-    Args:
-        totals: of each rank.
-    """
+    """Return the metrics of a step by name, from the totals of each rank."""
     num_trajectories, num_turns, num_tokens, engine, environment, num_with_tools, num_calls, num_failures = (
         sum(column) for column in zip(*(astuple(one)[:8] for one in totals), strict=True)
     )

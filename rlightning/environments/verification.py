@@ -41,12 +41,7 @@ MAX_CONCURRENT = 32
 
 
 class Gap(NamedTuple):
-    """Differences between two log-probabilities of the same tokens.
-
-    Attributes:
-        total: absolute, in nats, summed over tokens.
-        num_tokens: of which.
-    """
+    """Differences between two log-probabilities of the same tokens: absolute, in nats, and summed."""
 
     total: float = 0.0
     num_tokens: int = 0
@@ -177,11 +172,7 @@ class TrajectoryVerifier:
 
 
 def check_verifiable(sampling: Sampling) -> None:
-    """Raise a ConfigError if sampling uses another distribution than the one by which the sampler scores.
-
-    Raises:
-        ConfigError: names what changes it.
-    """
+    """Raise a ConfigError if sampling uses another distribution than the one by which the sampler scores."""
     for name, value in _changed_settings(sampling).items():
         raise ConfigError(
             f"rollout.verify_trajectories needs log-probabilities of the model's own distribution, which rollout."

@@ -1,7 +1,4 @@
-"""A worker process that makes the trajectories of another environment, many concurrently on one event loop.
-
-It may run in another interpreter than the trainer: Python 3.10, the standard library and msgpack, nothing else.
-"""
+"""A worker process that makes the trajectories of another environment, many concurrently on one event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 from rlightning import intervals
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Reply
-from rlightning.environments.messages import AssistantMessage, Message, ToolCall
+from rlightning.environments.messages import AssistantMessage, Fields, JsonObject, Message, ToolCall
 from rlightning.environments.outcomes import check_outcome, outcome_to_plain
 from rlightning.environments.step_object import await_user_code
 from rlightning.errors import ConfigError
@@ -46,10 +43,9 @@ class RemotePolicy:
     def __init__(self, trainer: Peer, key: int) -> None:
         self._trainer, self._key = trainer, key
 
-    async def open_session(self, *, wants_messages: bool) -> list[Any]:
+    async def open_session(self, *, wants_messages: bool) -> Fields:
         """Return the URL and key by which an agent reaches the policy; for agents' workers alone."""
-        access: list[Any] = await self._request("open_session", wants_messages)
-        return access
+        return list(await self._request("open_session", wants_messages))
 
     async def has_reached_limit(self) -> bool:
         """Return whether the last request to the endpoint had no room for another turn."""
@@ -72,23 +68,23 @@ class RemotePolicy:
         """See :meth:`Policy.report`."""
         await self._request("report", outcome_to_plain(outcome), state)
 
-    async def resume(self) -> Any:
+    async def resume(self) -> object:
         """See :meth:`Policy.resume`."""
         return await self._request("resume")
 
-    async def _request(self, method: str, *arguments: Any) -> Any:
+    async def _request(self, method: str, *arguments: object) -> Any:
         with reraise_remote():
             return await self._trainer.call("request", self._key, method, *arguments)
 
 
-def _read_reply(sent: list[Any]) -> Reply:
+def _read_reply(sent: Fields) -> Reply:
     sample, message = sent
     content, reasoning, calls, errors, places = message
     tool_calls = tuple(ToolCall(*call) for call in calls)
     return Reply(_read_sample(sample), AssistantMessage(content, reasoning, tool_calls, tuple(errors), tuple(places)))
 
 
-def _read_sample(sent: list[Any]) -> Sample:
+def _read_sample(sent: Fields) -> Sample:
     token_ids, logprobs, weight_versions, text, finish_reason = sent
     return Sample(array("q", token_ids), array("f", logprobs), array("i", weight_versions), text, finish_reason)
 
@@ -113,12 +109,8 @@ class EnvironmentWorker:
         self._worker.progress.show(0, False)
         asyncio.get_running_loop().call_later(intervals.WORKER_POLL_INTERVAL, self._beat)
 
-    async def _set_up(self, path: str, arguments: dict[str, Any], search_path: list[str]) -> None:
-        """Construct the environment.
-
-        Raises:
-            ConfigError: it cannot be found, is none, or cannot be made.
-        """
+    async def _set_up(self, path: str, arguments: JsonObject, search_path: list[str]) -> None:
+        """Construct the environment; raises a ConfigError if it cannot be found, is none, or cannot be made."""
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         kind = find_class(path)
         if not kind.runs_in_workers:
@@ -138,7 +130,7 @@ class EnvironmentWorker:
                 "environment.arguments, or the class."
             ) from error
 
-    async def _call(self, key: int, prompt: list[Any]) -> list[Any]:
+    async def _call(self, key: int, prompt: Fields) -> Fields:
         """Make a trajectory; returns the fields of its outcome."""
         CALL.set(key)
         task = asyncio.ensure_future(self._run(Prompt(*prompt), RemotePolicy(self._trainer, key)))
@@ -165,11 +157,7 @@ class EnvironmentWorker:
 
 
 def find_class(path: str) -> type[Environment]:
-    """Import an environment's class.
-
-    Raises:
-        ConfigError: there is none of this dotted path.
-    """
+    """Import an environment's class; raises a ConfigError if there is none of this dotted path."""
     what = f"environment.environment={path}"
     kind = import_object(path, what)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):

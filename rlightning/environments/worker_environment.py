@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rlightning import intervals
 from rlightning.environments.clock import Clock
 from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
-from rlightning.environments.messages import Message
+from rlightning.environments.messages import Fields, Message
 from rlightning.environments.outcomes import outcome_from_plain
 from rlightning.environments.policy import RecordedPolicy, failed_outcome
 from rlightning.environments.worker import reraise_remote
@@ -104,11 +104,7 @@ class WorkerEnvironment(Environment):
         self._pool: tuple[asyncio.AbstractEventLoop, WorkerPool] | None = None
 
     async def check(self) -> None:
-        """Start the workers, and wait until one of them is ready.
-
-        Raises:
-            ConfigError: the interpreter or the environment cannot be used.
-        """
+        """Start the workers, and wait until one of them is ready; raises a ConfigError if they cannot be used."""
         try:
             await self._get_pool().check()
         except (ProcessStartError, OSError) as error:
@@ -158,11 +154,7 @@ class WorkerEnvironment(Environment):
         return outcome
 
     def _get_pool(self) -> WorkerPool:
-        """Return the workers of the running event loop.
-
-        Raises:
-            ConfigError: the interpreter cannot be used.
-        """
+        """Return the workers of the running event loop; raises a ConfigError if the interpreter cannot be used."""
         loop = asyncio.get_running_loop()
         if self._pool is None or self._pool[0] is not loop:
             if self.python is not None:
@@ -184,8 +176,7 @@ class WorkerEnvironment(Environment):
     def _describe_end(self, pool: WorkerPool, error: WorkerError) -> tuple[str, str]:
         """Return how a trajectory's worker exited, as one line and with the stacks of its threads.
 
-        Raises:
-            EnvironmentFailedError: too many have ended in a row.
+        Raises an EnvironmentFailedError if too many have ended in a row.
         """
         is_hung = isinstance(error, WorkerHungError)
         how = f"did not respond for {self.hang_timeout:g} s" if is_hung else f"ended ({error})"
@@ -209,11 +200,9 @@ class WorkerEnvironment(Environment):
 
 
 def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
-    """Return the RPC methods by which a worker samples from the policy.
+    """Return the RPC methods by which a worker samples from the policy of its trajectory.
 
-    Args:
-        policy: of the worker's trajectory.
-        errors: gets those that no trajectory can go on with; the worker gets them too.
+    An error that no trajectory can go on with is added to ``errors``; the worker gets it too.
     """
 
     async def get(request: Awaitable[Made]) -> Made:
@@ -223,24 +212,24 @@ def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
             errors.append(error)
             raise
 
-    async def chat(tools: list[Message] | None, *observations: Message) -> list[Any]:
+    async def chat(tools: list[Message] | None, *observations: Message) -> Fields:
         reply = await get(policy.chat(*observations, tools=tools))
         return [_to_plain(reply), reply.message]
 
-    async def ask(temperature: float, max_new_tokens: int | None, *messages: Message) -> list[Any]:
+    async def ask(temperature: float, max_new_tokens: int | None, *messages: Message) -> Fields:
         reply = await get(policy.ask(*messages, temperature=temperature, max_new_tokens=max_new_tokens))
         return [_to_plain(reply), reply.message]
 
-    async def sample(token_ids: list[int]) -> list[Any]:
+    async def sample(token_ids: list[int]) -> Fields:
         return _to_plain(await get(policy.sample(token_ids)))
 
-    async def report(outcome: list[Any], state: object) -> None:
+    async def report(outcome: Fields, state: object) -> None:
         await policy.report(outcome_from_plain(outcome), state)
 
     return {"chat": chat, "ask": ask, "sample": sample, "report": report, "resume": policy.resume}
 
 
-def _to_plain(sample: Sample) -> list[Any]:
+def _to_plain(sample: Sample) -> Fields:
     arrays = (sample.token_ids, sample.logprobs, sample.weight_versions)
     return [*(array.tobytes() for array in arrays), sample.text, sample.finish_reason]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlightning.environments.endpoint.history import Histories, Known, read_known, received_message
+from rlightning.environments.endpoint.history import Histories, Known, read_known
 from rlightning.environments.messages import AssistantMessage
 from rlightning.environments.recorder import Recorder
 from rlightning.types import Sample
@@ -40,7 +40,7 @@ class Client:
         reply = AssistantMessage(content, "".join(thought))
         sample = Sample([hash(said)], [0.0], [0], content, "stop")
         (turn,) = self.recorder.record(self.recorder.reserve(history, found.reason), [sample], (), [reply])
-        self.histories.add(messages, tools, turn, received_message(reply))
+        self.histories.add(messages, tools, turn)
         return turn.branch.reason
 
     def talk(self, words: str) -> "Client":

@@ -19,7 +19,7 @@ from waiting import wait_for
 from rlightning.environments import Environment, StepEnvironment, Tools, WorkerEnvironment
 from rlightning.environments.snapshots import copy_plain
 from rlightning.rollout import Sampling
-from rlightning.types import Prompt, Sample, Trajectory
+from rlightning.types import Outcome, Prompt, Sample, Trajectory
 
 END = "<|im_end|>"
 SAMPLING = Sampling(max_new_tokens=64, seed=5)
@@ -178,15 +178,27 @@ def test_tools_go_on_with_their_objects(start: Callable[..., Run]) -> None:
     assert resume(start, tools, interrupt(start, tools, call), call) == (whole, 4)
 
 
+class Parts(Environment):
+    """Has four turns that a part of the policy records, as those of one of several agents."""
+
+    async def run(self, prompt: Prompt, policy: Any) -> Outcome:
+        part = policy.split()
+        for turn in range(4):
+            await part.chat({"role": "user", "content": f"turn {turn}"})
+        policy.recorder.extend(part.recorder)
+        return Outcome()
+
+
+@pytest.mark.parametrize("environment", [StepEnvironment(Diary), Parts()])
 def test_an_environment_without_snapshots_begins_again(
-    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+    start: Callable[..., Run], environment: Environment, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="rlightning")
-    whole = finish(start, StepEnvironment(Diary))
-    state = interrupt(start, StepEnvironment(Diary))
+    whole = finish(start, environment)
+    state = interrupt(start, environment)
     (line,) = [line for line in caplog.messages if "begins them again" in line]
     assert line.startswith("Checkpoints do not keep the turns of some trajectories")
-    assert resume(start, StepEnvironment(Diary), state) == (whole, 2 * 4), "the one that has ended is kept"
+    assert resume(start, environment, state) == (whole, 2 * 4), "the one that has ended is kept"
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_server_that_ends_or_hangs_is_replaced(make: Attempts, tmp_path: Path)
             assert server.pid is not None
             pids.append(server.pid)
             if number == signal.SIGSTOP:
-                server.launch = server.launch._replace(hang_timeout=1.0)
+                server.hang_timeout = 1.0
             os.kill(server.pid, number)
 
         return during
@@ -226,7 +226,7 @@ def test_a_server_that_ends_or_hangs_is_replaced(make: Attempts, tmp_path: Path)
     assert (one.status, one.reward) == ("failed", None) and "did not respond for 1 s" in str(one.error)
     servers = make.environment()._servers
     assert servers is not None
-    servers.servers[0].launch = servers.servers[0].launch._replace(hang_timeout=600.0)
+    servers.servers[0].hang_timeout = 600.0
     (one,) = make("7", folder=tmp_path, task=4, during=strike(signal.SIGKILL))
     assert (one.status, one.reward) == ("failed", None) and "ended (SIGKILL)" in str(one.error)
     assert len(set(pids)) == 2 and still_running(pids) == []

@@ -20,7 +20,7 @@ from attempts import CannedPolicy, CannedSampler, make_group, run_group
 from pages import DOCS, find_snippets
 from waiting import still_running, wait_for
 
-from rlightning.environments import AskLimitError, LimitReachedError, Message, Reply, WorkerEnvironment
+from rlightning.environments import AskLimitError, LimitReachedError, Message, Reply, WorkerEnvironment, clock, timing
 from rlightning.environments.environment import TrajectoryLostError
 from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
@@ -276,15 +276,17 @@ def test_lost_trajectories_are_made_again_within_a_budget(tmp_path: Path, caplog
 
 
 def test_wait_for_a_new_worker_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop's clock is put forward by more than a trajectory may take whenever a worker starts."""
+    """The clocks are put forward by more than a trajectory may take whenever a worker starts."""
     (tmp_path / "hold once 0").touch()
     start, num_started = worker_pool._Worker.start, 0
+
+    def late_time() -> float:
+        return time.monotonic() + num_started * 3000.0
 
     async def start_late(worker: Any, *arguments: Any) -> Any:
         nonlocal num_started
         num_started += 1
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "time", lambda: time.monotonic() + num_started * 3000.0)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", late_time)
         for _ in range(3):
             await asyncio.sleep(0)  # in which deadlines take effect
         return await start(worker, *arguments)
@@ -294,8 +296,11 @@ def test_wait_for_a_new_worker_takes_no_time(tmp_path: Path, monkeypatch: pytest
         limits: dict[str, Any] = {"timeout": 1000.0, "turn_timeout": 1000.0, "max_requeues": 1}
         (one,) = await run_group(environment, make_group(CannedSampler(), prompt, **limits), prompt)
         assert (one.status, one.error, num_started) == ("finished", None, 2)
+        assert 0 < one.timings["environment"] <= one.timings["trajectory"] < 1000
         await environment.close()
 
+    for module in (clock, timing):
+        monkeypatch.setattr(module, "monotonic", late_time)
     monkeypatch.setattr(worker_pool._Worker, "start", start_late)
     asyncio.run(work())
 

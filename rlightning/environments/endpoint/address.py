@@ -10,11 +10,9 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 def find_address(host: str) -> str:
-    """Return the address at which clients reach a server that listens on ``host``.
+    """Return the address at which clients reach a server that listens on ``host``: the host itself.
 
-    Returns:
-        The host itself, unless it stands for all addresses, such as 0.0.0.0: then the one by which this host reaches
-        others, or its loopback where it reaches none.
+    For all addresses, such as 0.0.0.0, it is the one by which this host reaches others, or else its loopback.
     """
     try:
         if not ipaddress.ip_address(host or "0.0.0.0").is_unspecified:

@@ -4,14 +4,13 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import read_tools
 from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
-from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.messages import AssistantMessage, JsonObject, Message
 from rlightning.foreign_text import cut_value
 
 OWN = ("messages", "system", "tools", "tool_choice")
@@ -20,7 +19,7 @@ CHOICES = {"auto": "auto", "none": "none"}
 EMPTY_TEXT = {"type": "text", "text": ""}
 
 
-async def create_message(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
+async def create_message(session: Session, body: JsonObject, emit: Emit) -> Reply:
     """Answer ``/v1/messages``."""
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
     thinking = body.get("thinking") or {"type": "disabled"}
@@ -41,7 +40,7 @@ async def create_message(session: Session, body: Mapping[str, Any], emit: Emit) 
     return await answer(writer, emit if asked.stream else None, partial(session.chat, asked, messages, tools))
 
 
-def _read_messages(body: Mapping[str, Any]) -> Iterator[Message]:
+def _read_messages(body: JsonObject) -> Iterator[Message]:
     """Yield the messages of the chat in a request."""
     if body.get("system"):
         yield {"role": "system", "content": body["system"]}
@@ -54,7 +53,7 @@ def _read_messages(body: Mapping[str, Any]) -> Iterator[Message]:
         yield from _read_assistant(blocks) if message["role"] == "assistant" else _read_user(message["role"], blocks)
 
 
-def _read_assistant(blocks: list[Any]) -> Iterator[Message]:
+def _read_assistant(blocks: list[JsonObject]) -> Iterator[Message]:
     texts, thoughts, calls = [], [], []
     for block in blocks:
         if block.get("type") == "tool_use":
@@ -67,7 +66,7 @@ def _read_assistant(blocks: list[Any]) -> Iterator[Message]:
     yield {"role": "assistant", "content": texts, "tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
 
 
-def _read_user(role: str, blocks: list[Any]) -> Iterator[Message]:
+def _read_user(role: str, blocks: list[JsonObject]) -> Iterator[Message]:
     rest = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -78,7 +77,7 @@ def _read_user(role: str, blocks: list[Any]) -> Iterator[Message]:
         yield {"role": role, "content": rest}
 
 
-def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
+def _read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
     tools = [
         {
             "type": "function",
@@ -94,7 +93,7 @@ def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
     return read_tools({"tools": tools, "tool_choice": CHOICES.get(str(choice.get("type")), choice)}, ignored)
 
 
-def _write_content(message: AssistantMessage) -> Iterator[dict[str, Any]]:
+def _write_content(message: AssistantMessage) -> Iterator[JsonObject]:
     """Yield the content blocks of a turn."""
     if message.reasoning:
         yield {"type": "thinking", "thinking": message.reasoning, "signature": ""}
@@ -116,7 +115,7 @@ class MessageWriter(BlockWriter):
         self._stops = stops
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
-    def write(self, answers: Answers) -> dict[str, Any]:
+    def write(self, answers: Answers) -> JsonObject:
         """See :class:`EventWriter`."""
         (turn,) = answers.turns
         sample = turn.sample
@@ -133,7 +132,7 @@ class MessageWriter(BlockWriter):
     def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         """See :class:`EventWriter`."""
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
-        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message={**self._head, **empty})
 
     def end(self, answers: Answers) -> Iterator[Event]:
@@ -162,8 +161,8 @@ class MessageWriter(BlockWriter):
     def _end_block(self, kind: str, text: str) -> Iterator[Event]:
         yield _event("content_block_stop", index=self._num_blocks)
 
-    def _start(self, block: dict[str, Any]) -> Event:
+    def _start(self, block: JsonObject) -> Event:
         return _event("content_block_start", index=self._num_blocks, content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
+    def _delta(self, delta: JsonObject) -> Event:
         return _event("content_block_delta", index=self._num_blocks, delta=delta)

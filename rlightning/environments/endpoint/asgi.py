@@ -5,9 +5,11 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
+from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import describe_error
 
 Message = MutableMapping[str, Any]
+"""Of ASGI: the scope of a request, or an event."""
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 GONE = 499
@@ -19,26 +21,16 @@ class ClientGoneError(Exception):
 
 
 class Request:
-    """An HTTP request.
+    """An HTTP request: the path is without a query and slashes at its end, names of headers are in small letters."""
 
-    Attributes:
-        path: without a query, and slashes at its end.
-        headers: by their names in small letters.
-    """
-
-    def __init__(self, scope: Mapping[str, Any], receive: Receive) -> None:
+    def __init__(self, scope: Message, receive: Receive) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"].rstrip("/")
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._receive = receive
 
-    async def read_json(self, max_bytes: int) -> Mapping[str, Any]:
-        """Return the body parsed as a JSON object.
-
-        Raises:
-            APIError: it is none, or longer than ``max_bytes``.
-            ClientGoneError: it did not come.
-        """
+    async def read_json(self, max_bytes: int) -> JsonObject:
+        """Return the body parsed as a JSON object; raises an APIError if it is none, or longer than ``max_bytes``."""
         read, is_whole = bytearray(), False
         while not is_whole:
             message = await self._receive()

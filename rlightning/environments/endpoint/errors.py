@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from rlightning.environments.messages import JsonObject
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
 
@@ -24,12 +24,12 @@ class APIError(Exception):
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
 
-    def to_openai(self) -> dict[str, Any]:
+    def to_openai(self) -> JsonObject:
         """Return the error's body in OpenAI's form."""
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def to_anthropic(self) -> dict[str, Any]:
+    def to_anthropic(self) -> JsonObject:
         """Return the error's body in Anthropic's form."""
         kind = "request_too_large" if self.status == 413 else TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}

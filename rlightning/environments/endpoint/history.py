@@ -3,10 +3,10 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlightning.environments.endpoint.errors import APIError
-from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.environments.messages import Message
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
 from rlightning.types.trajectory import BranchReason
@@ -19,11 +19,7 @@ SYSTEM = ("system", "developer")
 class Known(NamedTuple):
     """A normalised message: without the differences that clients introduce unintentionally.
 
-    Attributes:
-        role: of it; a developer's is the system's.
-        text: its content without white space around it.
-        calls: names and arguments of its tool calls, as JSON; "" for none.
-        reasoning: of the policy's, not compared where a client does not send it.
+    A developer's role is the system's. Calls are JSON, "" for none. Reasoning counts where the client sends it.
     """
 
     role: str
@@ -41,13 +37,7 @@ class Known(NamedTuple):
 
 
 class Past(NamedTuple):
-    """A recorded conversation that ends with a turn of the policy's.
-
-    Attributes:
-        tools: that it had, as JSON.
-        messages: of it, the last one the policy's.
-        turn: the last one.
-    """
+    """A recorded conversation: its tools as JSON, and its messages, of which the last is the policy's ``turn``."""
 
     tools: str
     messages: tuple[Known, ...]
@@ -55,12 +45,9 @@ class Past(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The recorded conversation that a client's messages continue, if any.
+    """The recorded conversation that a client's messages continue; None if it has to be rendered anew.
 
-    Attributes:
-        past: that it goes on from; None: it has to be rendered anew.
-        num_new: messages at its end that are no turns of the trajectory yet.
-        reason: why a branch begins, if one does.
+    The last ``num_new`` messages are no turns of the trajectory yet. If a branch begins, it is for the reason.
     """
 
     past: Past | None
@@ -92,13 +79,9 @@ class Histories:
         num_new = next((i for i, message in enumerate(reversed(own)) if message[:3] in known), len(own))
         return Found(None, num_new, "sampled_again" if is_repeated else self._find_reason(own, tools))
 
-    def add(self, messages: Sequence[Known], tools: str, turn: RecordedTurn, received: Known) -> None:
-        """Record a conversation that a turn of the policy's has just ended.
-
-        Args:
-            received: its message, as the client gets it.
-        """
-        self._pasts.append(Past(tools, (*messages, received), turn))
+    def add(self, messages: Sequence[Known], tools: str, turn: RecordedTurn) -> None:
+        """Record a conversation that a turn of the policy's has just ended."""
+        self._pasts.append(Past(tools, (*messages, read_known(turn.message.to_message())), turn))
 
     def _find_fork_reason(self, own: tuple[Known, ...], past: Past) -> BranchReason:
         """Return why a branch begins: how a conversation differs from others that continue the same recorded one."""
@@ -133,11 +116,7 @@ def find_closest(own: Sequence[Known], pasts: Sequence[Sequence[Known]]) -> Sequ
 
 
 def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchReason:
-    """Return the reason of a new branch: how a client's conversation ``own`` differs from a recorded one.
-
-    Args:
-        past: those of the past, which the conversation does not simply go on from.
-    """
+    """Return why a branch begins: how a conversation ``own`` of a client's differs from the recorded one ``past``."""
     start = _count_shared(own, past)
     new, old = [one[:3] for one in own[start:]], [one[:3] for one in past[start:]]
     said = {one[:3] for one in past if one.role == "assistant"}
@@ -158,7 +137,7 @@ def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchRe
     return "compacted" if found is None or found[0] < found[1] else "history_edited"
 
 
-def read_known(message: Mapping[str, Any]) -> Known:
+def read_known(message: Message) -> Known:
     """Normalise a message that :func:`clean` has cleaned, so that it can be compared."""
     calls = [
         {"name": call["function"].get("name"), "arguments": _read_arguments(call["function"].get("arguments"))}
@@ -170,12 +149,9 @@ def read_known(message: Mapping[str, Any]) -> Known:
 
 
 def clean(messages: object) -> list[Message]:
-    """Return the messages of a request with the fields that chat templates read, and no others.
+    """Return the messages of a request, texts alone, with the fields that chat templates read, and no others.
 
-    Answers of tools get the name of the tool that was called.
-
-    Raises:
-        APIError: they are none, or hold something else than text.
+    Answers of tools get the name of the tool that was called. Raises an APIError for anything else.
     """
     if not isinstance(messages, list) or not messages:
         raise APIError(f"messages={cut_value(messages)} has to be a list of messages.", param="messages")
@@ -205,11 +181,6 @@ def _with_whole_numbers(value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _with_whole_numbers(one) for name, one in value.items()}
     return [_with_whole_numbers(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def received_message(message: AssistantMessage) -> Known:
-    """Return the policy's message, as the client receives it, in normalised form."""
-    return read_known(message.to_message())
 
 
 def _clean(message: object, where: str) -> Message:

@@ -6,19 +6,19 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.parameters import RequestParameters, read_parameters
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, Emit, Event, EventWriter, Reply, answer
+from rlightning.environments.messages import JsonObject
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
 
 DONE = (None, "[DONE]")
 
 
-async def complete_chat(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
+async def complete_chat(session: Session, body: JsonObject, emit: Emit) -> Reply:
     """Answer ``/v1/chat/completions``."""
     others = ("messages", "tools", "tool_choice")
     asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=others)
@@ -26,14 +26,14 @@ async def complete_chat(session: Session, body: Mapping[str, Any], emit: Emit) -
     return await answer(ChatWriter(session, asked), emit if asked.stream else None, sample)
 
 
-async def complete_text(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
+async def complete_text(session: Session, body: JsonObject, emit: Emit) -> Reply:
     """Answer ``/v1/completions``."""
     asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
     sample = partial(session.complete, asked, _read_prompt(body.get("prompt")))
     return await answer(TextWriter(session, asked), emit if asked.stream else None, sample)
 
 
-async def generate_tokens(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
+async def generate_tokens(session: Session, body: JsonObject, emit: Emit) -> Reply:
     """Answer ``/inference/v1/generate``: vLLM's route, with tokens named ``token_id:<id>`` as renderers parses them."""
     unknown = [name for name in body if name not in ("token_ids", "sampling_params", "model", "stream", "cache_salt")]
     if unknown:
@@ -62,14 +62,14 @@ async def generate_tokens(session: Session, body: Mapping[str, Any], emit: Emit)
     }
 
 
-def list_models(session: Session) -> dict[str, Any]:
+def list_models(session: Session) -> JsonObject:
     """Answer ``/v1/models``."""
     limit = session.policy.max_length
     one = {"id": session.model, "object": "model", "created": 0, "owned_by": "rlightning", "max_model_len": limit}
     return {"object": "list", "data": [one]}
 
 
-def read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
+def read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
     """Return the tools of a request; with the tool choice "none" the policy is shown them, and its calls stay text."""
     choice = None if "tool_choice" in ignored else body.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -111,14 +111,14 @@ class CompletionWriter(EventWriter):
         self._head = {"id": name, "created": int(time.time()), "model": session.model}
 
     @abstractmethod
-    def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
+    def _choice(self, turn: RecordedTurn, index: int) -> JsonObject:
         """Return one choice in full."""
 
     @abstractmethod
     def _end_choice(self, turn: RecordedTurn, index: int) -> Iterator[Event]:
         """Yield the last chunks of a choice's stream."""
 
-    def write(self, answers: Answers) -> dict[str, Any]:
+    def write(self, answers: Answers) -> JsonObject:
         """See :class:`EventWriter`."""
         choices = [self._choice(turn, index) for index, turn in enumerate(answers.turns)]
         return {**self._head, "object": self.kind, "choices": choices, "usage": count_usage(answers)}
@@ -135,7 +135,7 @@ class CompletionWriter(EventWriter):
     def _decode(self, token_id: int) -> str:
         return self._session.policy.chat_format.decode([token_id])
 
-    def _chunk(self, *choices: dict[str, Any], **fields: object) -> Event:
+    def _chunk(self, *choices: JsonObject, **fields: object) -> Event:
         return None, {**self._head, "object": self.chunk_kind, "choices": choices, **fields}
 
 
@@ -153,7 +153,7 @@ class ChatWriter(CompletionWriter):
             if text:
                 yield self._delta(choice, {name: text})
 
-    def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
+    def _choice(self, turn: RecordedTurn, index: int) -> JsonObject:
         message = turn.message.to_message()
         if "tool_calls" in message:
             message["content"] = message["content"] or None
@@ -168,7 +168,7 @@ class ChatWriter(CompletionWriter):
             yield self._delta(index, {"tool_calls": [{"index": number, **call}]})
         yield self._chunk({**choice, "delta": {}})
 
-    def _delta(self, choice: int, delta: dict[str, Any]) -> Event:
+    def _delta(self, choice: int, delta: JsonObject) -> Event:
         return self._chunk({"index": choice, "delta": delta, "finish_reason": None, "logprobs": None})
 
 
@@ -183,7 +183,7 @@ class TextWriter(CompletionWriter):
         if text:
             yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})
 
-    def _choice(self, turn: RecordedTurn, index: int) -> dict[str, Any]:
+    def _choice(self, turn: RecordedTurn, index: int) -> JsonObject:
         logprobs = _text_logprobs(turn, self._decode) if self._asked.wants_logprobs else None
         reason = turn.sample.finish_reason
         return {"index": index, "text": turn.message.content, "finish_reason": reason, "logprobs": logprobs}
@@ -192,7 +192,7 @@ class TextWriter(CompletionWriter):
         yield self._chunk({**self._choice(turn, index), "text": ""})
 
 
-def _token_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> list[dict[str, Any]]:
+def _token_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> list[JsonObject]:
     pairs = zip(turn.sample.token_ids, turn.sample.logprobs, strict=True)
     names = [(name(token), logprob) for token, logprob in pairs]
     return [
@@ -200,7 +200,7 @@ def _token_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> list[dict
     ]
 
 
-def _text_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> dict[str, Any]:
+def _text_logprobs(turn: RecordedTurn, name: Callable[[int], str]) -> JsonObject:
     tokens, logprobs = [name(token) for token in turn.sample.token_ids], list(turn.sample.logprobs)
     starts = list(accumulate(map(len, tokens), initial=0))[:-1]
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": starts}

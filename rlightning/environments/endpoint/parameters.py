@@ -3,11 +3,12 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
 from rlightning.environments.endpoint.errors import APIError
+from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.rollout import Sampling
 from rlightning.seeds import mix_seed
@@ -63,7 +64,7 @@ class RequestParameters(BaseModel):
     stop: Stop | list[Stop] = []
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     seed: int | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
     logprobs: bool | Annotated[int, Field(ge=0, le=1)] = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -95,16 +96,11 @@ class RequestParameters(BaseModel):
 
 
 def read_parameters(
-    body: Mapping[str, Any], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
+    body: Mapping[str, object], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
 ) -> RequestParameters:
-    """Parse the parameters of a request.
+    """Parse the parameters of a request, without the ``ignored`` and the ``others``, which the route reads by itself.
 
-    Args:
-        ignored: parameters that are passed over, whatever they say.
-        others: parameters that the route reads by itself.
-
-    Raises:
-        APIError: a parameter is of the wrong type, or cannot be honoured.
+    Raises an APIError for a parameter of the wrong type, or one that cannot be honoured.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in ignored}
     neutral = {**NEUTRAL, "top_p": (sampling.top_p,), "min_p": (sampling.min_p,)}
@@ -128,7 +124,7 @@ def read_parameters(
         raise APIError(f"{place}={cut_value(first['input'])}: {cut_line(first['msg'])}.", param=place) from None
 
 
-def refuse_choices(body: Mapping[str, Any]) -> None:
+def refuse_choices(body: JsonObject) -> None:
     """Raise an APIError for the parameter ``n``, in an API whose responses have one choice."""
     if "n" in body:
         raise APIError("Unknown parameter: 'n'.", param="n", code="unknown_parameter")

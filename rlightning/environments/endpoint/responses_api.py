@@ -4,14 +4,13 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import count_usage, read_tools
 from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
-from rlightning.environments.messages import Message
+from rlightning.environments.messages import JsonObject, Message
 from rlightning.foreign_text import cut_value
 
 OWN = ("input", "instructions", "tools", "tool_choice", "previous_response_id")
@@ -25,7 +24,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Parameters of this route alone, by the values with which they change nothing."""
 
 
-async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
+async def respond(session: Session, body: JsonObject, emit: Emit) -> Reply:
     """Answer ``/v1/responses``."""
     renamed = {NAMES.get(name, name): value for name, value in body.items() if value not in NEUTRAL.get(name, ())}
     refuse_choices(body)
@@ -48,7 +47,7 @@ async def respond(session: Session, body: Mapping[str, Any], emit: Emit) -> Repl
     return await answer(writer, emit if asked.stream else None, sample)
 
 
-def _read_format(text: object) -> dict[str, Any]:
+def _read_format(text: object) -> JsonObject:
     """Convert the parameter ``text`` to the parameter ``response_format`` of chat completions."""
     given = text["format"] if isinstance(text, Mapping) and set(text) == {"format"} else None
     if not isinstance(given, Mapping):
@@ -56,7 +55,7 @@ def _read_format(text: object) -> dict[str, Any]:
     return {"type": given.get("type")} | ({"json_schema": dict(given)} if given.get("type") == "json_schema" else {})
 
 
-def _read_earlier(session: Session, body: Mapping[str, Any]) -> list[Message]:
+def _read_earlier(session: Session, body: JsonObject) -> list[Message]:
     earlier = body.get("previous_response_id")
     if earlier is not None and earlier not in session.responses:
         raise APIError(f"previous_response_id={cut_value(earlier)} is none of this session's.", 404)
@@ -84,7 +83,7 @@ def _read_input(given: object) -> list[Message]:
     return messages
 
 
-def _add_item(message: Message, kind: str, item: Mapping[str, Any]) -> None:
+def _add_item(message: Message, kind: str, item: JsonObject) -> None:
     if kind == "message":
         message["content"] = item.get("content")
     elif kind == "reasoning":
@@ -95,7 +94,7 @@ def _add_item(message: Message, kind: str, item: Mapping[str, Any]) -> None:
         message.setdefault("tool_calls", []).append(call)
 
 
-def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
+def _read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
     tools = body.get("tools") or []
     for tool in tools:
         if tool.get("type") != "function":
@@ -105,24 +104,15 @@ def _read_tools(body: Mapping[str, Any], ignored: frozenset[str]) -> ToolUse:
     return read_tools({"tools": functions, "tool_choice": body.get("tool_choice")}, ignored)
 
 
-class _Ids(dict[str, str]):
-    """The ids of the parts of a response, by kind; each is made at its first access."""
-
-    def __missing__(self, kind: str) -> str:
-        self[kind] = _make_id(kind)
-        return self[kind]
-
-
 class ResponseWriter(BlockWriter):
     """Writes a response of the Responses API, whole or as a stream, in which each tool call is one part.
 
-    Attributes:
-        ids: of the response ("resp") and its parts.
+    Its ``ids`` are those of the response ("resp") and its parts.
     """
 
-    def __init__(self, body: Mapping[str, Any], model: str) -> None:
+    def __init__(self, body: JsonObject, model: str) -> None:
         super().__init__()
-        self.ids = _Ids()
+        self.ids = {kind: _make_id(kind) for kind in ("resp", "rs", "msg")}
         self._numbers = count()
         self._head = {
             "id": self.ids["resp"],
@@ -140,12 +130,12 @@ class ResponseWriter(BlockWriter):
             "top_p": body.get("top_p"),
         }
 
-    def write(self, answers: Answers) -> dict[str, Any]:
+    def write(self, answers: Answers) -> JsonObject:
         """See :class:`EventWriter`."""
         (turn,) = answers.turns
         message, is_cut, usage = turn.message, turn.sample.is_truncated, count_usage(answers)
         status = "incomplete" if is_cut else "completed"
-        output: list[dict[str, Any]] = []
+        output: list[JsonObject] = []
         if message.reasoning:
             output.append(self._item("reasoning", message.reasoning, status))
         if message.content or not message.tool_calls:
@@ -169,7 +159,7 @@ class ResponseWriter(BlockWriter):
 
     def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         """See :class:`EventWriter`."""
-        begun: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        begun: JsonObject = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         yield self._event("response.created", response={**self._head, **begun})
 
     def end(self, answers: Answers) -> Iterator[Event]:
@@ -185,7 +175,7 @@ class ResponseWriter(BlockWriter):
                 self._num_blocks += 1
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _write_call(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _write_call(self, item: JsonObject) -> Iterator[Event]:
         place, arguments = {"output_index": self._num_blocks, "item_id": item["id"]}, item["arguments"]
         yield self._place_item("added", {**item, "arguments": "", "status": "in_progress"})
         yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
@@ -204,7 +194,7 @@ class ResponseWriter(BlockWriter):
         yield self._event("response.content_part.done", **self._place(kind), part=_part(kind, text))
         yield self._place_item("done", self._item(kind, text, "completed"))
 
-    def _item(self, kind: str, text: str, status: str) -> dict[str, Any]:
+    def _item(self, kind: str, text: str, status: str) -> JsonObject:
         content = [_part(kind, text)]
         if kind == "reasoning":
             return {"id": self.ids["rs"], "type": "reasoning", "summary": [], "content": content, "status": status}
@@ -213,20 +203,20 @@ class ResponseWriter(BlockWriter):
     def _event(self, kind: str, **fields: object) -> Event:
         return kind, {"type": kind, "sequence_number": next(self._numbers), **fields}
 
-    def _place(self, kind: str) -> dict[str, Any]:
+    def _place(self, kind: str) -> JsonObject:
         item = self.ids["rs" if kind == "reasoning" else "msg"]
         return {"output_index": self._num_blocks, "item_id": item, "content_index": 0}
 
-    def _place_item(self, what: str, item: dict[str, Any]) -> Event:
+    def _place_item(self, what: str, item: JsonObject) -> Event:
         return self._event(f"response.output_item.{what}", output_index=self._num_blocks, item=item)
 
     def _text_event(self, kind: str, what: str, **text: str) -> Event:
-        extra: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+        extra: JsonObject = {} if kind == "reasoning" else {"logprobs": []}
         name = "reasoning_text" if kind == "reasoning" else "output_text"
         return self._event(f"response.{name}.{what}", **self._place(kind), **text, **extra)
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> JsonObject:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

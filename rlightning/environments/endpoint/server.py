@@ -19,6 +19,7 @@ from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event, Reply
 from rlightning.environments.environment import LimitReachedError, Policy
+from rlightning.environments.messages import JsonObject
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import describe_error
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 ANTHROPIC = "/v1/messages"
 MODELS = "/v1/models"
-Route = Callable[[Session, Mapping[str, Any], Emit], Awaitable[Reply]]
+Route = Callable[[Session, JsonObject, Emit], Awaitable[Reply]]
 ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": openai_api.complete_chat,
     "/v1/completions": openai_api.complete_text,
@@ -101,11 +102,7 @@ class Endpoint:
         return self._url
 
     async def start(self) -> None:
-        """Start to listen, unless the server listens already.
-
-        Raises:
-            ConfigError: it cannot listen there, or no HTTP server is installed.
-        """
+        """Start to listen, unless the server listens already; raises a ConfigError if it cannot."""
         if self._serving is None:
             uvicorn = _import_server()
             listener = self._bind()
@@ -193,7 +190,7 @@ class Endpoint:
         self._shared_keys[shared.id] = shared
         return shared
 
-    async def _serve(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: JsonObject, receive: Receive, send: Send) -> None:
         """Answer a request; the ASGI application."""
         request = Request(scope, receive)
         is_reading = request.method in ("GET", "HEAD") and request.path == MODELS
@@ -231,7 +228,7 @@ class Endpoint:
             raise APIError("The API key is of no session that is open.", 401, code="invalid_api_key")
         return session
 
-    async def _run(self, route: Route, session: Session, body: Mapping[str, Any], request: Request, send: Send) -> None:
+    async def _run(self, route: Route, session: Session, body: JsonObject, request: Request, send: Send) -> None:
         """Run a route, and send its response or its stream."""
         if session.failure.done():
             raise APIError("The session has failed; its trajectory is over.", 500)
@@ -252,13 +249,9 @@ class Endpoint:
 
 
 class RouteWork:
-    """A running route, which is cancelled if the client disconnects.
+    """A running route, which is cancelled, and then ``is_abandoned``, if the client disconnects before its end."""
 
-    Attributes:
-        is_abandoned: whether the client has gone before the end.
-    """
-
-    def __init__(self, route: Route, session: Session, body: Mapping[str, Any], request: Request) -> None:
+    def __init__(self, route: Route, session: Session, body: JsonObject, request: Request) -> None:
         self.is_abandoned = False
         self._session = session
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -280,11 +273,7 @@ class RouteWork:
         return event
 
     def result(self) -> Reply:
-        """Return the route's reply; called after the last event.
-
-        Raises:
-            APIError: it has failed.
-        """
+        """Return the route's reply, after its last event; raises an APIError if it has failed."""
         if self.is_abandoned:
             return None
         if self._work.cancelled():
@@ -316,7 +305,7 @@ def _error_event(error: APIError, path: str) -> Event:
     return ("error", error.to_anthropic()) if path == ANTHROPIC else (None, error.to_openai())
 
 
-async def _call(route: Route, session: Session, body: Mapping[str, Any], emit: Emit) -> Reply:
+async def _call(route: Route, session: Session, body: JsonObject, emit: Emit) -> Reply:
     """Call a route; an error that the request itself has not caused fails the session."""
     try:
         return await route(session, body, emit)

@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint.errors import APIError, reading
-from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, received_message, to_json
+from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, to_json
 from rlightning.environments.endpoint.parameters import RequestParameters, to_sampling
-from rlightning.environments.endpoint.streaming import Answers, TurnStream
+from rlightning.environments.endpoint.streaming import Answers, Reply, TurnStream
 from rlightning.environments.environment import LimitReachedError
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
@@ -29,24 +29,14 @@ MAX_BEGINNINGS = 256
 
 
 class ToolUse(NamedTuple):
-    """The tools of a request, and how the policy may use them.
-
-    Attributes:
-        schemas: that the policy reads; None for no tools.
-        are_called: whether its calls are read, rather than text.
-    """
+    """The tools of a request, None for none, and whether the policy's calls are read, rather than text."""
 
     schemas: list[Message] | None
     are_called: bool
 
 
 class Session:
-    """Answers the requests of one trajectory.
-
-    Args:
-        keeps_reasoning: whether the policy goes on reading its earlier reasoning, whatever the chat template does.
-        ignored: parameters of requests that are passed over.
-        allowed: parameters of requests that are honoured, though training assumes another distribution.
+    """Answers the requests of one trajectory; its arguments are as of :class:`Endpoint`.
 
     Attributes:
         id: public part of the key.
@@ -70,7 +60,7 @@ class Session:
         self.policy, self.ignored = policy, ignored
         self.model = name_model(policy)
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self.requests: set[asyncio.Task[Any]] = set()
+        self.requests: set[asyncio.Task[Reply]] = set()
         self.num_abandoned = 0
         self.responses: dict[str, list[Message]] = {}
         self._keeps_reasoning, self._allowed = keeps_reasoning, allowed
@@ -95,13 +85,9 @@ class Session:
     async def chat(
         self, asked: RequestParameters, messages: object, tool_use: ToolUse, stream: TurnStream | None = None
     ) -> Answers:
-        """Sample the policy's next turn of a conversation.
+        """Sample the policy's next turn of a conversation; raises an APIError if the messages cannot be rendered.
 
-        Args:
-            stream: gets the turns as they are sampled, and is left to be ended; None: it comes whole.
-
-        Raises:
-            APIError: the messages cannot be rendered.
+        Its tokens are added to the stream, if there is one, which the caller has to end.
         """
         tools = tool_use.schemas
         with reading("messages"):
@@ -118,7 +104,7 @@ class Session:
         begin = partial(self.policy.chat_format.begin_message, read_tools, prompt_ids=history, stops=asked.stops)
         answers = await self._sample(asked, history, read, begin, stream, reason=found.reason, observations=new)
         for turn in answers.turns:
-            self._histories.add(known, tools_key, turn, received_message(turn.message))
+            self._histories.add(known, tools_key, turn)
         return answers
 
     async def complete(
@@ -166,13 +152,11 @@ class Session:
         reason: BranchReason | None = None,
         observations: Sequence[Message] = (),
     ) -> Answers:
-        """Sample the turns that a request asks for.
+        """Sample the turns that a request asks for, after the token ids ``history`` [L].
 
         Args:
-            history: [L] token ids that the policy reads.
-            begin: returns a turn that is about to be sampled.
-            reason: as of :meth:`RecordedPolicy.sample_turns`.
-            observations: as of it.
+            begin: returns the partial message of a turn that is about to be sampled.
+            reason, observations: as of :meth:`RecordedPolicy.sample_turns`.
         """
         if stream is not None:
             stream.expect([begin() for _ in range(asked.n)], len(history))

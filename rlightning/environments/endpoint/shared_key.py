@@ -16,9 +16,7 @@ WAIT_SECONDS = 10.0
 class SharedKey:
     """An API key, and the sessions that use it, by the names that a header of each request gives.
 
-    Attributes:
-        id: public part of the key.
-        key: that the client authenticates with.
+    Its ``id`` is the public part of the key.
     """
 
     def __init__(self) -> None:

@@ -3,26 +3,21 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rlightning.environments.messages import AssistantMessage
+from rlightning.environments.messages import AssistantMessage, JsonObject
 from rlightning.environments.partial_message import PartialMessage
 from rlightning.environments.recorder import RecordedTurn
 
-Event = tuple[str | None, Any]
+Event = tuple[str | None, JsonObject | str]
 """Of a stream: its name, where the API has one, and its data."""
 Emit = Callable[[Event], None]
-Reply = dict[str, Any] | None
+Reply = JsonObject | None
 """A body; None where all has been emitted as events of a stream."""
 
 
 class Answers(NamedTuple):
-    """The turns that a request is answered with.
-
-    Attributes:
-        turns: one a choice; their messages are as the client gets them.
-        num_prompt_tokens: that the policy read.
-    """
+    """The turns that answer a request, one a choice, with their messages as the client gets them."""
 
     turns: list[RecordedTurn]
     num_prompt_tokens: int
@@ -35,7 +30,7 @@ class EventWriter(ABC):
         self._num_written: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
     @abstractmethod
-    def write(self, answers: Answers) -> dict[str, Any]:
+    def write(self, answers: Answers) -> JsonObject:
         """Return the whole response."""
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
@@ -67,11 +62,7 @@ class TurnStream:
         self._has_begun = False
 
     def expect(self, messages: Sequence[PartialMessage | None], num_prompt_tokens: int) -> None:
-        """Prepare for the turns that are about to be sampled.
-
-        Args:
-            messages: one a choice; None for one that is read only when it is whole.
-        """
+        """Prepare for turns that are about to be sampled; None stands for one that is read only when it is whole."""
         self._messages, self._num_prompt_tokens = messages, num_prompt_tokens
 
     def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
@@ -107,8 +98,7 @@ async def answer(
 ) -> Reply:
     """Answer a request: as a stream of events that are passed to ``emit``, or whole if ``emit`` is None.
 
-    Args:
-        sample: samples the turns; the stream, if any, takes their tokens.
+    The turns are sampled by ``sample``, which gets the stream for their tokens.
     """
     stream = None if emit is None else TurnStream(writer, emit)
     answers = await sample(stream)

@@ -13,13 +13,13 @@ from rlightning.environments.endpoint import Endpoint
 from rlightning.environments.endpoint.session import name_model
 from rlightning.environments.endpoint.shared_key import SharedKey
 from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
+from rlightning.environments.messages import JsonObject
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.verifiers.episode import Episode, EpisodeAssembly, Trace
 from rlightning.environments.verifiers.server import (
     KEY_VARIABLE,
     Announcement,
     EnvironmentServer,
-    Launch,
     ServerEndedError,
     ServersClosedError,
 )
@@ -56,7 +56,7 @@ class Verifiers(Environment):
     Each episode is a trajectory. What the policy sampled is recorded here, as it was sampled; rewards, errors and
     metrics come from verifiers. Agents that verifiers does not call trainable are sampled from the policy as well, and
     not trained. An episode in which anything broke or timed out counts as not sampled, also where verifiers calls it
-    ok.
+    ok. One that is under way when a checkpoint is written is made again by a resumed run.
 
     A prompt's index in its data set chooses the task, or its column ``task``: a number, or the task's data.
 
@@ -114,7 +114,7 @@ class Verifiers(Environment):
                 f"Verifiers: hang_timeout={hang_timeout} must be above 0 seconds": hang_timeout > 0,
             }
         )
-        self.config: dict[str, Any] = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset)}
+        self.config: JsonObject = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset)}
         self.config |= {} if environment is None else {"id": environment}
         self.config |= roles or {}
         self.python, self.agents, self.credit = os.path.expanduser(python), agents, credit
@@ -127,17 +127,13 @@ class Verifiers(Environment):
         except TypeError as error:
             raise ConfigError(f"Verifiers: endpoint={endpoint}: {cut_line(error)}.") from error
         self._roles = list(roles or {})
-        self._tasks: list[dict[str, Any]] = []
+        self._tasks: list[JsonObject] = []
         self.places = Places(num_workers * max_trajectories)
         self._servers: _Servers | None = None
         self._deaths = RestartPolicy(MAX_DEATHS)
 
     async def check(self) -> None:
-        """Start a server, and have it list its tasks.
-
-        Raises:
-            ConfigError: the interpreter, the task set or the agents cannot be used.
-        """
+        """Start a server, and have it list its tasks; raises a ConfigError if something of it cannot be used."""
         try:
             import zmq  # noqa: F401
         except ImportError as error:
@@ -156,13 +152,7 @@ class Verifiers(Environment):
         await self.endpoint.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory.
-
-        Raises:
-            EnvironmentFailedError: servers end again and again.
-            TrajectoryLostError: the server ended or hung.
-            RunError: no trajectory can go on.
-        """
+        """Make one trajectory; raises an EnvironmentFailedError if servers end again and again."""
         if not isinstance(policy, RecordedPolicy):
             raise TypeError("Verifiers needs the policy of the trainer's process.")
         found = self._get_servers()
@@ -225,10 +215,10 @@ class Verifiers(Environment):
                     key.add(name, session)
                     opened.callback(key.remove, name)
 
-    def _make_request(self, prompt: Prompt, policy: RecordedPolicy) -> dict[str, Any]:
+    def _make_request(self, prompt: Prompt, policy: RecordedPolicy) -> JsonObject:
         name = str(policy.chat_format.tokenizer.name_or_path)
         own = os.path.abspath(name) if os.path.isdir(name) else name
-        client: dict[str, Any] = {
+        client: JsonObject = {
             "type": "train",
             "base_url": f"{self.endpoint.url}/v1",
             "api_key_var": KEY_VARIABLE,
@@ -239,7 +229,7 @@ class Verifiers(Environment):
         # What is not said of the sampling is the run's own.
         return {"task_data": self._find_task(prompt), "client": client, "model": name_model(policy), "sampling": {}}
 
-    def _find_task(self, prompt: Prompt) -> Mapping[str, Any]:
+    def _find_task(self, prompt: Prompt) -> Mapping[str, object]:
         named = prompt.columns.get(COLUMN, prompt.index)
         if isinstance(named, Mapping):
             return named
@@ -258,8 +248,7 @@ class Verifiers(Environment):
     def _read(self, episode: Episode, policy: RecordedPolicy, parts: Mapping[str, RecordedPolicy]) -> Outcome:
         """Return the outcome of an episode; its trained traces are recorded in ``policy``.
 
-        Raises:
-            ValueError: what verifiers says of the tokens or the rewards cannot be.
+        Raises a ValueError if what verifiers says of the tokens or the rewards cannot be.
         """
         if episode.has_timed_out:
             return Outcome(status="timeout", error="A deadline of verifiers' has passed.")
@@ -271,24 +260,20 @@ class Verifiers(Environment):
             recorder = parts[trace.id].recorder
             turns = trace.match(recorder.turns)
             if self._is_trained(trace):
-                first = policy.recorder.num_sampled
+                first = len(policy.recorder.samples)
                 policy.recorder.extend(recorder, turns)
-                trained.append((trace, list(range(first, policy.recorder.num_sampled))))
+                trained.append((trace, list(range(first, len(policy.recorder.samples)))))
                 policy.temperature = parts[trace.id].temperature
         if not policy.recorder.branches:
             raise ValueError("the episode ended without a turn of an agent that is trained")
         given = [reward for trace, _ in trained if (reward := trace.sum_rewards()) is not None]
         mean = sum(given) / len(given) if given else None
-        is_cut = any(trace.is_cut or _is_cut(parts[trace.id]) for trace, _ in trained)
+        is_cut = any(trace.is_cut or parts[trace.id].is_cut for trace, _ in trained)
         return Outcome(
             reward=mean,
             traces=None if mean is None or self.credit == "episode" else _to_agent_traces(trained, mean),
             status="truncated" if is_cut else "finished",
-            metrics={
-                "turns": float(policy.recorder.num_sampled),
-                "branches": float(len(policy.recorder.branches)),
-                **_collect_metrics(episode),
-            },
+            metrics=policy.recorder.metrics() | _collect_metrics(episode),
         )
 
     def _is_trained(self, trace: Trace) -> bool:
@@ -299,15 +284,14 @@ class Verifiers(Environment):
         if self._servers is None or self._servers.loop is not loop:
             key = self.endpoint.share_key()
             variables = {**self.variables, KEY_VARIABLE: key.key}
-            launch = Launch(self.python, self.config, variables, self.hang_timeout)
-            servers = [EnvironmentServer(launch) for _ in range(self.num_workers)]
-            self._servers = _Servers(loop, servers, key)
+            launch = self.python, self.config, variables, self.hang_timeout
+            self._servers = _Servers(loop, [EnvironmentServer(*launch) for _ in range(self.num_workers)], key)
         return self._servers
 
     async def _start(self, server: EnvironmentServer) -> None:
         """Start a server unless it is running."""
-        async with server.starting() as is_needed:
-            if not is_needed:
+        async with server.starting:
+            if server.is_up:
                 return
             if server.has_run and not self._deaths.take():
                 raise EnvironmentFailedError(
@@ -343,12 +327,6 @@ def check_verifiers(python: str) -> None:
             f"environment.python={python} has verifiers {version}, and this speaks with {VERSION}. Install that: "
             f"{python} -m pip install 'verifiers=={VERSION}.*'."
         )
-
-
-def _is_cut(part: RecordedPolicy) -> bool:
-    """Return whether a limit on tokens cut the last turn of a trace."""
-    samples = [turn.sample for turn in part.recorder.turns if turn.sample is not None]
-    return part.has_reached_limit or bool(samples and samples[-1].is_truncated)
 
 
 def _to_agent_traces(trained: Sequence[tuple[Trace, list[int]]], default: float) -> list[AgentTrace]:

@@ -2,11 +2,11 @@
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import BaseModel
 
+from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import cut_line
 from rlightning.types.trajectory import Turn
 
@@ -35,7 +35,7 @@ class Failure(BaseModel):
 class Node(BaseModel):
     """A message of a trace, with the tokens that it adds to the one before."""
 
-    message: dict[str, Any] = {}
+    message: JsonObject = {}
     sampled: bool = False
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -110,11 +110,7 @@ class Trace(BaseModel):
         return None
 
     def sum_rewards(self) -> float | None:
-        """Return the weighted sum of the trace's rewards; None if it has none.
-
-        Raises:
-            ValueError: a reward is not finite.
-        """
+        """Return the weighted, finite sum of the trace's rewards; None if it has none."""
         given = [reward.score * reward.weight for reward in self.rewards.values() if reward is not None]
         if not all(map(math.isfinite, given)):
             raise ValueError(f"rewards of '{self.agent.name}' are not finite: {given}")
@@ -123,12 +119,7 @@ class Trace(BaseModel):
     def match(self, turns: Sequence[Turn]) -> list[Turn]:
         """Return the trace's messages after the prompt, those of the policy with the samples that they came from.
 
-        Args:
-            turns: of the policy's, as recorded.
-
-        Raises:
-            ValueError: the trace's turns are not those that were sampled, each once and with the same
-                log-probabilities.
+        Raises a ValueError if they are not the recorded ``turns``, each once and with the same log-probabilities.
         """
         left = list(turns)
         asked = [call.node for call in self.calls if call.node is not None and call.error is None]
@@ -181,9 +172,9 @@ class EpisodeAssembly:
     """Assembles an episode from the messages of the server."""
 
     def __init__(self) -> None:
-        self._traces: dict[str, dict[str, Any]] = {}
+        self._traces: dict[str, JsonObject] = {}
 
-    def apply(self, delta: Mapping[str, Any]) -> bool:
+    def apply(self, delta: JsonObject) -> bool:
         """Add a message of the server; returns whether it begins a trace."""
         name = delta["trace"]
         if delta.get("discard"):
@@ -196,12 +187,8 @@ class EpisodeAssembly:
         trace.update(delta.get("set", {}))
         return is_new
 
-    def finish(self, reply: Mapping[str, Any]) -> Episode:
-        """Return the assembled episode.
-
-        Raises:
-            ValueError: the server has refused it, or a piece is missing.
-        """
+    def finish(self, reply: JsonObject) -> Episode:
+        """Return the assembled episode; raises a ValueError if the server has refused it, or a piece is missing."""
         if not reply.get("success"):
             raise ValueError(f"verifiers refused the task: {cut_line(str(reply.get('error')))}")
         for summary in reply["traces"]:

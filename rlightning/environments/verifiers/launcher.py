@@ -13,8 +13,8 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
 
+from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import describe_error
 
 GRACE = 10.0
@@ -24,14 +24,14 @@ GRACE = 10.0
 class Announcement:
     """Takes the place of the queue to which the server reports its address, and tells the trainer instead."""
 
-    def __init__(self, trainer: socket.socket, found: dict[str, Any]) -> None:
+    def __init__(self, trainer: socket.socket, found: JsonObject) -> None:
         self.trainer, self.found, self.is_made = trainer, found, False
 
     def put(self, address: object) -> None:
         """Tell the trainer that the server listens; the trainer has chosen the address."""
         self.tell(self.found)
 
-    def tell(self, found: dict[str, Any]) -> None:
+    def tell(self, found: JsonObject) -> None:
         """Send the trainer a message, once."""
         if not self.is_made:
             self.is_made = True
@@ -73,14 +73,14 @@ def main() -> None:
         raise
 
 
-def serve(config: dict[str, Any], address: str, announcement: Announcement, lifeline: Lifeline) -> None:
+def serve(config: JsonObject, address: str, announcement: Announcement, lifeline: Lifeline) -> None:
     """Run the server in this process."""
     from verifiers.v1.serve import serve_env
 
     serve_env(max_workers=1, address=address, address_queue=announcement, death_pipe=lifeline, config_data=config)
 
 
-def run_here(config: dict[str, Any]) -> list[str]:
+def run_here(config: JsonObject) -> list[str]:
     """Have each agent's harness run as a process of this host unless configured otherwise; returns the roles' names.
 
     Verifiers' own default is a remote service.
@@ -94,7 +94,7 @@ def run_here(config: dict[str, Any]) -> list[str]:
     return roles
 
 
-def list_tasks(config: dict[str, Any], count: int) -> list[dict[str, Any]]:
+def list_tasks(config: JsonObject, count: int) -> list[JsonObject]:
     """Return the data of the first tasks of the task set."""
     from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from rlightning import intervals
+from rlightning.environments.messages import JsonObject
 from rlightning.environments.worker_environment import own_search_path
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
@@ -34,7 +35,7 @@ MAX_ANNOUNCEMENT_BYTES = 1 << 30
 CLOSE_GRACE = 4.0
 """Seconds of a server to clean up after SIGTERM."""
 
-Event = tuple[str, Mapping[str, Any]] | Exception
+Event = tuple[str, JsonObject] | Exception
 """``delta`` or ``reply`` with what it says; or why no more will come."""
 
 
@@ -46,52 +47,40 @@ class ServersClosedError(ServerEndedError):
     """The environment is being closed: the trajectories of its server are not requeued."""
 
 
-class Launch(NamedTuple):
-    """The arguments that a server is started with.
-
-    Attributes:
-        python: its interpreter.
-        config: of verifiers' environment.
-        variables: of its process, beside the trainer's own.
-        hang_timeout: seconds without an answer, after which it is ended.
-    """
-
-    python: str
-    config: Mapping[str, Any]
-    variables: Mapping[str, str]
-    hang_timeout: float
-
-
 class Announcement(NamedTuple):
-    """The first message of a server, sent when it listens.
+    """The first message of a server, sent when it listens: the agents of its environment, and its first tasks.
 
-    Attributes:
-        roles: the agents of its environment.
-        tasks: data of the first tasks.
-        has_uv: whether there is a program uv, which verifiers' own harnesses need.
+    Verifiers' own harnesses need the program uv.
     """
 
     roles: list[str]
-    tasks: list[dict[str, Any]]
+    tasks: list[JsonObject]
     has_uv: bool
 
 
 class EnvironmentServer:
     """A server process that can be restarted after it has exited.
 
+    Args:
+        python: its interpreter.
+        config: of verifiers' environment.
+        variables: of its process, beside the trainer's own.
+        hang_timeout: seconds without an answer, after which it is ended.
+
     Attributes:
         runs: under way, by name: the events of each.
         num_assigned: trajectories that wait for it, or run.
+        starting: to be held while the server is started.
         is_up: whether it runs.
         has_run: whether it has been started before.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, python: str, config: JsonObject, variables: Mapping[str, str], hang_timeout: float) -> None:
+        self._python, self._config, self._variables, self.hang_timeout = python, config, variables, hang_timeout
         self.runs: dict[str, asyncio.Queue[Event]] = {}
         self.num_assigned = 0
         self.is_up = self.has_run = False
-        self._starting = asyncio.Lock()
+        self.starting = asyncio.Lock()
         self._process: ManagedProcess | None = None
         self._folder = Path()
         self._tasks: list[asyncio.Task[None]] = []
@@ -103,18 +92,8 @@ class EnvironmentServer:
         """The process id of the server; None while it is not running."""
         return None if self._process is None else self._process.pid
 
-    @asynccontextmanager
-    async def starting(self) -> AsyncIterator[bool]:
-        """Hold the lock for starting the server; yields whether it has to be started."""
-        async with self._starting:
-            yield not self.is_up
-
     async def start(self, num_tasks: int = 0) -> Announcement:
-        """Start the server process.
-
-        Raises:
-            ConfigError: it does not start.
-        """
+        """Start the server process; raises a ConfigError if it does not start."""
         import zmq
         import zmq.asyncio
 
@@ -122,13 +101,13 @@ class EnvironmentServer:
         self._folder = Path(tempfile.mkdtemp(prefix="rlightning.verifiers."))
         address = f"ipc://{self._folder}/server"
         self._process = ManagedProcess(
-            python_command(LAUNCHER, interpreter=self.launch.python),
+            python_command(LAUNCHER, interpreter=self._python),
             name="verifiers' server",
             log_file=self._folder / "log",
             environment=self._make_environment(),
         )
         settings = {
-            "config": self.launch.config,
+            "config": self._config,
             "num_tasks": num_tasks,
             "address": address,
             "search_path": own_search_path(),
@@ -165,7 +144,7 @@ class EnvironmentServer:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     @asynccontextmanager
-    async def running(self, request: Mapping[str, Any]) -> AsyncIterator["asyncio.Queue[Event]"]:
+    async def running(self, request: JsonObject) -> AsyncIterator["asyncio.Queue[Event]"]:
         """Run a task, and yield the server's messages; cancel the task if the context exits before the reply."""
         name = secrets.token_hex(8)
         events = self.runs[name] = asyncio.Queue()
@@ -177,13 +156,13 @@ class EnvironmentServer:
                 await asyncio.shield(self._send(secrets.token_hex(8), b"cancel", {"request_id": name}))
 
     def _make_environment(self) -> dict[str, str]:
-        folder = str(Path(self.launch.python).absolute().parent)  # with the programs of that interpreter, such as uv
+        folder = str(Path(self._python).absolute().parent)  # with the programs of that interpreter, such as uv
         own = environment_without_key()
         paths = {"PATH": os.pathsep.join((folder, own.get("PATH", os.defpath)))}
         modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # of what the server starts
-        return {**own, **paths, **modules, **self.launch.variables}
+        return {**own, **paths, **modules, **self._variables}
 
-    async def _exchange(self, settings: Mapping[str, Any]) -> Announcement:
+    async def _exchange(self, settings: JsonObject) -> Announcement:
         process = self._process
         assert process is not None
         reader, writer = await asyncio.open_connection(sock=process.connection, limit=MAX_ANNOUNCEMENT_BYTES)
@@ -202,7 +181,7 @@ class EnvironmentServer:
             raise ConfigError(f"Verifiers: {cut_line(found['error'])}", process.log_tail())
         return Announcement(**found)
 
-    async def _send(self, name: str, method: bytes, payload: Mapping[str, Any]) -> None:
+    async def _send(self, name: str, method: bytes, payload: JsonObject) -> None:
         await self._socket.send_multipart([name.encode(), method, msgpack.packb(payload)])
 
     async def _receive(self, heartbeat: Heartbeat) -> None:
@@ -219,14 +198,14 @@ class EnvironmentServer:
     async def _watch(self, process: ManagedProcess, heartbeat: Heartbeat, receiving: "asyncio.Task[None]") -> None:
         """Fail all running tasks when the server exits; kill it when it hangs."""
         num_polls, every = 0, round(intervals.HEARTBEAT_INTERVAL / intervals.POLL_INTERVAL)
-        while process.exit_code is None and not receiving.done() and heartbeat.tick() < self.launch.hang_timeout:
+        while process.exit_code is None and not receiving.done() and heartbeat.tick() < self.hang_timeout:
             if num_polls % every == 0:
                 await self._send(secrets.token_hex(8), b"health", {})
             num_polls += 1
             await asyncio.sleep(intervals.POLL_INTERVAL)
         self.is_up = False
         ended = process.describe_end()
-        how = f"ended ({ended})" if ended else f"did not respond for {self.launch.hang_timeout:g} s"
+        how = f"ended ({ended})" if ended else f"did not respond for {self.hang_timeout:g} s"
         if receiving.done():
             how = f"sent what is not of its protocol ({receiving.exception()})"
         tail = process.log_tail()
