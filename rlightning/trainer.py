@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
-from rlightning.argument_checks import check_arguments, check_value
+from rlightning.config.argument_checks import check_arguments, check_value
 from rlightning.console import quieten
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from rlightning.argument_checks import parameters_of
-from rlightning.config_files import (
+from rlightning.config.argument_checks import parameters_of
+from rlightning.config.files import (
     WrittenText,
     check_texts,
     load_yaml,
@@ -27,7 +27,8 @@ from rlightning.config_files import (
     read_config,
     read_keys,
 )
-from rlightning.config_types import (
+from rlightning.config.peer_names import suggest_name
+from rlightning.config.type_hints import (
     flatten_union,
     is_callable,
     is_configurable,
@@ -41,7 +42,6 @@ from rlightning.config_types import (
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.parallel.strategy_names import spell_out
-from rlightning.peer_names import suggest_name
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
 """A mapping that has one of these names a class, after jsonargparse's convention."""

@@ -18,32 +18,31 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
-from rlightning.argument_checks import parameters_of
 from rlightning.atomic_save import written_aside
 from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
 from rlightning.cli.option_texts import begin_mappings, mark_files, replace_files
 from rlightning.cli.parser_messages import summarise
 from rlightning.cli.strategy_names import spell_out_files, spell_out_options
-from rlightning.config_files import load_yaml, plain_texts, use_strict_yaml
-from rlightning.config_types import takes_text
+from rlightning.config.argument_checks import parameters_of
+from rlightning.config.files import load_yaml, plain_texts, use_strict_yaml
+from rlightning.config.jsonargparse_internals import hint_of, keep_text, parser_actions
+from rlightning.config.run_settings import flatten
+from rlightning.config.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
+from rlightning.config.type_hints import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.disk import needed
 from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError, find_run_error
-from rlightning.foreign_text import without_secrets
-from rlightning.jsonargparse_internals import hint_of, keep_text, parser_actions
+from rlightning.foreign_text import visible, visible_on_one_line, without_secrets
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.trainer_options import check_callbacks, check_options
 from rlightning.parallel.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.parallel.stop_signal import stop_signal
 from rlightning.parallel.strategy import replace_lightning_ddp
-from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.run_dir import new_run_folder, run_dir
 from rlightning.run_lock import FolderTakenError, check_writable, lock_run, unlock_all
-from rlightning.run_settings import flatten
-from rlightning.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
 from rlightning.trainer import DEFAULTS, Trainer, find_callback, settle_lengths
 
 log = logging.getLogger(__name__)

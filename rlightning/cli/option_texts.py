@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from rlightning.config_files import WrittenText, dump_yaml, load_yaml
+from rlightning.config.files import WrittenText, dump_yaml, load_yaml
 
 
 def replace_files(options: list[str], contents: list[Any]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from rlightning.config_files import load_yaml
+from rlightning.config.files import load_yaml
 from rlightning.parallel.strategy_names import KEYS, spell_out
 
 _load_yaml = get_loader("yaml")

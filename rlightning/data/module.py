@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 
-from rlightning.argument_checks import CheckedArguments
+from rlightning.config.argument_checks import CheckedArguments
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.in_memory import PromptSource, check_source, hold_rows, paths_of, read_source
 from rlightning.data.own_sampling import longest_limit

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlightning.argument_checks import accepts, hints_of, is_taken_otherwise, positional_names
+from rlightning.config.argument_checks import accepts, hints_of, is_taken_otherwise, positional_names
+from rlightning.config.secret_arguments import conceal, mask_secrets, resolve_secrets
 from rlightning.errors import ConfigError
 from rlightning.python_values import field_values, module_name, to_number, to_python
 from rlightning.rewards import RewardFunction
-from rlightning.secret_arguments import conceal, mask_secrets, resolve_secrets
 
 Module = TypeVar("Module")
 

@@ -13,7 +13,7 @@ from programs import logged_steps
 
 from rlightning.callbacks import VLLMRollout
 from rlightning.cli.config_keys import find_class
-from rlightning.config_types import takes_text
+from rlightning.config.type_hints import takes_text
 from rlightning.rewards import RewardFunction
 
 

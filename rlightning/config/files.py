@@ -15,9 +15,9 @@ import yaml
 from jsonargparse import set_dumper
 from jsonargparse.typing import register_type
 
+from rlightning.config.jsonargparse_internals import get_yaml_default_loader
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
-from rlightning.jsonargparse_internals import get_yaml_default_loader
 from rlightning.python_values import map_items
 
 ROW_SUFFIXES = (".jsonl", ".csv", ".parquet")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_ori
 
 from jsonargparse import ArgumentParser
 
-from rlightning.config_types import flatten_union, is_callable, is_container, is_sequence, item_hints
+from rlightning.config.jsonargparse_internals import hint_of, parser_actions
+from rlightning.config.peer_names import PEER_NAMES, suggest_name
+from rlightning.config.type_hints import flatten_union, is_callable, is_container, is_sequence, item_hints
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
-from rlightning.jsonargparse_internals import hint_of, parser_actions
-from rlightning.peer_names import PEER_NAMES, suggest_name
 from rlightning.python_values import map_items, module_name, to_number, to_python
 
 if TYPE_CHECKING:
