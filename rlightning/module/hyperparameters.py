@@ -52,8 +52,7 @@ def to_plain(arguments: Mapping[str, object]) -> dict[str, object]:
     for name, value in arguments.items():
         with suppress(_NotPlainError):
             values[name] = _plain(_named(value) if name == "rewards" else value)
-    masked: dict[str, object] = conceal(mask_secrets(values)[0])
-    return masked
+    return conceal(mask_secrets(values)[0])
 
 
 def make_module(cls: type[Module], values: Mapping[str, object], given: Mapping[str, object], where: str) -> Module:

@@ -269,7 +269,8 @@ class LocalPool:
     async def _end_calls(self, thread: RewardThread) -> None:
         """Return when all calls of this pool on the thread's loop have ended and cleaned up."""
         await asyncio.sleep(0)  # cancellations that were asked for
-        ending = [task for key, task in list(self._tasks.items()) if task.get_loop() is thread.loop]
+        tasks: list[asyncio.Task[object]] = list(self._tasks.values())
+        ending = [task for task in tasks if task.get_loop() is thread.loop]
         ending += [task for task in call_tasks(thread.loop) if task.cancelling()]
         if ending:
             await asyncio.wait(ending, timeout=intervals.CANCEL_GRACE)

@@ -158,7 +158,7 @@ def test_keys_of_a_command_are_the_parsers(command: str) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Parser([command])
-    keys = keys_of(command)
+    keys: dict[str, Any] = keys_of(command)
     for given, real in ((keys, found), (keys["trainer"], found["trainer"])):
         assert given.keys() == real.keys()
         hints = {name: hint for name, hint in given.items() if hint is not None and name != "trainer"}
