@@ -12,7 +12,7 @@ from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
@@ -221,7 +221,10 @@ class ConfigKeys:
 
     def find_class(self, path: str, bases: list[type], key: str) -> object:
         """Return the class of a dotted path or a bare name, see :func:`find_class`."""
-        return find_class(path, bases, key)
+        found = find_class(path, bases, key)
+        if key.endswith(".class_path") and not isinstance(found, type):
+            raise ConfigError(f"{key}: '{path}' is not a class. A function is named without class_path.")
+        return found
 
     def parameters_of(self, kind: object) -> Parameters:
         """Return the parameters of a class that :meth:`find_class` has returned."""
@@ -286,8 +289,10 @@ def subclasses(base: type) -> Iterator[type]:
         yield from subclasses(child)
 
 
-def find_class(path: str, bases: list[type], key: str) -> type:
+def find_class(path: str, bases: list[type], key: str) -> Any:
     """Import the class of a dotted path, or find a subclass by its bare name, imported or in its base's package.
+
+    A dotted path may also name a function, which is returned.
 
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
@@ -313,7 +318,7 @@ def find_class(path: str, bases: list[type], key: str) -> type:
         parent = error.name.rpartition(".")[0]
         folders = vars(import_module(parent)).get("__path__", []) if parent else []
         raise no_module(key, error.name, folders) from error
-    found: type | None = getattr(module, name, None)
+    found = getattr(module, name, None)
     if found is None:
         fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
         fitting += vars(module).get("__all__", ())  # what a module imports when it is asked for, too

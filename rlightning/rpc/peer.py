@@ -143,7 +143,7 @@ class Peer:
         """Close a forked child's copy of the connection, which stays open in the parent process."""
         self._connection.close_copy()
 
-    async def _call(self, method: str, arguments: tuple[object, ...]) -> Any:
+    async def _call(self, method: str, arguments: tuple[object, ...]) -> object:
         if self.closed.done():
             raise self.closed.result()
         await self._slots.acquire()
