@@ -13,9 +13,9 @@ from rich.text import Text
 from rlightning.console import is_live_terminal, show_log_lines
 from rlightning.disk import BestEffort
 from rlightning.errors import ConfigError
+from rlightning.foreign_text import markdown_cell, visible, visible_on_one_line
 from rlightning.hooks import RunCallback
 from rlightning.parallel.collectives import rank_in
-from rlightning.plain_text import markdown_cell, visible, visible_on_one_line
 from rlightning.protocols import CountsSteps, HasLoggers, HasTensorParallelRank, Loop, SelectsSampled, generates, has
 from rlightning.report.trajectories import (
     merge_tables,

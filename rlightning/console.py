@@ -10,7 +10,7 @@ from typing import TextIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich import get_console
 
-from rlightning.plain_text import visible
+from rlightning.foreign_text import visible
 
 IGNORED_WARNINGS = (
     ".*does not have many workers.*",

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rlightning import intervals
 from rlightning.errors import find_run_error
-from rlightning.foreign_text import without_secrets
-from rlightning.plain_text import visible, visible_on_one_line
+from rlightning.foreign_text import visible, visible_on_one_line, without_secrets
 
 FILE = "error.txt"
 """In the run's folder: the trace of the error that ended the run."""

@@ -1,9 +1,11 @@
-"""Cuts text from outside the package, such as exception messages and process logs, to a length, without secrets.
+"""Text from outside the package, such as exceptions, process logs, and what a model writes, made safe to display.
 
-Whatever quotes such text in a log line or an error passes it through one of these functions. Secrets that
-:func:`hide` was given are left out. Standard library only.
+Whatever quotes such text in a log line or an error cuts it to a length by one of these functions, which leave out the
+secrets that :func:`hide` was given. What displays a text as a whole shows control characters and markup as written.
+Standard library only.
 """
 
+import re
 from collections.abc import Mapping
 
 MAX_CHARACTERS = 8000
@@ -15,6 +17,17 @@ VALUE_CHARACTERS = 60
 
 _SHORTEST_SECRET = 4
 """Characters; what is shorter is a part of other words."""
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
+)
+"""What hides, moves or reorders other text: control characters but tab and newline, other ends of lines, changes of the
+direction of writing, characters without a shape (the joiners stay: emojis and scripts are written with them), and lone
+surrogates, which UTF-8 does not have."""
+
+_MARKDOWN = re.compile(r"[\\`*_~#!\[\]<>&|]")
+_SPACES = re.compile(r"^ | $|(?<= ) |(?<=\n) |\t")
 
 _references: dict[str, str] = {}
 
@@ -70,3 +83,20 @@ def describe_error(error: BaseException) -> str:
 def cut_value(value: object, limit: int = VALUE_CHARACTERS) -> str:
     """Return a value's repr in one line of at most ``limit`` characters."""
     return cut_line(repr(value), limit)
+
+
+def visible(text: str) -> str:
+    r"""Return the text with control characters as escapes, such as ``\r`` and ``\x1b``; newlines and tabs stay."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def visible_on_one_line(text: str) -> str:
+    """Return the text as :func:`visible`, with one space in place of each run of white space."""
+    return " ".join(visible(text).split())
+
+
+def markdown_cell(text: str) -> str:
+    """Return Markdown for a table cell that renders as the text, including line breaks and spaces."""
+    spaced = _SPACES.sub(lambda found: "\xa0" * (4 if found[0] == "\t" else 1), visible(text))
+    escaped = _MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", spaced)
+    return escaped.replace("\n", "<br>")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 
-from rlightning.argument_checks import CheckedArguments
+from rlightning.config.argument_checks import CheckedArguments
 from rlightning.console import show_log_lines
 from rlightning.errors import ConfigError
 from rlightning.protocols import CallsHooks, CountsSteps, Loop, callbacks_of, has

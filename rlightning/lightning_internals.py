@@ -1,6 +1,6 @@
 """Private names of Lightning, where it has no public ones; tests/test_library_internals.py looks for each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop as Predictio
 from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer import trainer as trainer_module
@@ -170,7 +170,7 @@ def model_registry(trainer: Trainer) -> str | None:
     return trainer._model_registry
 
 
-def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+def ddp_options(strategy: DDPStrategy) -> Mapping[str, object]:
     """Return the strategy's arguments for ``DistributedDataParallel``."""
     return strategy._ddp_kwargs
 
@@ -182,8 +182,7 @@ def trainer_of(module: LightningModule) -> Trainer | None:
 
 def given_checkpoint_io(strategy: object) -> CheckpointIO | None:
     """Return the plugin that a strategy was given for checkpoints; None where its ``checkpoint_io`` would make one."""
-    found: CheckpointIO | None = getattr(strategy, "_checkpoint_io", None)
-    return found
+    return strategy._checkpoint_io if isinstance(strategy, Strategy) else None
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:

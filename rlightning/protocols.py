@@ -5,6 +5,8 @@ so have RLModule and a plain network. Hooks take any loop and any module, and :f
 
     if has(trainer, CountsSteps):
         step = trainer.global_step
+
+A capability that one file alone asks for, and no callback, stands in that file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,13 +97,6 @@ class HasRootDevice(Protocol):
 
     @property
     def root_device(self) -> "torch.device": ...
-
-
-class HasWorkerCallbacks(Protocol):
-    """A controller's strategy, some of whose callbacks run only in its workers."""
-
-    @property
-    def worker_callbacks(self) -> Sequence[object]: ...
 
 
 class HasDevice(Protocol):
@@ -208,13 +203,6 @@ class HasPredictPrompts(Protocol):
     def predict_prompts(self) -> "Sequence[Prompt] | None": ...
 
 
-class HasValidationPrompts(Protocol):
-    """A data module that has read the validation sets; a controller's worker does not read them."""
-
-    @property
-    def validation_prompts(self) -> "Sequence[Sequence[Prompt]] | None": ...
-
-
 class LeavesOutPrompts(Protocol):
     """A data module that can skip prompts, such as those already completed."""
 
@@ -265,20 +253,6 @@ class HasWeightVersion(Protocol):
 
     @property
     def weight_version(self) -> int: ...
-
-
-class TrustsRemoteCode(Protocol):
-    """A module that says whether its model may run Python code of its own."""
-
-    @property
-    def trust_remote_code(self) -> bool: ...
-
-
-class StandsForModule(Protocol):
-    """A controller's module, which replaces the module that the user configured."""
-
-    @property
-    def configured(self) -> object: ...
 
 
 class AdapterSettings(Protocol):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def to_number(value: object) -> Any:
+def to_number(value: object) -> object:
     """Return a Python number for a NumPy number or a zero-dimensional array or tensor; other values unchanged."""
     if isinstance(value, type) or not hasattr(value, "ndim") or not hasattr(value, "item"):
         return value

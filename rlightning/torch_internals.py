@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     _set_pg_timeout(timeout, group)
 
 
-def inner_tensors(tensor: object) -> dict[str, Any]:
+def inner_tensors(tensor: object) -> dict[str, Tensor]:
     """Return the tensors that a wrapper tensor consists of, by name; empty for a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return {}

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
-from rlightning.argument_checks import check_arguments, check_value
+from rlightning.config.argument_checks import check_arguments, check_value
 from rlightning.console import quieten
 from rlightning.error_report import INTERRUPTED
 from rlightning.errors import ConfigError
@@ -33,6 +33,9 @@ from rlightning.parallel.strategy_names import find_strategy
 from rlightning.python_values import to_python
 from rlightning.run_dir import new_run_folder
 from rlightning.run_lock import check_writable
+
+Options = dict[str, Any]
+"""Of Lightning's Trainer, by name."""
 
 DEFAULTS: Mapping[str, object] = {
     # The engine validates, and a run validates before its first step: a sanity check would be another validation.
@@ -65,7 +68,7 @@ class Trainer(lightning.pytorch.Trainer):
         ConfigError: for an option that Lightning does not have, of another type, or that does not work here.
     """
 
-    def __init__(self, *, rollout: Callback | Literal["auto"] | None = "auto", **options: Any) -> None:
+    def __init__(self, *, rollout: Callback | Literal["auto"] | None = "auto", **options: object) -> None:
         check_arguments(lightning.pytorch.Trainer, (), options)
         check_value("Trainer", "rollout", rollout, Callback | Literal["auto"] | None)
         quieten()
@@ -168,13 +171,13 @@ def raising_interrupts() -> Iterator[None]:
         raise
 
 
-def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def settle_options(options: Mapping[str, object]) -> Options:
     """Return the Trainer's options, all of them, with the defaults that depend on others.
 
     Raises:
         ConfigError: for one that does not work here.
     """
-    settled = dict(options)
+    settled: Options = dict(options)
     check_options(settled)
     settled["strategy"] = find_strategy(settled["strategy"])
     folder = os.path.expanduser(settled["default_root_dir"] or new_run_folder())
@@ -194,7 +197,7 @@ def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return settled
 
 
-def settle_lengths(options: dict[str, Any] | Namespace) -> None:
+def settle_lengths(options: Options | Namespace) -> None:
     """Set, in place, one epoch where no end is set, and validation after each epoch where no interval is."""
     if options["max_epochs"] is None and options["max_steps"] == -1 and options["max_time"] is None:
         options["max_epochs"] = 1
@@ -210,7 +213,7 @@ def add_checkpoint_io(plugins: object, strategy: object) -> list[object]:
     return listed if has_one else [*listed, AtomicCheckpointIO()]
 
 
-def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Mapping[str, Any]) -> list[Callback]:
+def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Options) -> list[Callback]:
     """The rollout callback first, then those listed, then each default whose class is not listed.
 
     Args:

@@ -15,7 +15,7 @@ import fork_server
 import pytest
 from left_out import describe_left_out, why_left_out
 
-from rlightning.scratch import ScratchFolder
+from rlightning.processes.scratch import ScratchFolder
 
 if not Path("/dev/nvidiactl").exists():  # a fork could not use CUDA, which imports may have begun to use
     fork_server.install()

@@ -17,7 +17,11 @@ PACKAGE = Path(__file__).parent.parent / "rlightning"
 CALLBACKS = PACKAGE.parent / "callbacks"
 LIBRARIES = ("lightning", "torch", "ray", "transformers", "jsonargparse", "vllm", "peft", "datasets")
 INTERNALS = {
-    library: f"{library}_internals.py" for library in ("jsonargparse", "lightning", "ray", "torch", "transformers")
+    "jsonargparse": "config/jsonargparse_internals.py",
+    "lightning": "lightning_internals.py",
+    "ray": "controller/ray_internals.py",
+    "torch": "torch_internals.py",
+    "transformers": "models/transformers_internals.py",
 }
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 DOCUMENTED = {"_asdict", "_make", "_replace", "_current_frames", "_exit", "_getframe"}
@@ -151,33 +155,33 @@ def test_private_names_of_torch_are_where_they_were() -> None:
 
 def test_private_names_of_ray_are_where_they_were() -> None:
     worker = pytest.importorskip("ray._private.worker")
-    import_module("rlightning.ray_internals")
+    import_module("rlightning.controller.ray_internals")
     raylet = import_module("ray._raylet")
     moved = [name for name in ("get_serialization_context",) if not hasattr(worker.Worker, name)]
     moved += [name for name in ("add_object_out_of_scope_callback",) if not hasattr(raylet.CoreWorker, name)]
     node = import_module("ray._private.node")
     moved += [name for name in ("get_session_dir_path",) if not hasattr(node.Node, name)]
     moved += [name for name in ("_temp_dir",) if name not in unwrap(import_module("ray").init).__code__.co_varnames]
-    assert moved == [], f"Ray has moved or renamed {moved}: adapt rlightning/ray_internals.py"
+    assert moved == [], f"Ray has moved or renamed {moved}: adapt rlightning/controller/ray_internals.py"
 
 
 def test_private_names_of_transformers_are_where_they_were() -> None:
-    import_module("rlightning.transformers_internals")
+    import_module("rlightning.models.transformers_internals")
     model = import_module("transformers.modeling_utils").PreTrainedModel
     moved = [name for name in TRANSFORMERS if not hasattr(model, name)]
     for name, module in WRITTEN_IN.items():
         if name not in getsource(import_module(module)):
             moved.append(name)
-    assert moved == [], f"transformers has moved or renamed {moved}: adapt rlightning/transformers_internals.py"
+    assert moved == [], f"transformers has moved or renamed {moved}: adapt rlightning/models/transformers_internals.py"
 
 
 def test_private_names_of_jsonargparse_are_where_they_were() -> None:
-    import_module("rlightning.jsonargparse_internals")
+    import_module("rlightning.config.jsonargparse_internals")
     parser = import_module("jsonargparse").ArgumentParser()
     action = parser.add_argument("--folder", type=str)
     moved = [name for name in ("_typehint", "_enable_path") if name not in vars(action)]
     moved += [name for name in ("_actions",) if action not in getattr(parser, name, ())]
-    assert moved == [], f"jsonargparse has moved or renamed {moved}: adapt rlightning/jsonargparse_internals.py"
+    assert moved == [], f"jsonargparse has moved or renamed {moved}: adapt rlightning/config/jsonargparse_internals.py"
 
 
 def top_level(name: str) -> bool:

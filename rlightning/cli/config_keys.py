@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from rlightning.argument_checks import parameters_of
-from rlightning.config_files import (
+from rlightning.config.argument_checks import parameters_of
+from rlightning.config.files import (
     WrittenText,
     check_texts,
     load_yaml,
@@ -27,7 +27,9 @@ from rlightning.config_files import (
     read_config,
     read_keys,
 )
-from rlightning.config_types import (
+from rlightning.config.peer_names import suggest_name
+from rlightning.config.type_hints import (
+    Parameters,
     flatten_union,
     is_callable,
     is_configurable,
@@ -41,7 +43,6 @@ from rlightning.config_types import (
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.parallel.strategy_names import spell_out
-from rlightning.peer_names import suggest_name
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
 """A mapping that has one of these names a class, after jsonargparse's convention."""
@@ -51,20 +52,20 @@ class ConfigKeys:
     """Reads configuration files and options in their order, and raises an error for the first unknown key.
 
     Attributes:
-        parameters: the command's keys, see :func:`parameters_of`.
+        parameters: the command's keys.
         classes: the class that each key stands for so far, such as ``{"model": GRPO}``.
         seen: every key met, in full.
         unset_mappings: keys in which options set a key of an item, where nothing has set an item before.
         files: for each file, in their order, its content with the mappings of earlier files; None where that is equal.
     """
 
-    def __init__(self, parameters: dict[str, Any], classes: Mapping[str, Any]) -> None:
+    def __init__(self, parameters: Parameters, classes: Mapping[str, object]) -> None:
         self.parameters = parameters
-        self.classes: dict[str, Any] = dict(classes)
+        self.classes = dict(classes)
         self.seen: list[str] = []
-        self.files: list[Any] = []
+        self.files: list[dict[str, object] | None] = []
         self.unset_mappings: list[str] = []
-        self._mappings: dict[str, dict[str, Any]] = {}  # by key, as the files so far have set them
+        self._mappings: dict[str, dict[str, object]] = {}  # by key, as the files so far have set them
         self._is_in_file = False
         self._begun: set[str] = set()  # the keys of mappings that are set
         self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
@@ -97,7 +98,7 @@ class ConfigKeys:
         ends = {name for name in self.seen if name == key or name.endswith("." + key)}
         return ends.pop() if len(ends) == 1 else key
 
-    def check_mapping(self, values: Mapping[str, Any], parameters: dict[str, Any], where: str) -> None:
+    def check_mapping(self, values: Mapping[str, object], parameters: Parameters, where: str) -> None:
         """Check the keys of a mapping against the parameters that they may set.
 
         Args:
@@ -171,7 +172,7 @@ class ConfigKeys:
             raise ConfigError(f"{key}: the file sets this key twice. Remove one of them.")
         self._leaves.add(key)
 
-    def _begin(self, value: object, options: list[Any], key: str) -> None:
+    def _begin(self, value: object, options: list[object], key: str) -> None:
         """Nest dotted names in a value with keys; record a mapping whose first key an option sets."""
         items = (item for option in options if is_mapping(option) for item in item_hints(option))
         has_keys = any(is_configurable(kind) for item in items for kind in flatten_union(item))
@@ -192,7 +193,7 @@ class ConfigKeys:
         else:
             self._mappings.pop(key, None)
 
-    def check_spec(self, value: dict[str, Any], bases: list[type], key: str) -> None:
+    def check_spec(self, value: Mapping[str, object], bases: list[type], key: str) -> None:
         """Check a class and its arguments, which are given under ``init_args`` or directly."""
         if "class_path" in value:
             self.classes[key] = self.find_class(str(value["class_path"]), bases, f"{key}.class_path")
@@ -218,13 +219,16 @@ class ConfigKeys:
         if isinstance(init_args, dict):
             self.check_mapping(init_args, parameters, f"{key}.init_args")
 
-    def find_class(self, path: str, bases: list[type], key: str) -> Any:
+    def find_class(self, path: str, bases: list[type], key: str) -> object:
         """Return the class of a dotted path or a bare name, see :func:`find_class`."""
-        return find_class(path, bases, key)
+        found = find_class(path, bases, key)
+        if key.endswith(".class_path") and not isinstance(found, type):
+            raise ConfigError(f"{key}: '{path}' is not a class. A function is named without class_path.")
+        return found
 
-    def parameters_of(self, kind: Any) -> dict[str, Any]:
-        """Return the parameters of a class, see :func:`parameters_of`."""
-        return parameters_of(kind)
+    def parameters_of(self, kind: object) -> Parameters:
+        """Return the parameters of a class that :meth:`find_class` has returned."""
+        return parameters_of(kind) if isinstance(kind, type) else {}
 
 
 def asks_for_help(options: list[str]) -> bool:
@@ -287,6 +291,8 @@ def subclasses(base: type) -> Iterator[type]:
 
 def find_class(path: str, bases: list[type], key: str) -> Any:
     """Import the class of a dotted path, or find a subclass by its bare name, imported or in its base's package.
+
+    A dotted path may also name a function, which is returned.
 
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.

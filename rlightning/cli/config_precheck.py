@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from jsonargparse import ArgumentParser
 
@@ -30,6 +30,7 @@ from rlightning.cli.config_keys import (
     no_name,
     subclasses,
 )
+from rlightning.cli.option_texts import spell_out_options
 from rlightning.cli.parser_messages import summarise
 from rlightning.cli.source_parameters import (
     class_names,
@@ -40,7 +41,7 @@ from rlightning.cli.source_parameters import (
     parameters_of_source,
     subclass_names,
 )
-from rlightning.cli.strategy_names import spell_out_options
+from rlightning.config.type_hints import Parameters
 from rlightning.errors import ConfigError
 from rlightning.parallel.strategy_names import CHOICES, CLASSES, KEY, no_strategy
 
@@ -141,7 +142,7 @@ class SourceKeys(ConfigKeys):
             may bring classes of any name.
     """
 
-    def __init__(self, parameters: dict[str, Any], classes: Mapping[str, Any]) -> None:
+    def __init__(self, parameters: Parameters, classes: Mapping[str, object]) -> None:
         super().__init__(parameters, classes)
         self.given: dict[str, Given] = {}
         self.has_foreign_modules = False
@@ -153,7 +154,7 @@ class SourceKeys(ConfigKeys):
         if isinstance(given, GivenValue):
             given.value, given.is_option = text, True
 
-    def check_mapping(self, values: Mapping[str, Any], parameters: dict[str, Any], where: str) -> None:
+    def check_mapping(self, values: Mapping[str, object], parameters: Parameters, where: str) -> None:
         """Check the keys of a mapping, and store their values for later checks."""
         super().check_mapping(values, parameters, where)
         for name, value in values.items():
@@ -243,9 +244,9 @@ class SourceKeys(ConfigKeys):
         if name not in names and not self.has_foreign_modules and name not in imported_names(base):
             raise no_class(key, name, [known for known in names if not known.startswith("_")])
 
-    def parameters_of(self, kind: str) -> dict[str, Any]:
-        """Return the parameters of a class."""
-        return parameters_of_source(kind)
+    def parameters_of(self, kind: object) -> Parameters:
+        """Return the parameters of a class, given by its dotted path."""
+        return parameters_of_source(str(kind))
 
     def check_given(self) -> None:
         """Check the stored values; strategies are skipped if a module of the user's may register some."""
@@ -267,7 +268,7 @@ def check_early(command: str, options: list[str]) -> None:
     keys.check_given()
 
 
-def keys_of(command: str) -> dict[str, Any]:
+def keys_of(command: str) -> Parameters:
     """Return the sections of a command and the keys below ``trainer``, with type hints as far as they are known."""
     given = {k: hint for k, hint in parameters_of_source(TRAINER, command).items() if k not in SET_BY_SECTIONS}
     own = {"output": str | None} if command == "predict" else {}

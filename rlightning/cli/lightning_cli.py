@@ -7,46 +7,52 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import lightning.pytorch
 import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning_utilities.core.enums import StrEnum
 
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
-from rlightning.argument_checks import parameters_of
 from rlightning.atomic_save import written_aside
 from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
-from rlightning.cli.option_texts import begin_mappings, mark_files, replace_files
+from rlightning.cli.option_texts import (
+    begin_mappings,
+    mark_files,
+    replace_files,
+    spell_out_files,
+    spell_out_options,
+)
 from rlightning.cli.parser_messages import summarise
-from rlightning.cli.strategy_names import spell_out_files, spell_out_options
-from rlightning.config_files import load_yaml, plain_texts, use_strict_yaml
-from rlightning.config_types import takes_text
+from rlightning.config.argument_checks import parameters_of
+from rlightning.config.files import load_keys, plain_texts, use_strict_yaml
+from rlightning.config.jsonargparse_internals import hint_of, keep_text, parser_actions
+from rlightning.config.run_settings import flatten
+from rlightning.config.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
+from rlightning.config.type_hints import takes_text
 from rlightning.data import PromptDataModule
 from rlightning.disk import needed
 from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
 from rlightning.errors import ConfigError, find_run_error
-from rlightning.foreign_text import without_secrets
-from rlightning.jsonargparse_internals import hint_of, keep_text, parser_actions
+from rlightning.foreign_text import visible, visible_on_one_line, without_secrets
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.trainer_options import check_callbacks, check_options
 from rlightning.parallel.checkpoint_search import is_rank_0, settle_checkpoint
 from rlightning.parallel.stop_signal import stop_signal
 from rlightning.parallel.strategy import replace_lightning_ddp
-from rlightning.plain_text import visible, visible_on_one_line
 from rlightning.run_dir import new_run_folder, run_dir
 from rlightning.run_lock import FolderTakenError, check_writable, lock_run, unlock_all
-from rlightning.run_settings import flatten
-from rlightning.secret_arguments import check_references, hide_secrets, mask_secrets, resolve_secrets
 from rlightning.trainer import DEFAULTS, Trainer, find_callback, settle_lengths
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Defaults of Lightning's, such as that of Timer, are enums where their types say str.
 yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
@@ -98,7 +104,7 @@ class RLArgumentParser(LightningArgumentParser):
 class SaveRunConfig(SaveConfigCallback):
     """Writes the resolved configuration to the run's folder, and to the loggers when the set-up is complete."""
 
-    _unlogged: Any = None
+    _unlogged: dict[str, Any] | None = None
     _path: Path | None = None
     """Of the file, until the first step may begin."""
 
@@ -116,7 +122,7 @@ class SaveRunConfig(SaveConfigCallback):
             written_aside(path) as partial,
         ):
             partial.write_text(text, encoding="utf-8")
-        self._unlogged, self._path = load_yaml(text), path
+        self._unlogged, self._path = load_keys(text), path
 
     def on_exception(
         self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, exception: BaseException
@@ -128,8 +134,9 @@ class SaveRunConfig(SaveConfigCallback):
     def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule) -> None:
         """Log the configuration to the loggers."""
         unlogged, self._unlogged, self._path = self._unlogged, None, None
-        for logger in trainer.loggers if unlogged is not None else ():
-            logger.log_hyperparams(unlogged)
+        if unlogged is not None:
+            for logger in trainer.loggers:
+                logger.log_hyperparams(unlogged)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
@@ -190,9 +197,9 @@ class RLCLI(LightningCLI):
             parser.add_argument("--output", type=str | None, default=None, help="The JSONL file, a new one.")
         return parser
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Check all keys for better errors, then parse by jsonargparse."""
-        command, options = args[0], mark_files(spell_out_options(args[1:]))
+        command, options = self.args[0], mark_files(spell_out_options(self.args[1:]))
         keys = ConfigKeys(
             parameters_of(self._subcommand_parsers[command]),
             {"data": PromptDataModule, "rollout": find_callback("VLLMRollout")},
@@ -200,7 +207,8 @@ class RLCLI(LightningCLI):
         RLArgumentParser.keys = keys
         if not asks_for_help(options):
             keys.check_options(options)
-            check_callbacks(kind for key, kind in keys.classes.items() if key.startswith("trainer.callbacks"))
+            classes = {key: kind for key, kind in keys.classes.items() if isinstance(kind, type)}
+            check_callbacks(kind for key, kind in classes.items() if key.startswith("trainer.callbacks"))
             options = begin_mappings(replace_files(options, keys.files), keys.unset_mappings)
             check_model(keys)
         self.config = parser.parse_args([command, *options])
@@ -256,7 +264,7 @@ class RLCLI(LightningCLI):
         super().instantiate_classes()
         if isinstance(self.model, PolicyModule):
             text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
-            self.model.configuration = flatten(load_yaml(text))
+            self.model.configuration = flatten(load_keys(text))
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build the Trainer with the rollout callback and the callbacks of the command line itself."""
@@ -282,7 +290,7 @@ class RLCLI(LightningCLI):
         stop_signal(trainer).command = command_to_go_on(self.args, config["default_root_dir"])
         return trainer
 
-    def make_own_callbacks(self, listed: Sequence[Any]) -> list[Callback]:
+    def make_own_callbacks(self, listed: Sequence[object]) -> list[Callback]:
         """Return the callbacks that a command adds to those in ``listed``."""
         own: list[Callback] = []
         predictions = find_callback("JSONLPredictions")
@@ -302,7 +310,7 @@ class RLCLI(LightningCLI):
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
-def as_list(callbacks: Any) -> list[Any]:
+def as_list(callbacks: list[T] | T | None) -> list[T]:
     """Return ``trainer.callbacks`` as a list; it may be a single callback or null."""
     return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
 

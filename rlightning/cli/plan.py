@@ -1,6 +1,6 @@
 """``rlightning plan``: computes the memory of a run from its configuration and the model's, on any machine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.strategy_names import WORKERS_KEY, spell_out
 from rlightning.protocols import generates
 from rlightning.types.batch_plan import BatchPlan
+
+Arguments = dict[str, Any]
+"""Of a class in the configuration, by name, as the parser has checked them."""
 
 HELP = f"""\
 usage: rlightning plan {OPTION} SIZE [--config FILE]... [--KEY VALUE]...
@@ -119,7 +122,7 @@ def parse_work(args: list[str]) -> Work:
     return work.beside(callbacks, prompt_tokens)
 
 
-def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
+def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
     """Yield the models beside the actor, by the keys; an overridden ``configure_roles`` yields one of unknown size."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
@@ -131,14 +134,14 @@ def read_roles(kind: type, model: Mapping[str, Any]) -> Iterator[RoleMemory]:
         yield RoleMemory(name=name, config=None, optimizer_states="float32")
 
 
-def read_adapter(model: Mapping[str, Any], config: PreTrainedConfig) -> LoRA | None:
+def read_adapter(model: Arguments, config: PreTrainedConfig) -> LoRA | None:
     """Return the adapter of the actor; None if its own weights are trained."""
     prefix = "adapter."
     given = {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
     return resolve_adapter(Adapter(**given), model["model"], config) if given else None
 
 
-def read_batch(model: Mapping[str, Any]) -> BatchPlan:
+def read_batch(model: Arguments) -> BatchPlan:
     """Return the batch sizes of a step; an algorithm without a key has the usual default."""
     return BatchPlan(
         prompts_per_step=model.get("prompts_per_step", 32),
@@ -149,7 +152,7 @@ def read_batch(model: Mapping[str, Any]) -> BatchPlan:
     )
 
 
-def arguments(section: Namespace | None) -> dict[str, Any]:
+def arguments(section: Namespace | None) -> Arguments:
     """Return the arguments of the class in a section."""
     return {} if section is None else dict((section.get("init_args") or {}).items())
 
@@ -190,9 +193,9 @@ def read_parallelism(trainer: Namespace) -> Parallelism:
     return Parallelism.of(strategy, devices * nodes)
 
 
-def find_strategy(strategy: str | Namespace, ranks: int) -> tuple[type[Strategy], dict[str, Any]]:
+def find_strategy(strategy: str | Namespace, ranks: int) -> tuple[type[Strategy], Arguments]:
     """Return the class and the arguments of a strategy, whose short name is already spelled out."""
-    given: dict[str, Any] = {}
+    given: Arguments = {}
     if not isinstance(strategy, str):
         found = find_class(strategy["class_path"], [Strategy], "trainer.strategy")
         given = arguments(strategy) | dict(strategy.get("dict_kwargs") or {})

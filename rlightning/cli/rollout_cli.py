@@ -23,7 +23,7 @@ from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules
 from rlightning.foreign_text import cut_line, hide
 from rlightning.hooks import RLCallback
 from rlightning.module import RLModule
-from rlightning.protocols import Loop, callbacks_of
+from rlightning.protocols import HasData, HasPredictPrompts, Loop, callbacks_of, has
 from rlightning.report.prediction_file import to_json
 from rlightning.report.trajectory_text import ScoredTrajectory, describe_trajectory, to_data
 from rlightning.rewards import FailureCount
@@ -76,7 +76,7 @@ class RolloutCLI(RLCLI):
             arguments["predict"] = arguments["train"]
         arguments["predict_limit"] = min(num_prompts, arguments["predict_limit"] or num_prompts)
 
-    def make_own_callbacks(self, listed: Sequence[Any]) -> list[Callback]:
+    def make_own_callbacks(self, listed: Sequence[object]) -> list[Callback]:
         """Return the callback that prints trajectories, as no files are written."""
         return [PrintGroups(self.show)]
 
@@ -190,9 +190,11 @@ class PrintGroups(RLCallback):
         self._waiting: list[int] = []
         self._ended: dict[int, list[Trajectory]] = {}
 
-    def on_predict_start(self, trainer: Any, module: object) -> None:
+    def on_predict_start(self, trainer: Loop, module: object) -> None:
         """Store the prompts' order."""
-        self._waiting = [prompt.index for prompt in trainer.datamodule.predict_prompts]
+        data = trainer.datamodule if has(trainer, HasData) else None
+        prompts = data.predict_prompts if has(data, HasPredictPrompts) else None
+        self._waiting = [prompt.index for prompt in prompts or ()]
 
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: Prompt, trajectories: list[Trajectory]

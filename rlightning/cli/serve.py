@@ -2,7 +2,7 @@
 
 from rlightning.cli.own_options import split_own_options
 from rlightning.errors import ConfigError
-from rlightning.run_key import check_key
+from rlightning.rpc.run_key import check_key
 
 DEFAULTS = {"--host": "127.0.0.1", "--port": "8100"}
 HELP = f"""\

@@ -16,7 +16,7 @@ from rlightning.module import RLModule
 from rlightning.protocols import HasPromptLimit, has
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.service import SCHEME, EngineService, listen
-from rlightning.run_key import RUN_KEY_VARIABLE, read_key
+from rlightning.rpc.run_key import RUN_KEY_VARIABLE, read_key
 from rlightning.trainer import find_callback
 
 

@@ -10,6 +10,8 @@ from pkgutil import resolve_name
 from types import NoneType
 from typing import Any, Literal, Optional, Union
 
+from rlightning.config.type_hints import Parameters
+
 PLAIN_TYPES = {
     "builtins": {"bool", "dict", "float", "int", "list", "str", "tuple"},
     "collections.abc": {"Iterable", "Mapping", "Sequence"},
@@ -19,7 +21,7 @@ PLAIN_TYPES = {
 """What type hints consist of that are known without the class's own module, by the modules that they come from."""
 
 
-def parameters_of_source(path: str, method: str = "__init__") -> dict[str, Any]:
+def parameters_of_source(path: str, method: str = "__init__") -> Parameters:
     """Return the parameters of a class's method, including those that ``**kwargs`` passes to its bases.
 
     Args:
@@ -125,12 +127,12 @@ def _parse(module: str) -> ast.Module:
     raise LookupError(f"there is no source of '{module}'")
 
 
-def _hints_of(given: ast.arguments, module: str) -> dict[str, Any]:
+def _hints_of(given: ast.arguments, module: str) -> Parameters:
     """Return the type hints of a method's parameters; a default of None makes a hint optional."""
     positional = given.args[1:]
     missing = [None] * (len(positional) - len(given.defaults))
     defaults = [*missing, *given.defaults[-len(positional) :], *given.kw_defaults]
-    hints: dict[str, Any] = {}
+    hints: Parameters = {}
     for argument, default in zip((*positional, *given.kwonlyargs), defaults, strict=True):
         hint = _read_hint(argument.annotation, module)
         is_null = isinstance(default, ast.Constant) and default.value is None
@@ -138,7 +140,7 @@ def _hints_of(given: ast.arguments, module: str) -> dict[str, Any]:
     return hints
 
 
-def _read_hint(annotation: ast.expr | None, module: str) -> Any:
+def _read_hint(annotation: ast.expr | None, module: str) -> object:
     """Return the type hint of an annotation; None if it cannot be evaluated."""
     try:
         return _evaluate(annotation, module)
@@ -146,7 +148,7 @@ def _read_hint(annotation: ast.expr | None, module: str) -> Any:
         return None
 
 
-def _evaluate(node: ast.AST | None, module: str) -> Any:
+def _evaluate(node: ast.AST | None, module: str) -> object:
     """Evaluate an annotation that consists of :data:`PLAIN_TYPES` only.
 
     Raises:
@@ -162,7 +164,7 @@ def _evaluate(node: ast.AST | None, module: str) -> Any:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return Union[_evaluate(left, module), _evaluate(right, module)]  # noqa: UP007
         case ast.Subscript(value=kind, slice=items):
-            generic = _evaluate(kind, module)
+            generic: Any = _evaluate(kind, module)  # what may be subscripted has no type in common
             if generic is Literal:
                 return Literal[ast.literal_eval(items)]
             if isinstance(items, ast.Tuple):
@@ -171,7 +173,7 @@ def _evaluate(node: ast.AST | None, module: str) -> Any:
     raise LookupError("an annotation of another kind")
 
 
-def _find_type(name: str, module: str) -> Any:
+def _find_type(name: str, module: str) -> object:
     """Return the plain type that a name has in a module, also through assignments and imports.
 
     Raises:

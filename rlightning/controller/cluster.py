@@ -16,8 +16,8 @@ from rlightning import intervals
 from rlightning.controller.commands import ClusterLostError
 from rlightning.controller.reaper import OwnNode, describe_loss, watch_own_node
 from rlightning.errors import ConfigError, check_rules
+from rlightning.processes.scratch import ScratchFolder
 from rlightning.python_values import module_name
-from rlightning.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
         ConfigError: there is no such cluster, or it refuses this process.
     """
     ray = import_ray()
-    from rlightning.ray_internals import SESSION_FOLDER, session_folder
+    from rlightning.controller.ray_internals import SESSION_FOLDER, session_folder
 
     if ray.is_initialized():
         release_sigterm(signal.SIG_DFL)

@@ -6,9 +6,9 @@ from typing import Any
 
 import ray
 
+from rlightning.controller.ray_internals import call_when_unreferenced, is_pickled_for_call
 from rlightning.controller.tensor_store import Block, Bytes, Owner, TensorLostError, TensorStore
 from rlightning.errors import ConfigError
-from rlightning.ray_internals import call_when_unreferenced, is_pickled_for_call
 
 
 class RayBlock(Block):

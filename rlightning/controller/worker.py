@@ -41,7 +41,7 @@ from rlightning.parallel.failures import describe
 from rlightning.parallel.launcher import find_port
 from rlightning.parallel.stacks import record_own
 from rlightning.parallel.trainer_stages import ValidatesFirst, validate_in_fit
-from rlightning.run_key import RUN_KEY_VARIABLE
+from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 
 CONTROLLER = "Ray driver"
 """The name of a worker's controller."""

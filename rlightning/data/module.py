@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from lightning.pytorch import LightningDataModule
 
-from rlightning.argument_checks import CheckedArguments
+from rlightning.config.argument_checks import CheckedArguments
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.in_memory import PromptSource, check_source, hold_rows, paths_of, read_source
 from rlightning.data.own_sampling import longest_limit
@@ -20,11 +20,18 @@ from rlightning.data.stream import ChosenPrompts, PromptBatches, PromptLoader, P
 from rlightning.data.validation_sets import ValidationSet, ValidationSource, make_validation_sets
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.lightning_internals import is_amid_step
-from rlightning.protocols import HasWorkerCallbacks, generates, has
+from rlightning.protocols import generates, has
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+
+class _HasWorkerCallbacks(Protocol):
+    """A controller's strategy, some of whose callbacks run only in its workers."""
+
+    @property
+    def worker_callbacks(self) -> Sequence[object]: ...
 
 
 class PromptDataModule(CheckedArguments, LightningDataModule):
@@ -250,7 +257,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         assert trainer is not None
         if self._is_limit_chosen:
             callbacks = [*trainer.callbacks]  # type: ignore[attr-defined]  # set by a connector
-            if has(trainer.strategy, HasWorkerCallbacks):
+            if has(trainer.strategy, _HasWorkerCallbacks):
                 callbacks += trainer.strategy.worker_callbacks
             length = self._module.max_model_length
             self.max_prompt_tokens, reason = choose_prompt_limit(length, callbacks if self._is_sampling(stage) else ())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlightning.argument_checks import checked
+from rlightning.config.argument_checks import checked
 from rlightning.data.in_memory import PromptSource, check_source, paths_of
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 

@@ -20,7 +20,7 @@ from rlightning.environments.messages import Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut, cut_value
 from rlightning.processes.process_group import end_group, end_with_parent
-from rlightning.run_key import environment_without_key
+from rlightning.rpc.run_key import environment_without_key
 from rlightning.types.trajectory import Outcome, Prompt
 
 RewardSource = Literal["last_line", "exit_code", "none"]

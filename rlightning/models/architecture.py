@@ -28,9 +28,9 @@ from rlightning.models.counts import (
 from rlightning.models.finite import find_not_finite
 from rlightning.models.output_layer import scale_logits
 from rlightning.models.rotary import scaled_ropes
+from rlightning.models.transformers_internals import is_stateful, supports_attention_backend, supports_sdpa
 from rlightning.parallel.device import exact_float32
 from rlightning.parallel.sharding import named_weights
-from rlightning.transformers_internals import is_stateful, supports_attention_backend, supports_sdpa
 from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

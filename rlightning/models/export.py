@@ -24,10 +24,10 @@ from rlightning.models.adapter_layers import adapter_parameters, computed_weight
 from rlightning.models.files import torch_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.quantized import QuantizedLinear
+from rlightning.models.transformers_internals import keys_left_out, weight_conversions
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.gathering import gather_into
 from rlightning.parallel.sharding import base_name, is_adapter_weight
-from rlightning.transformers_internals import keys_left_out, weight_conversions
 
 MAX_FILE_BYTES = 4 << 30
 """Of one safetensors file, and so of the host memory that the writing rank needs. A larger tensor has its own file."""

@@ -4,18 +4,25 @@ transformers would ask at the terminal in the middle of a run.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from rlightning.errors import ConfigError
-from rlightning.protocols import TrustsRemoteCode, has
+from rlightning.protocols import has
 
 T = TypeVar("T")
 
 TRUST = "trust_remote_code"
 """The argument of transformers, whose errors name it, and the key of ours."""
+
+
+class _TrustsRemoteCode(Protocol):
+    """A module that says whether its model may run Python code of its own."""
+
+    @property
+    def trust_remote_code(self) -> bool: ...
 
 
 def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
@@ -46,7 +53,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 def trusts_remote_code(module: object) -> bool:
     """Return whether a module allows its model's own code; False if the module does not say."""
-    return has(module, TrustsRemoteCode) and module.trust_remote_code
+    return has(module, _TrustsRemoteCode) and module.trust_remote_code
 
 
 def _load(read: Callable[..., T], model: str, file: str, trust_remote_code: bool) -> T:

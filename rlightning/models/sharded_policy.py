@@ -39,11 +39,11 @@ from rlightning.models.layers import decoder_layers
 from rlightning.models.logprobs import compute_packed_logprobs
 from rlightning.models.policy import load_config, load_policy, remove_dropout
 from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
+from rlightning.models.transformers_internals import initialize_buffers_of
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.gathering import local_box
 from rlightning.parallel.sharding import Sharding, local_tensor, named_weights
 from rlightning.torch_internals import non_persistent_buffers
-from rlightning.transformers_internals import initialize_buffers_of
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,9 @@
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from rlightning.hooks import fire
 from rlightning.module.metrics import pass_at_k
 from rlightning.module.update import UpdateModule
 from rlightning.parallel.collectives import all_reduce
-from rlightning.protocols import HasValidationPrompts, has
+from rlightning.protocols import has
 from rlightning.rewards import FailureCount, RewardRunner
 from rlightning.rollout import Generator
 from rlightning.rollout.requests import validation_sampling
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
 PASS_REWARD = 1.0
 """A completion passes if the first reward function, unweighted, gives it at least this."""
+
+
+class _HasValidationPrompts(Protocol):
+    """A data module that has read the validation sets; a controller's worker does not read them."""
+
+    @property
+    def validation_prompts(self) -> Sequence[Sequence[Prompt]] | None: ...
 
 
 def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
@@ -161,6 +169,6 @@ class EvaluationSteps(UpdateModule):
     def _count_failures(self, chosen: "ValidationSet", dataloader_idx: int) -> FailureCount:
         """Return the counter of a validation set's failed rewards, which is made on first use."""
         data: object = self.trainer.datamodule  # type: ignore[attr-defined]
-        sets = data.validation_prompts if has(data, HasValidationPrompts) else None
+        sets = data.validation_prompts if has(data, _HasValidationPrompts) else None
         num_samples = len(sets[dataloader_idx]) * chosen.samples_per_prompt if sets else sys.maxsize
         return FailureCount(num_samples, self.rewarder.max_failed_share, f" of the validation set '{chosen.name}'")

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlightning.argument_checks import accepts, hints_of, is_taken_otherwise, positional_names
+from rlightning.config.argument_checks import accepts, hints_of, is_taken_otherwise, positional_names
+from rlightning.config.secret_arguments import conceal, mask_secrets, resolve_secrets
 from rlightning.errors import ConfigError
 from rlightning.python_values import field_values, module_name, to_number, to_python
 from rlightning.rewards import RewardFunction
-from rlightning.secret_arguments import conceal, mask_secrets, resolve_secrets
 
 Module = TypeVar("Module")
 
@@ -52,8 +52,7 @@ def to_plain(arguments: Mapping[str, object]) -> dict[str, object]:
     for name, value in arguments.items():
         with suppress(_NotPlainError):
             values[name] = _plain(_named(value) if name == "rewards" else value)
-    masked: dict[str, object] = conceal(mask_secrets(values)[0])
-    return masked
+    return conceal(mask_secrets(values)[0])
 
 
 def make_module(cls: type[Module], values: Mapping[str, object], given: Mapping[str, object], where: str) -> Module:

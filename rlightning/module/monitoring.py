@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -33,12 +33,19 @@ from rlightning.lightning_internals import (
 )
 from rlightning.module.metric_names import find_names, is_among
 from rlightning.parallel.stop_signal import stop_signal
-from rlightning.protocols import StandsForModule, callbacks_of, has
+from rlightning.protocols import callbacks_of, has
 
 if TYPE_CHECKING:
     from rlightning.module.evaluation import EvaluationSteps
 
 log = logging.getLogger(__name__)
+
+
+class _StandsForModule(Protocol):
+    """A controller's module, which replaces the module that the user configured."""
+
+    @property
+    def configured(self) -> object: ...
 
 
 def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
@@ -132,7 +139,7 @@ def _training_metrics(trainer: Trainer) -> set[str]:
 
 def logs_at_epoch_end(trainer: Trainer, module: object) -> bool:
     """Whether code of the user's may log a metric at an epoch's end for the first time."""
-    configured = module.configured if has(module, StandsForModule) else module
+    configured = module.configured if has(module, _StandsForModule) else module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     own = [type(c) for c in callbacks if not type(c).__module__.startswith(("lightning.", "rlightning."))]
     return is_overridden("on_train_epoch_end", configured, LightningModule) or any(

@@ -8,13 +8,13 @@ from typing import Any, Self
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import LightningDataModule
 
+from rlightning.config.run_settings import describe_changes
+from rlightning.config.secret_arguments import conceal
 from rlightning.errors import ConfigError
 from rlightning.module.hyperparameters import bind_arguments, make_module, to_plain
 from rlightning.module.trainer_options import check_not_spawned
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.parallel.prompt_batches import PromptBatchModule
-from rlightning.run_settings import describe_changes
-from rlightning.secret_arguments import conceal
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.atomic_save import find_saved
 from rlightning.checksums import DamagedError
-from rlightning.config_files import read_keys
+from rlightning.config.files import read_keys
 from rlightning.error_report import is_other_rank
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import SavedState, latest_checkpoint, list_checkpoints, verify_checkpoint

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from rlightning.argument_checks import CheckedArguments
+from rlightning.config.argument_checks import CheckedArguments
 from rlightning.lightning_internals import epoch_results, results_of
 from rlightning.parallel.execution_mode import is_controller
 from rlightning.types import Prompt

@@ -18,7 +18,7 @@ from pathlib import Path
 from rlightning import intervals
 from rlightning.processes.liveness import Deadline
 from rlightning.processes.process_table import list_processes
-from rlightning.scratch import SHARED_MEMORY, remove_scratch
+from rlightning.processes.scratch import SHARED_MEMORY, remove_scratch
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from importlib.resources import files
 from statistics import fmean, median
 from typing import Any
 
+from rlightning.foreign_text import visible
 from rlightning.phases import PHASES
-from rlightning.plain_text import visible
 from rlightning.report.charts import line_chart, number, stacked_chart
 from rlightning.report.history import History, Points
 

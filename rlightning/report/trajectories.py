@@ -215,7 +215,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     branches = []
     for saved in row["branches"]:
         branch = Branch(saved["reason"])
-        arrays = branch.attributes()
+        arrays = branch.arrays()
         for _, name, _ in TOKEN_FIELDS:
             arrays[name].extend(saved[name])
         branches.append(branch)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from rlightning.plain_text import visible, visible_on_one_line
+from rlightning.foreign_text import visible, visible_on_one_line
 from rlightning.types import Branch, Trajectory, Turn
 
 INDENT = "  "

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlightning.argument_checks import checked
+from rlightning.config.argument_checks import checked
+from rlightning.config.secret_arguments import hide_secrets, mask_secrets, resolve_secrets
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.python_values import module_name
 from rlightning.rewards.calls import RewardCallable
 from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
-from rlightning.secret_arguments import hide_secrets, mask_secrets, resolve_secrets
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
 """What the runner gives every function that asks for it; columns of these names are not passed."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from rlightning.argument_checks import CheckedArguments
+from rlightning.config.argument_checks import CheckedArguments
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value, hide
 from rlightning.rewards.answer_cache import AnswerCache

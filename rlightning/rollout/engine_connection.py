@@ -25,7 +25,7 @@ from rlightning.rpc import (
     background_loop,
     connect,
 )
-from rlightning.run_key import RUN_KEY_VARIABLE, read_key
+from rlightning.rpc.run_key import RUN_KEY_VARIABLE, read_key
 
 log = logging.getLogger(__name__)
 

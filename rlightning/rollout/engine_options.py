@@ -31,7 +31,7 @@ from rlightning.rollout.vllm.arguments import COUNTS, check_cpu, check_given, ch
 from rlightning.rollout.vllm.memory import EngineMemory, check_kv_cache, kv_cache_setting, read_engine
 from rlightning.rollout.vllm.settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rpc.authentication import parse_url
-from rlightning.run_key import check_key
+from rlightning.rpc.run_key import check_key
 from rlightning.seeds import mix_seed
 from rlightning.types.batch_plan import BatchPlan
 

@@ -10,9 +10,9 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from rlightning.config.run_settings import flatten
 from rlightning.models.remote_code import read_config, read_tokenizer
 from rlightning.protocols import HasBackend, has
-from rlightning.run_settings import flatten
 
 IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
 """Keys of a model's configurations that change no sampled token."""

@@ -14,7 +14,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Protocol, cast
 
 import msgpack
 
@@ -51,6 +51,12 @@ class MessageError(ConnectionLostError):
     """The remote side sent an invalid message, or one above the size limits."""
 
 
+class _Array(Protocol):
+    """What has a buffer of memory: bytes, ``array.array``, NumPy's arrays."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
 class Buffer:
     """A large buffer that is sent after the message's frame, without being copied into it.
 
@@ -58,7 +64,7 @@ class Buffer:
         data: contiguous; it must not change before the message is sent.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: _Array) -> None:
         self.view = memoryview(data)
 
 
@@ -71,7 +77,7 @@ def encode(message: object) -> tuple[bytes, list[memoryview]]:
     """
     buffers: list[memoryview] = []
 
-    def pack_buffer(value: Any) -> object:
+    def pack_buffer(value: Buffer | _Array) -> object:
         try:
             view = value.view if isinstance(value, Buffer) else memoryview(value)
         except TypeError:
@@ -89,7 +95,7 @@ def encode(message: object) -> tuple[bytes, list[memoryview]]:
     return b"".join((_HEADER.pack(len(body), len(sizes)), struct.pack(f"<{len(sizes)}Q", *sizes), body)), buffers
 
 
-def decode(body: "bytes | memoryview", buffers: list[bytearray]) -> Any:
+def decode(body: "bytes | memoryview", buffers: list[bytearray]) -> object:
     """Return the message in a frame's body and buffers.
 
     Raises:
@@ -119,7 +125,7 @@ class Connection(asyncio.BufferedProtocol):
         num_received, num_sent: bytes so far.
     """
 
-    def __init__(self, on_message: Callable[[Any], None], on_closed: Callable[[ConnectionLostError], None]) -> None:
+    def __init__(self, on_message: Callable[[object], None], on_closed: Callable[[ConnectionLostError], None]) -> None:
         self.num_received = self.num_sent = 0
         self._on_message, self._on_closed = on_message, on_closed
         self._transport: asyncio.Transport
@@ -133,7 +139,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @classmethod
     async def open(
-        cls, end: socket.socket, on_message: Callable[[Any], None], on_closed: Callable[[ConnectionLostError], None]
+        cls, end: socket.socket, on_message: Callable[[object], None], on_closed: Callable[[ConnectionLostError], None]
     ) -> "Connection":
         """Return a connection over a connected stream socket; closing the connection closes the socket."""
         end.setblocking(False)

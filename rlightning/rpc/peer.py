@@ -143,7 +143,7 @@ class Peer:
         """Close a forked child's copy of the connection, which stays open in the parent process."""
         self._connection.close_copy()
 
-    async def _call(self, method: str, arguments: tuple[object, ...]) -> Any:
+    async def _call(self, method: str, arguments: tuple[object, ...]) -> object:
         if self.closed.done():
             raise self.closed.result()
         await self._slots.acquire()
@@ -175,8 +175,10 @@ class Peer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _receive(self, message: Any) -> None:
+    def _receive(self, message: object) -> None:
         try:
+            if not isinstance(message, list):
+                raise TypeError(f"a {type(message).__name__}, not a list")
             kind, *fields = message
             if kind == CALL:
                 self._begin(*fields)
@@ -227,7 +229,7 @@ class Peer:
             raise LookupError(f"there is no method '{method}'")
         return self._methods[method]
 
-    def _settle(self, kind: int, number: int, *fields: Any) -> None:
+    def _settle(self, kind: int, number: int, *fields: object) -> None:
         answer = self._pending.pop(number, None)
         if answer is None:
             return
@@ -237,7 +239,7 @@ class Peer:
         if kind == RESULT:
             answer.set_result(*fields)
         else:
-            answer.set_exception(RemoteError(*fields))
+            answer.set_exception(RemoteError(*map(str, fields)))
 
     async def _send_heartbeats(self) -> None:
         num_sent = -1

@@ -72,7 +72,7 @@ def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], Non
     loop.set_task_factory(make_task)
 
 
-def call_tasks(loop: asyncio.AbstractEventLoop) -> "set[asyncio.Task[Any]]":
+def call_tasks(loop: asyncio.AbstractEventLoop) -> "set[asyncio.Task[object]]":
     """Return the unfinished tasks of calls, and those that they have created."""
     return {task for task in asyncio.all_tasks(loop) if isinstance(task.get_coro(), _Steps)}
 
@@ -86,7 +86,7 @@ class _Steps(Coroutine[Any, Any, Any]):
     def send(self, value: object) -> object:
         return self._run_step(self._work.send, value)
 
-    def throw(self, *error: Any) -> object:
+    def throw(self, *error: object) -> object:
         return self._run_step(self._work.throw, *error)
 
     def close(self) -> None:

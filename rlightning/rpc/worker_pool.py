@@ -29,9 +29,9 @@ from rlightning.rpc.client import ProcessStartError, connect_process, end_proces
 from rlightning.rpc.connection import ConnectionLostError, RPCError
 from rlightning.rpc.peer import DeadlineExceededError, Method, Peer, RemoteError
 from rlightning.rpc.progress import ProgressFile
+from rlightning.rpc.run_key import environment_without_key
 from rlightning.rpc.worker import STACK_SIGNAL
 from rlightning.rpc.worker_limits import MB, UNLIMITED, WorkerLimits, WorkerOutput, find_excess
-from rlightning.run_key import environment_without_key
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ tensor, a dictionary of tensors, a list, or None. Fields without an axis stay as
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     Dataclass = DataclassInstance | type[DataclassInstance]
 
 Axis = Literal["T", "N", "M", "G"]
-Batch = TypeVar("Batch", bound=Any)
+Batch = TypeVar("Batch", bound="DataclassInstance")
 """A dataclass whose fields have axes."""
+Value: TypeAlias = Tensor | dict[str, Tensor] | list[object] | None
+"""Of a field with an axis."""
 Runs = Sequence[tuple[int, int]]
 """Where runs of tokens begin and end: an index a token would take more memory than what it selects."""
 KEY = "axis"
@@ -58,7 +61,7 @@ def axis_fields(batch: "Dataclass") -> list[tuple["Field[object]", AxisOf]]:
     return [(f, f.metadata[KEY]) for f in fields(batch) if KEY in f.metadata]
 
 
-def axis_values(batch: "DataclassInstance") -> list[tuple["Field[Any]", AxisOf, Any]]:
+def axis_values(batch: "DataclassInstance") -> list[tuple["Field[object]", AxisOf, Value]]:
     """Return the fields of a batch that have an axis, with their metadata and values."""
     values = field_values(batch)
     return [(f, own, values[f.name]) for f, own in axis_fields(batch)]
@@ -71,19 +74,22 @@ def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
         batch: a dataclass with axes.
         entries: by axis, which ones in which order: indices, or runs.
     """
-
-    def take(value: list[object] | Tensor, chosen: Tensor | Runs) -> list[object] | Tensor:
-        if isinstance(value, list):
-            return [value[int(i)] for i in chosen]  # type: ignore[arg-type]  # lists have no runs
-        if isinstance(chosen, Tensor):
-            return value[chosen]
-        return torch.cat([value[:0], *(value[start:end] for start, end in chosen)])
-
-    taken = {}
+    taken: dict[str, object] = {}
     for f, own, value in axis_values(batch):
-        if own.name in entries:
-            taken[f.name] = map_tensors(lambda part, name=own.name: take(part, entries[name]), value)  # type: ignore[misc]
+        if own.name not in entries:
+            continue
+        chosen = entries[own.name]
+        if isinstance(value, list):
+            taken[f.name] = [value[int(i)] for i in chosen]  # type: ignore[arg-type]  # lists have no runs
+        else:
+            taken[f.name] = map_tensors(partial(_take, chosen), value)
     return replace(batch, **taken)
+
+
+def _take(chosen: Tensor | Runs, values: Tensor) -> Tensor:
+    if isinstance(chosen, Tensor):
+        return values[chosen]
+    return torch.cat([values[:0], *(values[start:end] for start, end in chosen)])
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
@@ -92,22 +98,28 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     Raises:
         ConfigError: a field, or an entry of one, is there in some of them and not in others.
     """
-    joined: dict[str, Any] = {}
+    joined: dict[str, object] = {}
     for of_batches in zip(*map(axis_values, batches), strict=True):
         f, values = of_batches[0][0], [value for *_, value in of_batches]
-        if isinstance(values[0], list):
-            joined[f.name] = [one for value in values for one in value]
-        elif isinstance(values[0], dict):
-            for value in values:
-                for name in sorted(value.keys() ^ values[0].keys()):
-                    raise _missing(f"{f.name}['{name}']")
-            joined[f.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}
-        else:
-            there = [value for value in values if value is not None]
-            if there and len(there) < len(values):
-                raise _missing(f.name)
-            joined[f.name] = torch.cat(there) if there else None
+        joined[f.name] = _join(f.name, values)
     return replace(batches[0], **joined)
+
+
+def _join(name: str, values: Sequence[Value]) -> Value:
+    """Join the values that a field has in several batches."""
+    lists = [value for value in values if isinstance(value, list)]
+    if lists:
+        return [one for value in lists for one in value]
+    tables = [value for value in values if isinstance(value, dict)]
+    if tables:
+        for table in tables:
+            for key in sorted(table.keys() ^ tables[0].keys()):
+                raise _missing(f"{name}['{key}']")
+        return {key: torch.cat([table[key] for table in tables]) for key in tables[0]}
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if tensors and len(tensors) < len(values):
+        raise _missing(name)
+    return torch.cat(tensors) if tensors else None
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
@@ -130,11 +142,15 @@ def pad(batch: Batch, one: Batch) -> Batch:
         batch: which fields there are, of which shape and dtype.
         one: gets them.
     """
-    filled = {}
+    filled: dict[str, object] = {}
     for (f, own, value), (_, _, mine) in zip(axis_values(batch), axis_values(one), strict=True):
         if mine is None or (isinstance(mine, dict) and not mine):
-            filled[f.name] = map_tensors(lambda part, fill=own.fill: part.new_full((1, *part.shape[1:]), fill), value)  # type: ignore[misc]
+            filled[f.name] = map_tensors(partial(_fill, own.fill), value)
     return replace(one, **filled)
+
+
+def _fill(fill: float | bool, values: Tensor) -> Tensor:
+    return values.new_full((1, *values.shape[1:]), fill)
 
 
 def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
@@ -151,30 +167,36 @@ def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[A
     for f, own, value in axis_values(batch):
         if value is None or (isinstance(value, list) and f.default is not None):  # the latter is one of objects
             continue
-        for name, part in value.items() if isinstance(value, dict) else [(None, value)]:
-            tensor, place = torch.as_tensor(part), f"batch.{f.name}" + (f"['{name}']" if name else "")
-            if tensor.ndim == 0 or len(tensor) != sizes[own.name]:
-                raise ConfigError(
-                    f"{place} has the shape {list(tensor.shape)}, and the batch has {sizes[own.name]} "
-                    f"{unit[own.name]}. Its first dimension must be theirs: an entry for each."
-                )
-            if name is None:
-                setattr(batch, f.name, tensor)
-            else:
-                value[name] = tensor
+        size, of = sizes[own.name], unit[own.name]
+        if isinstance(value, dict):
+            for name, part in value.items():
+                value[name] = _to_tensor(part, f"batch.{f.name}['{name}']", size, of)
+        else:
+            setattr(batch, f.name, _to_tensor(value, f"batch.{f.name}", size, of))
 
 
-def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[Any]]]:
+def _to_tensor(value: object, place: str, size: int, unit: str) -> Tensor:
+    """Return a field's value as a tensor; a ConfigError if it does not have ``size`` entries."""
+    tensor = torch.as_tensor(value)
+    if tensor.ndim == 0 or len(tensor) != size:
+        raise ConfigError(
+            f"{place} has the shape {list(tensor.shape)}, and the batch has {size} {unit}. Its first dimension must be "
+            "theirs: an entry for each."
+        )
+    return tensor
+
+
+def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[object]]]:
     """Return the batch without its lists, and the lists by field: tensors and objects are sent separately."""
     lists = {f.name: value for f, _, value in axis_values(batch) if isinstance(value, list)}
     return replace(batch, **{name: [] for name in lists}), lists
 
 
-def map_tensors(change: Callable[[Any], object], value: object) -> object:
-    """Apply ``change`` to a field's value, a tensor or a list; None stays None."""
+def map_tensors(change: Callable[[Tensor], Tensor], value: Value) -> Value:
+    """Apply ``change`` to a field's tensor or tensors; a list stays as it is, and so does None."""
     if isinstance(value, dict):
         return {name: change(part) for name, part in value.items()}
-    return None if value is None else change(value)
+    return change(value) if isinstance(value, Tensor) else value
 
 
 def _missing(place: str) -> ConfigError:

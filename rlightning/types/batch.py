@@ -144,7 +144,7 @@ class RolloutBatch:
         branches = [branch for one in trajectories for branch in one.branches]
         tokens: dict[str, Any] = {}
         for name, source, dtype in TOKEN_FIELDS:
-            parts = [np.asarray(branch.attributes()[source]) for branch in branches]
+            parts = [np.asarray(branch.arrays()[source]) for branch in branches]
             tokens[name] = torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
         bounds = np.concatenate([[0], np.cumsum([len(branch.token_ids) for branch in branches])])
         batch = cls(
@@ -187,7 +187,7 @@ class RolloutBatch:
         bounds = self.cu_seqlens.tolist()
         for reason, start, end, m in zip(self.reasons, bounds, bounds[1:], self.trajectory_ids.tolist(), strict=False):
             branch = Branch(reason)
-            arrays = branch.attributes()
+            arrays = branch.arrays()
             for source, values in columns:
                 arrays[source].frombytes(values[start:end].tobytes())
             branches[m].append(branch)

@@ -9,12 +9,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlightning.types.supports import Supports
 
 TEMPERATURES = (0.01, 2.0)
 """The lowest above 0 and the highest that vLLM samples with as they are."""
+
+Number = TypeVar("Number", int, float)
+Plain = dict[str, Any]
+"""A record as numbers, texts, lists, tuples and mappings, which every checkpoint format can save."""
 
 FinishReason = Literal["stop", "length"]
 Status = Literal["finished", "truncated", "timeout", "aborted", "failed"]
@@ -67,7 +71,7 @@ class Buffers:
 
     __slots__: tuple[str, ...] = ()
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, object]:
         """Return all attributes by name."""
         names = [name for kind in type(self).__mro__ for name in vars(kind).get("__slots__", ())]
         return {name: getattr(self, name) for name in names}
@@ -160,6 +164,10 @@ class Branch(Buffers):
         self.weight_versions: array[int] = array("i")
         self.turns: array[int] = array("i")
 
+    def arrays(self) -> dict[str, array[int] | array[float]]:
+        """Return the values of its tokens, [L] each, by the names of the attributes."""
+        return {name: value for name, value in self.attributes().items() if isinstance(value, array)}
+
     def append(self, token_ids: Sequence[int], turn: int = -1) -> None:
         """Add tokens that were not sampled in this branch: prompt, observation, template, or history.
 
@@ -177,9 +185,8 @@ class Branch(Buffers):
     def first(self, count: int) -> Branch:
         """Return a copy with only the first tokens."""
         copy = Branch(self.reason)
-        for name, values in self.attributes().items():
-            if isinstance(values, array):
-                setattr(copy, name, values[:count])
+        for name, values in self.arrays().items():
+            setattr(copy, name, values[:count])
         return copy
 
     def append_sample(self, sample: Sample, turn: int) -> None:
@@ -325,7 +332,7 @@ def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]])
     return [[Trajectory.single_turn(prompt, sample) for sample in group] for prompt, group in pairs]
 
 
-def to_plain(trajectory: Trajectory) -> dict[str, Any]:
+def to_plain(trajectory: Trajectory) -> Plain:
     """Return a trajectory, without its prompt, in plain types that every checkpoint format can save."""
     return {
         "temperature": trajectory.prompt.temperature,
@@ -342,7 +349,7 @@ def to_plain(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
+def from_plain(plain: Plain, prompt: Prompt) -> Trajectory:
     """Return the trajectory of a :func:`to_plain` result.
 
     Args:
@@ -352,11 +359,10 @@ def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
     branches = []
     for saved in plain["branches"]:
         branch = Branch(saved["reason"])
-        for name, values in branch.attributes().items():
-            if isinstance(values, array):
-                values.extend(saved[name])
+        for name, values in branch.arrays().items():
+            values.extend(saved[name])
         branches.append(branch)
-    turns = tuple(Turn(message, sample and _sample(**sample)) for message, sample in plain["turns"])
+    turns = tuple(Turn(message, sample and _sample(sample)) for message, sample in plain["turns"])
     plain = dict(plain)
     traces = plain.pop("traces", None)
     prompt = prompt._replace(temperature=plain.pop("temperature", prompt.temperature))  # what it was sampled at
@@ -364,25 +370,26 @@ def from_plain(plain: dict[str, Any], prompt: Prompt) -> Trajectory:
     return Trajectory(**{**plain, **own})
 
 
-def read_traces(plain: Iterable[Iterable[Any]] | None) -> list[AgentTrace] | None:
+def read_traces(plain: Iterable[Iterable[object]] | None) -> list[AgentTrace] | None:
     """Return agent traces from the lists or tuples that they were saved as."""
-    return None if plain is None else [AgentTrace(*trace) for trace in plain]
+    return None if plain is None else [AgentTrace._make(trace) for trace in plain]
 
 
-def _plain_buffers(record: Buffers) -> dict[str, Any]:
-    plain = {}
+def _plain_buffers(record: Buffers) -> Plain:
+    plain: Plain = {}
     for name, value in record.attributes().items():
         value = value.to_plain() if isinstance(value, Supports) else value
         plain[name] = value.tolist() if isinstance(value, array) else value
     return plain
 
 
-def _sample(supports: list[bytes] | None = None, **attributes: Any) -> Sample:
+def _sample(plain: Plain) -> Sample:
     """Return the sample of what :func:`_plain_buffers` has made of it."""
-    return Sample(**attributes, supports=None if supports is None else Supports(*supports))
+    supports = plain.get("supports")
+    return Sample(**{**plain, "supports": None if supports is None else Supports(*supports)})
 
 
-def _buffer(typecode: str, values: Iterable[Any]) -> array[Any]:
+def _buffer(typecode: str, values: Iterable[Number]) -> array[Number]:
     """Return values as an array; an array of this type is returned as it is."""
     if isinstance(values, array) and values.typecode == typecode:
         return values

@@ -13,7 +13,7 @@ from programs import logged_steps
 
 from rlightning.callbacks import VLLMRollout
 from rlightning.cli.config_keys import find_class
-from rlightning.config_types import takes_text
+from rlightning.config.type_hints import takes_text
 from rlightning.rewards import RewardFunction
 
 
@@ -30,6 +30,10 @@ from rlightning.rewards import RewardFunction
             "model.kl_placement: expected Literal['loss', 'reward'], got 'los'. Did you mean 'loss'?",
         ),
         ("--model=torch.nn.Linear", "model: 'torch.nn.Linear' is not a subclass of RLModule. Name one that is."),
+        (
+            "--model.rewards={class_path: rlightning.rewards.exact_match}",
+            "model.rewards.class_path: 'rlightning.rewards.exact_match' is not a class. A function is named without",
+        ),
         ("--data.train_limit=0", "train_limit=0 must be at least 1."),
         ("--data.overlong=drob", "data.overlong: expected Literal['drop', 'truncate'], got 'drob'"),
         ("--trainer.callbacks+=EarlyStoping", "trainer.callbacks: there is no class 'EarlyStoping'. Did you mean"),

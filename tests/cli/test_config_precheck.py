@@ -16,14 +16,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 import rlightning.algorithms
-from rlightning.argument_checks import parameters_of
 from rlightning.callbacks import VLLMRollout
 from rlightning.cli.config_keys import parse_value, subclasses
 from rlightning.cli.config_precheck import BASES, GivenStrategy, GivenValue, SourceKeys, check_early, keys_of
 from rlightning.cli.lightning_cli import RLCLI, RLArgumentParser
 from rlightning.cli.parser_messages import summarise
 from rlightning.cli.source_parameters import parameters_of_source, subclass_names
-from rlightning.config_files import use_strict_yaml
+from rlightning.config.argument_checks import parameters_of
+from rlightning.config.files import use_strict_yaml
 from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError, find_run_error
 from rlightning.module import RLModule
@@ -158,7 +158,7 @@ def test_keys_of_a_command_are_the_parsers(command: str) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Parser([command])
-    keys = keys_of(command)
+    keys: dict[str, Any] = keys_of(command)
     for given, real in ((keys, found), (keys["trainer"], found["trainer"])):
         assert given.keys() == real.keys()
         hints = {name: hint for name, hint in given.items() if hint is not None and name != "trainer"}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from cli_project import fit_here, resolve_config
 
-from rlightning.cli.strategy_names import spell_out_options
+from rlightning.cli.option_texts import spell_out_options
 from rlightning.errors import ConfigError
 from rlightning.parallel.strategy_names import KEY, OLD_PACKAGE, check_strategy, spell_out
 

@@ -86,10 +86,10 @@ def tokenize_history_anew(branch: Branch) -> None:
 
 def leave_out_observation(branch: Branch) -> None:
     """As a template that drops a message."""
-    kept = [place for place, turn in enumerate(branch.turns) if turn != 1]
-    for values in branch.attributes().values():
-        if not isinstance(values, str):
-            values[:] = type(values)(values.typecode, [values[place] for place in kept])
+    left_out = [place for place, turn in enumerate(branch.turns) if turn == 1]
+    for values in branch.arrays().values():
+        for place in reversed(left_out):
+            del values[place]
 
 
 def shift_logprobs(branch: Branch) -> None:

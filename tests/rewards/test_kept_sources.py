@@ -10,9 +10,9 @@ import tiny
 from scoring import MakeRunner, score, values
 
 from rlightning.algorithms import GRPO
+from rlightning.config.run_settings import describe_changes
 from rlightning.errors import RewardError
 from rlightning.rewards.sources import KeptFinder, KeptSources
-from rlightning.run_settings import describe_changes
 
 FILES = {
     "edited_rewards/__init__.py": "",

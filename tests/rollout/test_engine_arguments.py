@@ -13,7 +13,7 @@ from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.vllm.arguments import COUNTS, OF_THE_RUN, argument_names, check_given
-from rlightning.run_key import RUN_KEY_VARIABLE
+from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 

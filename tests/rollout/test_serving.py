@@ -37,7 +37,7 @@ from rlightning.rollout.engine_connection import ServedEngine
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import plan_source
-from rlightning.run_key import RUN_KEY_VARIABLE
+from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 
 RUN_YAML = """\
 model:

@@ -11,8 +11,8 @@ from typing import Any
 
 from rlightning.rpc.peer import Method
 from rlightning.rpc.progress import CALL, track_tasks
+from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 from rlightning.rpc.worker import Worker
-from rlightning.run_key import RUN_KEY_VARIABLE
 
 
 def backtrack() -> None:

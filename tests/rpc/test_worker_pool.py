@@ -11,8 +11,8 @@ import pytest
 from waiting import in_event_loop
 
 from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
+from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerError, WorkerHungError, WorkerPool
-from rlightning.run_key import RUN_KEY_VARIABLE
 
 pytestmark = pytest.mark.processes
 

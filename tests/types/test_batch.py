@@ -1,4 +1,5 @@
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -245,7 +246,8 @@ def test_lists_are_split_from_tensors_and_put_back() -> None:
     batch = fill(make_batch())
     tensors, lists = split_lists(batch)
     assert (tensors.trajectories, tensors.reasons) == ([], []) and lists.keys() == {"trajectories", "reasons"}
-    assert_equal(replace(tensors, trajectories=lists["trajectories"], reasons=lists["reasons"]), batch)
+    back: dict[str, Any] = dict(lists)
+    assert_equal(replace(tensors, **back), batch)
 
 
 def test_temperatures_are_the_prompts_own() -> None:

@@ -24,7 +24,7 @@ from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.processes.liveness import Heartbeat
 from rlightning.processes.managed_process import ManagedProcess, python_command
-from rlightning.run_key import environment_without_key
+from rlightning.rpc.run_key import environment_without_key
 
 LAUNCHER = "rlightning.environments.verifiers.launcher"
 KEY_VARIABLE = "RLIGHTNING_POLICY_KEY"

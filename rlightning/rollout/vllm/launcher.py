@@ -20,12 +20,12 @@ from rlightning import intervals
 from rlightning.errors import EngineDiedError, EngineError, EngineStartError
 from rlightning.foreign_text import cut_line
 from rlightning.processes.managed_process import ManagedProcess
+from rlightning.processes.scratch import ScratchFolder
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import NAME, EngineConnection
 from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rollout.host_check import check_host, describe_host
 from rlightning.rpc import Peer
-from rlightning.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 

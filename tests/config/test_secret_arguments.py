@@ -12,10 +12,10 @@ from lightning.pytorch import Trainer
 from rlightning.__main__ import main
 from rlightning.algorithms import DAPO, GRPO, SFT
 from rlightning.callbacks import VLLMRollout
+from rlightning.config.secret_arguments import is_secret, mask_secrets, resolve_secrets
 from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError
 from rlightning.rewards import RewardFunction, RewardRunner
-from rlightning.secret_arguments import is_secret, mask_secrets, resolve_secrets
 
 
 def judge(completion: str, *, api_key: str, url: str = "") -> float:

@@ -1,7 +1,7 @@
 """Private names of transformers, where it has no public ones; tests/test_library_internals.py looks for each."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -29,9 +29,9 @@ def keys_left_out(policy: "PreTrainedModel") -> set[str]:
     return set(policy._keys_to_ignore_on_save or ())
 
 
-def weight_conversions(policy: "PreTrainedModel") -> Sequence[Any] | None:
+def weight_conversions(policy: "PreTrainedModel") -> Sequence[object] | None:
     """Return how the weights were changed as they were loaded; None for a model that was not loaded from files."""
-    found: Sequence[Any] | None = getattr(policy, "_weight_conversions", None)
+    found: Sequence[object] | None = vars(policy).get("_weight_conversions")
     return found
 
 

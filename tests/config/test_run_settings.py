@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import bare_trainer, copy_weights, make_data, save_model
 
 from rlightning.algorithms import SFT
-from rlightning.run_settings import describe_changes, flatten
+from rlightning.config.run_settings import describe_changes, flatten
 
 
 def test_flatten_gives_keys_of_the_command_line() -> None:

@@ -10,7 +10,7 @@ import yaml
 from cli_project import resolve_config
 
 from rlightning.cli.option_texts import replace_files
-from rlightning.config_files import dump_yaml, load_yaml, merge_mappings, nest_names, read_config
+from rlightning.config.files import dump_yaml, load_yaml, merge_mappings, nest_names, read_config
 from rlightning.errors import ConfigError
 
 

@@ -10,14 +10,15 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import yaml
 from jsonargparse import set_dumper
 from jsonargparse.typing import register_type
 
+from rlightning.config.jsonargparse_internals import get_yaml_default_loader
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
-from rlightning.jsonargparse_internals import get_yaml_default_loader
 from rlightning.python_values import map_items
 
 ROW_SUFFIXES = (".jsonl", ".csv", ".parquet")
@@ -89,13 +90,20 @@ def use_strict_yaml() -> None:
     set_dumper("yaml", dump_yaml)
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str) -> object:
     """Read YAML 1.2: ``yes`` and ``1:30`` are texts. Keys are converted to texts; duplicate keys are errors."""
     use_strict_yaml()
     try:
         return plain_texts(_load(text))
     except RecursionError as error:
         raise yaml.YAMLError(TOO_DEEP) from error
+
+
+def load_keys(text: str) -> dict[str, object]:
+    """Read YAML that holds a mapping, such as what :func:`dump_yaml` has written of one."""
+    loaded = load_yaml(text)
+    assert isinstance(loaded, dict)
+    return loaded
 
 
 def dump_yaml(content: object) -> str:
@@ -157,7 +165,7 @@ def check_texts(value: object, where: str) -> None:
         )
 
 
-def read_keys(path: str, key: str = "config") -> dict[str, Any]:
+def read_keys(path: str, key: str = "config") -> dict[str, object]:
     """Return the content of a configuration file that holds keys, not a list; see :func:`read_config`."""
     loaded = read_config(path, key)
     if not isinstance(loaded, dict):
@@ -165,17 +173,18 @@ def read_keys(path: str, key: str = "config") -> dict[str, Any]:
     return loaded
 
 
-def merge_mappings(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+def merge_mappings(earlier: Mapping[str, object], later: Mapping[str, object]) -> dict[str, object]:
     """Merge nested mappings, the later over the earlier; another class replaces the arguments of the former too."""
     merged = dict(earlier)
     for name, value in later.items():
         before = merged.get(name)
-        both_nested = isinstance(before, Mapping) and isinstance(value, Mapping) and "class_path" not in value
-        merged[name] = merge_mappings(before, value) if both_nested else value  # type: ignore[arg-type]
+        if isinstance(before, Mapping) and isinstance(value, Mapping) and "class_path" not in value:
+            value = merge_mappings(before, value)
+        merged[name] = value
     return merged
 
 
-def nest_names(values: dict[str, Any], key: str) -> None:
+def nest_names(values: dict[str, object], key: str) -> None:
     """Replace ``a.b: x`` by ``a: {b: x}``, in place.
 
     Args:
@@ -196,7 +205,7 @@ def nest_names(values: dict[str, Any], key: str) -> None:
 def _load_json(text: str, path: str) -> object:
     """Read JSON, which is a hundred times as fast as YAML's reader; duplicate keys are errors."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         for name in names:
             if names.count(name) > 1:
@@ -251,16 +260,20 @@ def _construct_float(loader: yaml.constructor.SafeConstructor, node: yaml.Scalar
         raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
 
-def _construct_mapping(loader: yaml.constructor.SafeConstructor, node: yaml.MappingNode) -> Iterator[Any]:
+def _construct_mapping(loader: yaml.constructor.SafeConstructor, node: yaml.MappingNode) -> Iterator[object]:
     _check_keys(node)
     yield from loader.construct_yaml_map(node)
 
 
-def _check_keys(node: Any) -> None:
+_checked: WeakSet[yaml.MappingNode] = WeakSet()
+"""Mappings whose keys have been checked: one may stand in a file several times, by aliases."""
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
     """Convert a mapping's keys to texts, and raise an error for duplicates, before merge keys are resolved."""
-    if getattr(node, "has_checked_keys", False):
+    if node in _checked:
         return
-    node.has_checked_keys = True
+    _checked.add(node)
     lines: dict[str, int] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):

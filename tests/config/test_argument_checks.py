@@ -17,14 +17,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlightning import Trainer
 from rlightning.algorithms import DAPO, GRPO, SFT
-from rlightning.argument_checks import check_value, parameters_of
 from rlightning.callbacks import CompletionsTable, RLProgressBar, VLLMRollout
+from rlightning.config.argument_checks import check_value, parameters_of
+from rlightning.config.peer_names import CLASSES, PEER_NAMES
 from rlightning.data import PromptDataModule
 from rlightning.data.validation_sets import ValidationSet
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
 from rlightning.models import Adapter
-from rlightning.peer_names import CLASSES, PEER_NAMES
 from rlightning.rewards import RewardFunction, exact_match
 
 MODEL = "no/model"

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_ori
 
 from jsonargparse import ArgumentParser
 
-from rlightning.config_types import flatten_union, is_callable, is_container, is_sequence, item_hints
+from rlightning.config.jsonargparse_internals import hint_of, parser_actions
+from rlightning.config.peer_names import PEER_NAMES, suggest_name
+from rlightning.config.type_hints import Parameters, flatten_union, is_callable, is_container, is_sequence, item_hints
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_value
-from rlightning.jsonargparse_internals import hint_of, parser_actions
-from rlightning.peer_names import PEER_NAMES, suggest_name
 from rlightning.python_values import map_items, module_name, to_number, to_python
 
 if TYPE_CHECKING:
@@ -107,24 +107,20 @@ def hints_of(kind: type) -> dict[str, object] | None:
     return {name: _annotation(kind, name) if isinstance(hint, dict) else hint for name, hint in parameters.items()}
 
 
-def parameters_of(source: type | ArgumentParser) -> dict[str, object]:
-    """Return the parameters of a class's ``__init__`` with type hints, including those passed on by ``**kwargs``.
-
-    Returns:
-        Type hints by name; a dict in place of a hint for a group of keys.
-    """
+def parameters_of(source: type | ArgumentParser) -> Parameters:
+    """Return the parameters of a class's ``__init__`` with type hints, including those passed on by ``**kwargs``."""
     return _parameters_of_parser(source) if isinstance(source, ArgumentParser) else _parameters_of_class(source)
 
 
 @cache
-def _parameters_of_class(kind: type) -> dict[str, object]:
+def _parameters_of_class(kind: type) -> Parameters:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, fail_untyped=False, instantiate=False)
     return _parameters_of_parser(parser)
 
 
-def _parameters_of_parser(parser: ArgumentParser) -> dict[str, object]:
-    tree: dict[str, object] = {}
+def _parameters_of_parser(parser: ArgumentParser) -> Parameters:
+    tree: Parameters = {}
     for action in parser_actions(parser):
         *groups, name = action.dest.split(".")
         if name == "help":
@@ -323,8 +319,9 @@ def _way_out(value: object, hint: object) -> str:
     if hasattr(value, "save_pretrained"):
         return "Give its name or its folder; save_pretrained(folder) writes one."
     has_mapping = isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(v, Mapping) for v in value))
-    kinds: list[Any] = [kind for option in (*options, *items) for kind in flatten_union(option) if is_dataclass(kind)]
-    return f"Write {kinds[0].__name__}(...)." if has_mapping and kinds else ""
+    kinds = [kind for option in (*options, *items) for kind in flatten_union(option) if isinstance(kind, type)]
+    name = next((kind.__name__ for kind in kinds if is_dataclass(kind)), None)
+    return f"Write {name}(...)." if has_mapping and name else ""
 
 
 def _near_numbers(value: object) -> Iterator[int | float]:

@@ -1,10 +1,12 @@
 """Private names of Ray that have no public equivalent; tests/test_library_internals.py checks each."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray._private.worker import global_worker
+
+T = TypeVar("T")
 
 SESSION_FOLDER = "_temp_dir"
 """The argument of ``ray.init`` for the folder of a new cluster's sockets and logs."""
@@ -16,7 +18,7 @@ def is_pickled_for_call() -> bool:
     return bool(_worker.get_serialization_context().is_in_band_serialization())
 
 
-def call_when_unreferenced(ref: "ray.ObjectRef[Any]", callback: Callable[[], object]) -> None:
+def call_when_unreferenced(ref: "ray.ObjectRef[T]", callback: Callable[[], object]) -> None:
     """Call ``callback()`` when no process refers to a stored object any more, as Ray Data does."""
     _worker.core_worker.add_object_out_of_scope_callback(ref, lambda _: callback())
 

@@ -5,13 +5,16 @@ import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+
+Parameters = dict[str, object]
+"""Type hints of parameters by name; for a group of keys, their parameters in place of a type hint."""
 
 PLAIN_MODULES = ("builtins", "collections", "datetime", "jsonargparse", "os", "pathlib", "typing")
 """Where the types come from that a value is converted to, rather than built from arguments."""
 
 
-def flatten_union(hint: object) -> Iterator[Any]:
+def flatten_union(hint: object) -> Iterator[object]:
     """Yield the alternatives of a type hint, without their annotations."""
     if get_origin(hint) is Annotated:
         yield from flatten_union(get_args(hint)[0])
@@ -40,7 +43,7 @@ def is_text(hint: object) -> bool:
     return inspect.isclass(hint) and issubclass(hint, str | os.PathLike | Enum)
 
 
-def is_configurable(hint: object) -> bool:
+def is_configurable(hint: object) -> TypeGuard[type]:
     """Return whether a type hint is a class whose arguments a configuration can give."""
     if not inspect.isclass(hint) or issubclass(hint, Enum) or hint.__module__ == "torch":
         return False

@@ -15,7 +15,7 @@ def parser_actions(parser: ArgumentParser) -> Sequence[Action]:
 
 def hint_of(action: Action) -> object:
     """Return the type hint of an argument of jsonargparse's; None of another."""
-    return getattr(action, "_typehint", None)
+    return vars(action).get("_typehint")
 
 
 def keep_text(action: Action) -> None:

@@ -6,7 +6,7 @@ A secret is told by its name, or by its place in a URL. A name counts by its wor
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -41,6 +41,7 @@ _NAMES_OF_OTHERS = ("columns", "validation")
 
 
 T = TypeVar("T")
+Values = TypeVar("Values", bound=MutableMapping[str, Any])
 
 
 class _Secret(NamedTuple):
@@ -88,22 +89,26 @@ def hide_secrets(variables: Mapping[str, str]) -> None:
     hide({value: f"${{ENV:{name}}}" for name, value in variables.items()})
 
 
-def conceal(value: object) -> Any:
-    """Return a value with references in place of known secrets in all of its texts.
+def conceal(values: Values) -> Values:
+    """Return a copy of a mapping with references in place of known secrets in all texts in it.
 
     Args:
-        value: a text, or mappings, lists, tuples and dataclasses with some; it is left as it is. Dataclasses become
-            mappings, which a checkpoint can hold.
+        values: texts, or mappings, lists, tuples and dataclasses with some. Dataclasses become mappings, which a
+            checkpoint can hold.
     """
+    concealed = copy(values)
+    concealed.update({name: _conceal(inner) for name, inner in values.items()})
+    return concealed
+
+
+def _conceal(value: object) -> object:
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, dict):
-        concealed = copy(value)
-        concealed.update({name: conceal(inner) for name, inner in value.items()})
-        return concealed
+        return conceal(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: conceal(inner) for name, inner in field_values(value).items()}
-    return type(value)(map(conceal, value)) if type(value) is list or type(value) is tuple else value
+        return conceal(field_values(value))
+    return type(value)(map(_conceal, value)) if type(value) is list or type(value) is tuple else value
 
 
 def check_references(config: object, known: Mapping[str, str]) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from disks import failing
 
-from rlightning.scratch import SHARED_MEMORY, ScratchFolder
+from rlightning.processes.scratch import SHARED_MEMORY, ScratchFolder
 
 HOLD = """
 import sys, time
-from rlightning.scratch import ScratchFolder
+from rlightning.processes.scratch import ScratchFolder
 folders = [ScratchFolder("test"), ScratchFolder("test")]
 print(*(folder.path for folder in folders), flush=True)
 time.sleep(600)
