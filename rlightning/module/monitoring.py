@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 
 from rlightning.disk import needed
 from rlightning.errors import ConfigError, did_you_mean
@@ -32,8 +31,12 @@ from rlightning.lightning_internals import (
     steps_between_saves,
     time_between_saves,
 )
+from rlightning.module.metric_names import find_names, is_among
 from rlightning.parallel.stop_signal import stop_signal
-from rlightning.protocols import StandsForModule, StateDict, has
+from rlightning.protocols import StandsForModule, callbacks_of, has
+
+if TYPE_CHECKING:
+    from rlightning.module.evaluation import EvaluationSteps
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,19 @@ def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
                 callback.__class__ = adapted
 
 
+def check_monitors(trainer: Trainer, module: "EvaluationSteps") -> None:
+    """Refuse a metric that the run cannot log, where all that logs is known: before an engine starts."""
+    names = find_names(trainer, module)
+    if names is None:
+        return
+    for callback in callbacks_of(trainer):
+        if not isinstance(callback, ModelCheckpoint | EarlyStopping):
+            continue
+        is_needed = isinstance(callback, ModelCheckpoint) or callback.strict
+        if is_needed and callback.monitor not in (None, "epoch", "step") and not is_among(callback.monitor, names):
+            raise ConfigError(_unknown(callback, callback.monitor, names))
+
+
 def has_validation(trainer: Trainer) -> bool:
     """Whether this fit validates at all."""
     batches = trainer.num_val_batches
@@ -59,7 +75,6 @@ class _Monitor:
     """Knows of a metric whether this step has logged it, and whether any step does."""
 
     monitor: Any  # a name, or None: Lightning's two classes differ
-    strict = True  # whether an unknown metric is an error; an EarlyStopping's argument
     _validated_step = -1
     _has_trained = False
     _is_known = False
@@ -70,19 +85,21 @@ class _Monitor:
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Refuse a metric that a whole step, with all of its callbacks, has not logged."""
-        if not self._has_trained or self._is_known or not self.strict:
-            return
-        self._is_known = self.monitor in _names(trainer)
-        is_validated = self._validated_step >= 0 or not has_validation(trainer)
-        is_complete = trainer.current_epoch > 0 or not logs_at_epoch_end(trainer, pl_module)
-        if not self._is_known and is_validated and is_complete:
-            raise ConfigError(_unknown(self, trainer))
+        if self._has_trained and not self._is_known:
+            self._check_name(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
-    ) -> None:
-        """Called when a step has logged its metrics."""
-        self._has_trained = True
+    def _check_name(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.monitor is None or self.monitor in self._metrics(trainer):
+            self._is_known = True
+            return
+        if has_validation(trainer) and self._validated_step < 0:
+            return
+        if trainer.current_epoch == 0 and logs_at_epoch_end(trainer, module):
+            return
+        raise ConfigError(_unknown(self, self.monitor, self._metrics(trainer)))
+
+    def _metrics(self, trainer: Trainer) -> set[str]:
+        return {*trainer.callback_metrics, "epoch", "step"}
 
     def _note_validation(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
@@ -103,14 +120,8 @@ def _name_of(callback: object) -> str:
     return kind.__qualname__ if kind.__module__ != __name__ else kind.__mro__[2].__qualname__
 
 
-def _names(trainer: Trainer) -> set[str | None]:
-    """Return the metrics that a callback can follow; None stands for following none."""
-    return {*trainer.callback_metrics, "epoch", "step", None}
-
-
-def _unknown(callback: _Monitor, trainer: Trainer) -> str:
-    hint = did_you_mean(callback.monitor, [name for name in _names(trainer) if name is not None])
-    return f"{_name_of(callback)}.monitor='{callback.monitor}' is not a metric of this run. {hint}"
+def _unknown(callback: object, monitor: str, metrics: Iterable[str]) -> str:
+    return f"{_name_of(callback)}.monitor='{monitor}' is not a metric of this run. {did_you_mean(monitor, metrics)}"
 
 
 def _training_metrics(trainer: Trainer) -> set[str]:
@@ -168,8 +179,8 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last state."""
         self._save_last_state(trainer)
-        if self.monitor not in _names(trainer):
-            log.warning("%s No checkpoint was chosen by it.", _unknown(self, trainer))
+        if self.monitor is not None and self.monitor not in self._metrics(trainer):
+            log.warning("%s No checkpoint was chosen by it.", _unknown(self, self.monitor, self._metrics(trainer)))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the last state before a signal ends the run: between two steps, or before a step's update."""
@@ -180,7 +191,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
             self._save_last_state(trainer)
         super().on_exception(trainer, pl_module, exception)
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the best checkpoints, as many of them as ``save_top_k`` says now."""
         super().load_state_dict(state_dict)
         if self.monitor is not None and 0 < self.save_top_k <= len(self.best_k_models):
@@ -226,7 +237,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         save_if_best(self, trainer, candidates)
         self._save_last_checkpoint(trainer, candidates)
 
-    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         if self._last_global_step_saved != trainer.global_step:
             self._last_checkpoint_saved = ""  # a link would lead to an earlier step
         folder = Path(self.dirpath or trainer.default_root_dir)
@@ -265,6 +276,12 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
 class StepEarlyStopping(_Monitor, EarlyStopping):
     """An ``EarlyStopping`` that counts each value once, in the step that logged it."""
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Called when a step has logged its metrics."""
+        self._has_trained = True
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the metric after a validation."""
         self._note_validation(trainer)
@@ -276,7 +293,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
             self._run_early_stopping_check(trainer)
         super().on_train_epoch_end(trainer, pl_module)
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting, up to this run's ``patience``."""
         patience = self.patience
         super().load_state_dict(state_dict)
@@ -285,3 +302,10 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
         if self._is_logged(trainer):
             super()._run_early_stopping_check(trainer)
+
+    def _check_name(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.strict:
+            super()._check_name(trainer, module)
+
+    def _metrics(self, trainer: Trainer) -> set[str]:
+        return set(trainer.callback_metrics)

@@ -20,7 +20,7 @@ from rlightning.models.adapter_layers import adapter_off
 from rlightning.module.batching import balance, minibatch_seed
 from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.metrics import rollout_metrics
-from rlightning.module.monitoring import adapt_monitoring
+from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.returned_values import returned_tensor
 from rlightning.module.roles import REFERENCE
@@ -171,6 +171,7 @@ class RLModule(EvaluationSteps):
         adapt_monitoring(callbacks)
         adapt_loggers(self.trainer.loggers)
         if stage == "fit":
+            check_monitors(self.trainer, self)
             lock_run_of(self.trainer)
         delay_loggers(self.trainer)
         own = (EndOnSigterm(self.stop_grace), EpochStep(), LeaveEvaluation(), UnlockRun())
