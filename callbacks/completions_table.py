@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from rich import get_console
@@ -16,11 +16,22 @@ from rlightning.errors import ConfigError
 from rlightning.foreign_text import markdown_cell, visible, visible_on_one_line
 from rlightning.hooks import RunCallback
 from rlightning.parallel.collectives import rank_in
-from rlightning.protocols import CountsSteps, HasLoggers, HasTensorParallelRank, Loop, SelectsSampled, generates, has
+from rlightning.protocols import (
+    CountsSteps,
+    HasLoggers,
+    HasTensorParallelRank,
+    Loop,
+    SelectsSampled,
+    StateDict,
+    generates,
+    has,
+)
 from rlightning.report.trajectories import (
+    Completion,
+    completions,
     merge_tables,
     spread_by_reward,
-    summary_rows,
+    trajectory_file,
     trajectory_table,
     write_trajectories,
 )
@@ -73,28 +84,27 @@ class CompletionsTable(RunCallback):
         self._pending: tuple[int, RolloutBatch] | None = None
         self._rollouts: list[RolloutBatch] = []  # of the step, with trajectories that count as not sampled
         self._step = 0  # the newest one that was written, which may get more
-        self._rows: list[dict[str, Any]] = []
         self._table: pyarrow.Table | None = None
         self._is_updating = False
         self._effort = BestEffort("Completions")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the number of steps, for loops that do not count steps."""
         return {"num_steps": self._num_steps}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the number of steps."""
         super().load_state_dict(state_dict)
         self._num_steps = state_dict["num_steps"]
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
         """Return the folder of the Parquet files."""
-        return self._folder(trainer) if stage == "fit" else None
+        return self.folder(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Raise a ConfigError if the folder cannot be written to, before anything is generated."""
         super().setup(trainer, pl_module, stage)
-        folder = self._folder(trainer)
+        folder = self.folder(trainer)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"path='{folder}' is a file, completions go to a folder. Name another one.")
 
@@ -104,7 +114,7 @@ class CompletionsTable(RunCallback):
 
     def drop_step(self) -> None:
         """Discard what is kept of a step that is going to be repeated; its file will be rewritten."""
-        self._pending, self._step, self._rows, self._table, self._is_updating = None, 0, [], None, False
+        self._pending, self._step, self._table, self._is_updating = None, 0, None, False
         self._rollouts = []
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
@@ -159,54 +169,53 @@ class CompletionsTable(RunCallback):
         is_due = step == 1 or step % self.every_n_steps == 0
         if not is_due or batch.rewards is None:  # in this order: in a controller a look at a batch fetches it
             return
-        rows, is_more = summary_rows(batch, step), step == self._step
-        self._step, self._rows = step, [*(self._rows if is_more else ()), *rows]
+        table = trajectory_table(batch, step)
+        for lost in not_sampled(module, rollouts):
+            table = merge_tables(table, trajectory_table(lost, step))
+        if step == self._step and self._table is not None:
+            self._table = merge_tables(self._table, table)
+        else:
+            self._step, self._table = step, table
         rank = rank_in(trainer)
-        suffix = f".rank{rank}" if rank else ""
         with self._effort.writing():
-            table = trajectory_table(batch, step)
-            for lost in not_sampled(module, rollouts):
-                table = merge_tables(table, trajectory_table(lost, step))
-            self._table = table if self._table is None or not is_more else merge_tables(self._table, table)
-            write_trajectories(self._table, self._folder(trainer) / f"step_{step:06d}{suffix}.parquet")
+            write_trajectories(self._table, trajectory_file(self.folder(trainer), step, rank))
+        rows = completions(table)
         if rank == 0 and rows:
+            loggers = trainer.loggers if has(trainer, HasLoggers) else ()
             with self._effort.attempt():
-                self._log(
-                    trainer.loggers if has(trainer, HasLoggers) else (),
-                    spread_by_reward(self._rows, self.num_logged),
-                    step,
-                )
+                self._log(loggers, spread_by_reward(completions(self._table), self.num_logged), step)
             with self._effort.attempt():  # standard output may be a file
                 self._show(spread_by_reward(rows, self.num_console), step)
 
-    def _folder(self, trainer: Loop) -> Path:
+    def folder(self, trainer: Loop) -> Path:
+        """Return the folder of the Parquet files."""
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "completions"
 
-    def _log(self, loggers: Sequence[object], rows: list[dict[str, Any]], step: int) -> None:
-        columns = ["step", "prompt", "completion", "reward", "length", "finish_reason"]
-        cells = [[visible(cell) if isinstance(cell := row[name], str) else cell for name in columns] for row in rows]
+    def _log(self, loggers: Sequence[object], rows: Sequence[Completion], step: int) -> None:
+        columns = list(Completion._fields)
+        cells = [[visible(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
         for log in loggers if rows else ():
             if isinstance(log, WandbLogger):
                 log.log_table("completions", columns=columns, data=cells, step=step)
             elif isinstance(log, TensorBoardLogger):
                 log.experiment.add_text("completions", _markdown_table(columns, cells), step)
 
-    def _show(self, rows: list[dict[str, Any]], step: int) -> None:
+    def _show(self, rows: Sequence[Completion], step: int) -> None:
         if not rows:
             return
         if not is_live_terminal():
             show_log_lines()
             for row in rows:
-                text = f"{shorten(row['prompt'], 100, keep_end=True)} -> {shorten(row['completion'], 160)}"
-                logger.info("step %d completion | reward %.3f | %s", step, row["reward"], text)
+                text = f"{shorten(row.prompt, 100, keep_end=True)} -> {shorten(row.completion, 160)}"
+                logger.info("step %d completion | reward %.3f | %s", step, row.reward, text)
             return
         table = Table(title=f"Completions of step {step}", title_justify="left", expand=True)
         table.add_column("prompt", ratio=2)
         table.add_column("completion", ratio=3)
         table.add_column("reward", justify="right")
         for row in rows:
-            prompt, completion = shorten(row["prompt"], 240, keep_end=True), shorten(row["completion"], 360)
-            table.add_row(Text(prompt), Text(completion), f"{row['reward']:.3f}")
+            prompt, completion = shorten(row.prompt, 240, keep_end=True), shorten(row.completion, 360)
+            table.add_row(Text(prompt), Text(completion), f"{row.reward:.3f}")
         get_console().print(table)
 
 
@@ -232,7 +241,7 @@ def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
     return f"{line[: limit - 2]} …"
 
 
-def _markdown_table(columns: list[str], cells: list[list[object]]) -> str:
+def _markdown_table(columns: list[str], cells: Sequence[Sequence[object]]) -> str:
     def escape(cell: object) -> str:
         return markdown_cell(f"{cell:.3f}" if isinstance(cell, float) else str(cell))
 

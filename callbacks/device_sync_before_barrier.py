@@ -3,7 +3,6 @@
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -96,7 +95,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
         )
 
 
-def _own_barriers(trainer: Loop) -> Iterator[tuple[Any, str]]:
+def _own_barriers(trainer: Loop) -> Iterator[tuple[object, str]]:
     """Yield the object and attribute of each barrier of the loop itself; none for rlightning's strategies."""
     strategy = trainer.strategy if has(trainer, HasStrategy) else None
     if isinstance(strategy, ConnectedRanks):

@@ -1,13 +1,12 @@
 """Returns memory that PyTorch's allocator caches to the device while other processes need it."""
 
 from time import perf_counter
-from typing import Any
 
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.errors import check_rules
 from rlightning.hooks import RunCallback
 from rlightning.parallel import device as platform
-from rlightning.protocols import Loop
+from rlightning.protocols import Loop, StateDict
 
 
 class EmptyCacheAfterUpdate(RunCallback):
@@ -63,11 +62,11 @@ class EmptyCacheAfterUpdate(RunCallback):
         self.last: dict[str, float] = {}
         self._num_updates = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the number of updates, so that a resumed run empties the cache at the same ones."""
         return {"num_updates": self._num_updates}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the number of updates."""
         super().load_state_dict(state_dict)
         self._num_updates = state_dict["num_updates"]

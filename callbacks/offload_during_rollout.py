@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from rlightning.errors import ConfigError
 from rlightning.hooks import RunCallback
 from rlightning.parallel.device import GIB
 from rlightning.parallel.host_memory import HostMemory
-from rlightning.protocols import HasOptimizer, HasOptimizers, HasRoles, Loop, generates, has
+from rlightning.protocols import HasOptimizer, HasOptimizers, HasRoles, Loop, StateDict, generates, has
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class OffloadDuringRollout(RunCallback):
         """Move the offloaded tensors back if they still are on the host."""
         self._restore(module)
 
-    def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: StateDict) -> None:
         """Move the offloaded tensors back before they are saved."""
         self._restore(None)  # in the middle of a save there is no logging
 
@@ -175,12 +174,12 @@ class OffloadDuringRollout(RunCallback):
         self._offload_seconds = 0.0
 
 
-def _optimizers(trainer: Loop) -> Iterator[Any]:
+def _optimizers(trainer: Loop) -> Iterator[Optimizer]:
     """Yield the loop's optimizers without the wrappers of Lightning, Fabric and accelerate."""
     found: Sequence[Optimizer] | Optimizer | None = trainer.optimizers if has(trainer, HasOptimizers) else None
     if not found and has(trainer, HasOptimizer):
         found = trainer.optimizer
-    for optimizer in found if isinstance(found, list | tuple) else [found] if found is not None else ():
+    for optimizer in found if isinstance(found, Sequence) else [found] if found is not None else ():
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         yield optimizer

@@ -1,4 +1,4 @@
-"""Writes predictions to a JSONL file, one line for each prompt."""
+"""Writes predictions to a file of JSON Lines, one for each prompt, or of trajectories in Parquet."""
 
 import logging
 import re
@@ -29,13 +29,14 @@ logger = logging.getLogger("rlightning")
 
 
 class JSONLPredictions(RLCallback):
-    """Writes the results of ``predict_step`` to a JSONL file, one object for each prompt.
+    """Writes the results of ``predict_step`` to a file.
 
-    An object has ``index`` (the prompt's row), ``prompt``, ``completions`` and ``finish_reasons`` (lists of equal
-    length), and ``columns`` (the row as it was read; NaN and infinities, which JSON does not have, are null). While it
-    grows the file is called ``<name>.partial``, so a file of the final name is whole, and in the prompts' order. A
-    prompt is written as soon as all of its completions are there. With several ranks each writes its share, as
-    ``<name>.rank1.jsonl`` and so on.
+    In JSON Lines an object is a prompt: ``index`` (the prompt's row), ``prompt``, ``completions`` and
+    ``finish_reasons`` (lists of equal length), and ``columns`` (the row as it was read; NaN and infinities, which JSON
+    does not have, are null). In Parquet a row is a trajectory, in full (docs/trajectories.md). While it grows the file
+    is called ``<name>.partial`` and has a line of JSON for each prompt, so a file of the final name is whole, and in
+    the prompts' order. A prompt is written as soon as all of its completions are there. With several ranks each writes
+    its share, as ``<name>.rank1.jsonl`` and so on.
 
     A run that finds a partial file goes on with it: prompts that it holds are not completed again. It must have been
     begun with the same model, sampling, prompts and number of ranks; otherwise the run is refused.
@@ -45,7 +46,8 @@ class JSONLPredictions(RLCallback):
     ``path`` is given. :meth:`is_done` tells the loop which prompts it can leave out.
 
     Args:
-        path: the file; by default ``predictions.jsonl`` in the run's folder. It must not be there yet.
+        path: the file, Parquet if its name ends in ``.parquet``; by default ``predictions.jsonl`` in the run's folder.
+            It must not be there yet.
     """
 
     def __init__(self, path: str | None = None) -> None:

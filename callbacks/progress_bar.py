@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Iterable
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -52,11 +51,9 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         """Whether a bar is drawn; without one, lines are logged."""
         return self._is_live and super().is_enabled
 
-    # The types of the next three hooks are those of both bases: only Lightning's Trainer passes setup().
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Detect a live terminal; raise a ConfigError for a loop other than Lightning's, whose bar this is."""
-        if not hasattr(trainer, "is_global_zero"):
+        if not (isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule)):
             raise ConfigError(
                 f"RLProgressBar needs Lightning's Trainer, which {type(trainer).__name__} is not. Leave it out of the "
                 "callbacks of your own loop."
@@ -72,13 +69,15 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         super().begin_run()
         self._status = ""
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Loop, pl_module: object, exception: BaseException) -> None:
         """Remove the bar from the console, and discard the interrupted step."""
+        assert isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule), "setup() takes no others"
         PhaseTimer.on_exception(self, trainer, pl_module, exception)
         RichProgressBar.on_exception(self, trainer, pl_module, exception)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Remove the bar from the console."""
+        assert isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule), "setup() takes no others"
         PhaseTimer.teardown(self, trainer, pl_module, stage)
         RichProgressBar.teardown(self, trainer, pl_module, stage)
 
@@ -111,7 +110,9 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
             for line in validation_lines(trainer.global_step, trainer.callback_metrics):
                 logger.info(line)
 
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
         """Return nothing, as metrics are shown in the line below the bar, not to its right."""
         return {}
 

@@ -4,7 +4,6 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from rlightning.protocols import (
     has,
     members,
 )
-from rlightning.rollout import Generator, OnCompleted, Sampling, TokenSampler
+from rlightning.rollout import Generator, HasGenerator, OnCompleted, Sampling, TokenSampler
 from rlightning.rollout.canary import MAX_DISTANCE, Verification
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.prefix_cache import PrefixCacheUse
@@ -229,8 +228,8 @@ class RolloutCallback(RLCallback, Generator):
         if has(trainer, HasStrategy) and has(trainer.strategy, HasRootDevice):
             device = trainer.strategy.root_device
         sampling = self.seeded_sampling(device)
-        owner: Any = module  # which need not declare what it is given
-        owner.generator, owner.sampling = self, sampling
+        if has(module, HasGenerator):
+            module.generator, module.sampling = self, sampling
         self.start(stage, device, sampling, max_prompt_tokens)
 
     @property

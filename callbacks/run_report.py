@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from rlightning.atomic_save import written_aside
+from rlightning.callbacks.completions_table import CompletionsTable
 from rlightning.callbacks.throughput import memory_gib
 from rlightning.disk import BestEffort
 from rlightning.errors import ConfigError
@@ -20,11 +20,10 @@ from rlightning.foreign_text import cut_line
 from rlightning.parallel.collectives import rank_in
 from rlightning.parallel.execution_mode import is_controller
 from rlightning.phases import PhaseTimer
-from rlightning.protocols import HasMetrics, Loop, has
+from rlightning.protocols import HasMetrics, Loop, StateDict, callbacks_of, has
 from rlightning.report import History, Run, render
-from rlightning.report.trajectories import spread_by_reward, summary_rows
+from rlightning.report.trajectories import Completion, read_completions, recorded_files, spread_by_reward
 from rlightning.run_dir import run_dir
-from rlightning.types import RolloutBatch
 
 logger = logging.getLogger("rlightning")
 
@@ -40,10 +39,11 @@ class RunReport(PhaseTimer):
     """Writes ``report.html`` to the run's folder: curves, phase times, early and late completions, settings.
 
     It is written at the end of a run, whatever ends it (an exception and Ctrl-C too), and on the way if asked to. It
-    is one file that loads nothing from elsewhere. What it shows is collected from ``trainer.callback_metrics`` at
-    each step, whatever the loggers are, and is part of the checkpoint: the report of a resumed run tells the whole
-    story. It measures times and tokens itself, so it does not need ``Throughput`` beside it. Where the disk does not
-    take it, the run goes on without.
+    is one file that loads nothing from elsewhere. Metrics are collected from ``trainer.callback_metrics`` at each step,
+    whatever the loggers are, and are part of the checkpoint: the report of a resumed run tells the whole story.
+    Completions are read from the files of ``CompletionsTable``; without it the report has none. It measures times and
+    tokens itself, so it does not need ``Throughput`` beside it. Where the disk does not take it, the run goes on
+    without.
 
     From a loop that is not Lightning's it needs the RL hooks; the loop calls :meth:`record` with its metrics after
     each step, and :meth:`write` at the end, on each rank if there are several: that of rank 0 is written. The folder
@@ -52,7 +52,7 @@ class RunReport(PhaseTimer):
     Args:
         path: the file; by default ``report.html`` in the run's folder. A report that is there is replaced.
         every_n_steps: also write it after each n-th rollout step.
-        num_samples: completions shown of the first and of the last step.
+        num_samples: completions shown of the first and of the last step that were recorded.
     """
 
     def __init__(self, path: str | None = None, *, every_n_steps: int | None = None, num_samples: int = 4) -> None:
@@ -68,25 +68,22 @@ class RunReport(PhaseTimer):
         self.num_samples = num_samples
         self.history = History()
         self._effort = BestEffort("Reports")
-        self._samples: dict[Literal["early", "late"], list[dict[str, Any]]] = {}
         self._step = 0
         self._earlier_seconds = 0.0
         self._started: float | None = perf_counter()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the history of the run so far."""
         return {
             "history": self.history.state_dict(),
-            "samples": dict(self._samples),
             "step": self._step,
             "seconds": self._seconds,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the history of the run."""
         super().load_state_dict(state_dict)
         self.history.load_state_dict(state_dict["history"])
-        self._samples = dict(state_dict["samples"])
         self._step = state_dict["step"]
         self._earlier_seconds = state_dict["seconds"]
         self._started = perf_counter()
@@ -107,18 +104,8 @@ class RunReport(PhaseTimer):
         """Reset the report."""
         super().begin_run()
         self.history = History()
-        self._samples = {}
         self._step = 0
         self._earlier_seconds = 0.0
-
-    def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Keep a few completions of the first step and of the newest step."""
-        super().on_reward_end(trainer, module, batch)
-        rows = spread_by_reward(summary_rows(batch, self._step + 1), self.num_samples)
-        if rows:
-            if self._step == 0 or "early" not in self._samples:  # until it is over, the first step may begin again
-                self._samples["early"] = rows
-            self._samples["late"] = rows
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Record the step's metrics."""
@@ -158,10 +145,18 @@ class RunReport(PhaseTimer):
         """
         self._step = step
         given = {n: v for n, v in metrics.items() if n not in ("step", "epoch")}
-        own = self.timings | memory_gib()
+        own: dict[str, float | torch.Tensor] = {**self.timings, **memory_gib()}
         self.history.add(step, own | given if is_controller() else given | own)
 
-    def write(self, path: Path, *, module: object = None, status: str = "finished", config: str | None = None) -> None:
+    def write(
+        self,
+        path: Path,
+        *,
+        module: object = None,
+        status: str = "finished",
+        config: str | None = None,
+        completions: Path | None = None,
+    ) -> None:
         """Write the report to ``path``; only on rank 0.
 
         Args:
@@ -169,6 +164,8 @@ class RunReport(PhaseTimer):
             module: the policy; its hyperparameters are shown.
             status: how the run ended.
             config: what to show as the configuration.
+            completions: folder of the trajectories that ``CompletionsTable`` has recorded; by default ``completions``
+                beside the report.
         """
         if rank_in(None):
             return
@@ -179,8 +176,7 @@ class RunReport(PhaseTimer):
             step=self._step,
             seconds=self._seconds,
             history=self.history,
-            early=self._samples.get("early", ()),
-            late=self._samples.get("late", ()),
+            completions=self._recorded(completions or path.parent / "completions"),
             settings=settings_of(module),
             machine=machine(),
             config=config,
@@ -188,13 +184,20 @@ class RunReport(PhaseTimer):
         with written_aside(path) as aside:
             aside.write_text(render(run), encoding="utf-8")
 
+    def _recorded(self, folder: Path) -> list[list[Completion]]:
+        """Return some completions of the first and of the last finished step that a folder has files of."""
+        files = {step: paths for step, paths in recorded_files(folder).items() if step <= self._step}
+        shown = sorted({min(files), max(files)}) if files else []
+        rows = [[row for path in files[step] for row in read_completions(path)] for step in shown]
+        return [spread_by_reward(found, self.num_samples) for found in rows]
+
     def _write(self, trainer: Loop, module: object, status: str) -> None:
         if not self.history.series or rank_in(trainer):
             return
         path, config = self._file(trainer), run_dir(trainer) / "config.yaml"
         with self._effort.writing():
             text = config.read_text(encoding="utf-8") if config.exists() else None
-            self.write(path, module=module, status=status, config=text)
+            self.write(path, module=module, status=status, config=text, completions=recorded_in(trainer))
             if status != "running":
                 logger.info("report of the run: %s", path)
 
@@ -210,7 +213,13 @@ class RunReport(PhaseTimer):
         return self._earlier_seconds + (0.0 if self._started is None else perf_counter() - self._started)
 
 
-def settings_of(module: object) -> dict[str, Any]:
+def recorded_in(trainer: Loop) -> Path:
+    """Return the folder of the trajectories that a run records."""
+    tables = [callback for callback in callbacks_of(trainer) if isinstance(callback, CompletionsTable)]
+    return tables[0].folder(trainer) if tables else run_dir(trainer) / "completions"
+
+
+def settings_of(module: object) -> dict[str, object]:
     """Return those hyperparameters of the module that fit into a table cell."""
     found: dict[str, object] = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
     if isinstance(module, LightningModule):

@@ -18,6 +18,7 @@ from rlightning.foreign_text import (
     visible_on_one_line,
 )
 from rlightning.report import History, Run, render
+from rlightning.report.trajectories import Completion
 
 WRITTEN = [
     ("2*3*4", "2*3*4"),
@@ -100,8 +101,10 @@ def test_tensorboard_shows_a_cell_as_written(text: str, shown: str) -> None:
 
 @pytest.mark.parametrize(("text", "shown"), WRITTEN)
 def test_the_report_shows_a_completion_as_written(text: str, shown: str) -> None:
-    row = {"step": 1, "prompt": text, "completion": text, "reward": 1.0, "length": 1, "finish_reason": "stop"}
-    page = render(Run("run", text, True, 1, 1.0, History(), early=[row], settings={"a": text}, config=f"c{text}"))
+    rows = [Completion(1, text, text, 1.0, 1, "stop")]
+    page = render(
+        Run("run", text, True, 1, 1.0, History(), completions=[rows], settings={"a": text}, config=f"c{text}")
+    )
     page.encode()
     assert texts_of(page, "pre")[0] == [
         "\n" + shown,

@@ -24,7 +24,7 @@ INTERNALS = {
     "transformers": "models/transformers_internals.py",
 }
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
-DOCUMENTED = {"_asdict", "_make", "_replace", "_current_frames", "_exit", "_getframe"}
+DOCUMENTED = {"_asdict", "_fields", "_make", "_replace", "_current_frames", "_exit", "_getframe"}
 """Of named tuples and of Python's own modules, whose documentation has them."""
 ALLOWED = {
     "callbacks/progress_bar.py": {

@@ -194,7 +194,8 @@ class RLCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: object) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "predict":
-            parser.add_argument("--output", type=str | None, default=None, help="The JSONL file, a new one.")
+            text = "The file, a new one: Parquet if its name ends in .parquet, else JSON Lines."
+            parser.add_argument("--output", type=str | None, default=None, help=text)
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -3,14 +3,13 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from rlightning.errors import ConfigError
 
 
-def cached_folder(parts: dict[str, Any], build: Callable[[Path], None]) -> Path:
+def cached_folder(parts: Mapping[str, object], build: Callable[[Path], None]) -> Path:
     """Return the cached folder for ``parts``; the first process fills it by ``build``, the others wait.
 
     Args:

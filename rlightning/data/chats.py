@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
+from rlightning.protocols import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -23,7 +24,7 @@ _OPEN_THOUGHT = re.compile(
 )
 
 
-def check_template_arguments(tokenizer: "Tokenizer", arguments: dict[str, Any]) -> None:
+def check_template_arguments(tokenizer: "Tokenizer", arguments: JsonObject) -> None:
     """Raise a ConfigError for an argument that the tokenizer's chat template does not read."""
     if not arguments:
         return
@@ -58,7 +59,7 @@ def clean_messages(messages: list[Message], where: str, *, has_fixed_fields: boo
     return [_clean(message, f"{where}: message {i}", has_fixed_fields) for i, message in enumerate(messages, 1)]
 
 
-def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: dict[str, Any], where: str) -> str:
+def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: JsonObject, where: str) -> str:
     """Render a chat, up to the beginning of the model's turn."""
     ends_with_model = messages[-1]["role"] == "assistant"
     if ends_with_model and not arguments.get(CONTINUES):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -17,7 +16,7 @@ def digest_texts(texts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def digest_columns(rows: Iterable[Mapping[str, Any]], columns: Collection[str]) -> dict[str, str]:
+def digest_columns(rows: Iterable[Mapping[str, object]], columns: Collection[str]) -> dict[str, str]:
     """Return a digest of each of these columns of a prompt set; some rows may lack a column."""
     digests = {column: hashlib.blake2b(digest_size=8) for column in columns}
     for row in rows:
@@ -26,7 +25,7 @@ def digest_columns(rows: Iterable[Mapping[str, Any]], columns: Collection[str]) 
     return {column: digest.hexdigest() for column, digest in digests.items()}
 
 
-def digest_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+def digest_rows(rows: Iterable[Mapping[str, object]]) -> str:
     """Return a digest of whole rows, in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:

@@ -17,7 +17,7 @@ from rlightning.data.chats import (
     is_chat,
     render_chat,
 )
-from rlightning.data.mapped import COLUMNS, OF_PROMPT, map_prompts
+from rlightning.data.mapped import COLUMNS, OF_PROMPT, Columns, map_prompts
 from rlightning.data.own_sampling import read_limit, read_temperature
 from rlightning.data.rows import Row, StoredRows
 from rlightning.data.sources import RowTable
@@ -145,7 +145,7 @@ class PromptEncoder:
         )
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """All settings that the tokens of a row depend on, for the key of a cache."""
         import tokenizers
         import transformers
@@ -162,7 +162,7 @@ class PromptEncoder:
             "versions": [tokenizers.__version__, transformers.__version__],
         }
 
-    def encode(self, table: RowTable, start: int, stop: int) -> dict[str, list[Any]]:
+    def encode(self, table: RowTable, start: int, stop: int) -> Columns:
         """Encode rows to the columns of :data:`~rlightning.data.mapped.COLUMNS`.
 
         ``num_tokens`` are those of the prompt before it is cut; ``notes`` are :class:`Note` flags.
@@ -174,7 +174,7 @@ class PromptEncoder:
         if self.format.completion_column is not None:
             completions = [self._read_completion(row, where) for row, where in zip(rows, places, strict=True)]
         encoded = tokenize(self.tokenizer, [text for text, _ in rendered], completions, has_special_tokens=self.is_chat)
-        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        columns: Columns = {name: [] for name in COLUMNS}
         for row, where, (text, note), tokens in zip(rows, places, rendered, encoded, strict=True):
             values = self._finish(text, note, tokens, where)
             values["temperature"] = read_temperature(row, self.format.temperature_column, where)
@@ -231,7 +231,7 @@ class PromptEncoder:
         check_characters(text, where, "completion")
         return text
 
-    def _finish(self, text: str, note: Note, tokens: Tokens, where: str) -> dict[str, Any]:
+    def _finish(self, text: str, note: Note, tokens: Tokens, where: str) -> dict[str, object]:
         """Return those columns of a row that are computed from its text."""
         prompt, completion, limit = tokens.prompt, tokens.completion, self.format.max_tokens
         if not prompt and text:
@@ -314,7 +314,7 @@ def _template_columns(template: str) -> list[str]:
 class _TemplateFormatter(string.Formatter):
     """Fills templates with texts, numbers and times; other types, such as ``None``, raise an error."""
 
-    def convert_field(self, value: object, conversion: Any) -> Any:  # as its base is typed
+    def convert_field(self, value: object, conversion: str | None) -> object:
         """Check a value before ``!s``, ``!r`` or ``!a`` makes a text of it."""
         if not isinstance(value, str | Number | date | time | timedelta) or value != value:
             raise TypeError(f"it would write {cut_value(value)} into the prompt, where texts and numbers can stand")

@@ -1,7 +1,8 @@
 """The sources of prompt sets: files by their names, and rows in memory, such as DataFrames."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from rlightning.foreign_text import cut_value
 
 if TYPE_CHECKING:
     import datasets
+    from typing_extensions import TypeIs
 
     class DataFrame(Protocol):
         """A DataFrame of pandas, polars or pyarrow."""
@@ -22,14 +24,18 @@ if TYPE_CHECKING:
         def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
             """Export the columns by Arrow's PyCapsule interface."""
 
-    PromptSource = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]] | DataFrame
+        @property
+        def columns(self) -> Iterable[object]:
+            """Of pandas and polars, the names of columns."""
+
+    PromptSource = str | Path | Iterable[str | Path | Mapping[str, Any]] | DataFrame
     """A file or another name that :func:`~rlightning.data.sources.read_rows` knows, several of them, or rows."""
 else:
 
     class _CheckedByReader:
         """Has pydantic accept any object without reading all its rows; :func:`check_source` checks it later."""
 
-        def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        def __get_pydantic_core_schema__(self, source: object, handler: object) -> object:
             from pydantic_core import core_schema
 
             return core_schema.any_schema()
@@ -87,7 +93,7 @@ def check_source(source: object, key: str) -> None:
         raise ConfigError(f"{key}{fault}.")
 
 
-def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
+def hold_rows(source: "PromptSource", limit: int | None, key: str, limit_key: str) -> "PromptSource":
     """Return a source that can be read repeatedly: the rows of an iterator are copied to a list.
 
     Args:
@@ -97,12 +103,12 @@ def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
     Raises:
         ConfigError: if neither a length nor a limit says where the rows end.
     """
-    if source is None or isinstance(source, str | Path | list | tuple) or _is_table(source):
+    if isinstance(source, str | Path | list | tuple) or _is_table(source):
         return source
-    try:
-        length: int | None = len(source)
-    except TypeError:
-        length = None
+    length: int | None = None
+    if isinstance(source, Sized):
+        with suppress(TypeError):  # a DataLoader over a stream has no length after all
+            length = len(source)
     if length is None and limit is None:
         raise ConfigError(
             f"{key} is a {type(source).__name__}, whose number of rows is not known. Say how many to take by "
@@ -111,7 +117,7 @@ def hold_rows(source: Any, limit: int | None, key: str, limit_key: str) -> Any:
     return list(islice(iter(source), min(number for number in (length, limit) if number is not None)))
 
 
-def read_source(source: Any, limit: int | None, key: str, environment: Environments = None) -> RowTable:
+def read_source(source: "PromptSource", limit: int | None, key: str, environment: Environments = None) -> RowTable:
     """Read a prompt set from any supported source; it must have at least one row.
 
     Args:
@@ -123,8 +129,7 @@ def read_source(source: Any, limit: int | None, key: str, environment: Environme
     if paths := paths_of(source):
         return _read_files(paths, limit, environment)
     rows = _unpack(source, key) if _is_table(source) else source
-    is_list = isinstance(rows, list | tuple)
-    table = _from_list(rows, limit, key) if is_list else from_dataset(key, rows, None, limit)
+    table = _from_list(rows, limit, key) if isinstance(rows, list | tuple) else from_dataset(key, rows, None, limit)
     if not len(table.rows):
         raise ConfigError(f"The prompt set '{key}' is empty. Give at least one row.")
     return _fill_environment(table, None if isinstance(environment, Mapping) else environment)
@@ -182,7 +187,7 @@ def _refuse_names(names: Iterable[object], where: str) -> None:
 _TABLES = (("datasets", "Dataset"), ("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"))
 
 
-def _is_table(source: object) -> bool:
+def _is_table(source: object) -> "TypeIs[DataFrame]":
     return any(_is_of(source, *names) for names in _TABLES)
 
 
@@ -192,9 +197,10 @@ def _is_of(source: object, module: str, name: str) -> bool:
     return kind is not None and isinstance(source, kind)
 
 
-def _unpack(table: Any, key: str) -> "datasets.Dataset | list[Row]":
+def _unpack(table: "DataFrame", key: str) -> "datasets.Dataset | list[Row]":
     """Convert a table of any package to one of ``datasets``, without a copy where possible, or to rows."""
     import datasets
+    import pandas
     import pyarrow
 
     if isinstance(table, datasets.Dataset):
@@ -206,7 +212,7 @@ def _unpack(table: Any, key: str) -> "datasets.Dataset | list[Row]":
     sources.refuse_duplicates(names, key)
     if isinstance(table, pyarrow.Table):
         return datasets.Dataset(table)
-    if _is_of(table, "polars", "DataFrame"):
+    if not isinstance(table, pandas.DataFrame):
         return datasets.Dataset.from_polars(table)
     try:
         return datasets.Dataset.from_pandas(table, preserve_index=False)

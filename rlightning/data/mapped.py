@@ -36,6 +36,8 @@ COLUMNS = {
 """What an encoder gives of rows, and their types."""
 OF_PROMPT = ("text", "token_ids", "completion_ids", "temperature", "max_new_tokens")
 """Of these, what a prompt has."""
+Columns = dict[str, list[Any]]
+"""The values of some rows, by the names of :data:`COLUMNS`."""
 ROWS_A_PROCESS = 10_000
 """A further process is worth its start for so many rows."""
 _ROWS_A_BATCH = 1000
@@ -46,10 +48,10 @@ class RowEncoder(Protocol):
     """Turns rows into :data:`COLUMNS`; what every process of ``datasets`` gets pickled."""
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Everything besides the rows that the tokens follow from."""
 
-    def encode(self, table: RowTable, start: int, stop: int) -> dict[str, list[Any]]:
+    def encode(self, table: RowTable, start: int, stop: int) -> Columns:
         """Return the columns of some rows."""
 
 
@@ -171,7 +173,7 @@ def _map(table: RowTable, encoder: RowEncoder, folder: Path) -> None:
         )
 
 
-def _encode(batch: dict[str, list[int]], table: RowTable, encoder: RowEncoder) -> dict[str, list[object]]:
+def _encode(batch: dict[str, list[int]], table: RowTable, encoder: RowEncoder) -> Columns:
     return encoder.encode(table, batch["row"][0], batch["row"][-1] + 1)
 
 

@@ -14,13 +14,25 @@ from rlightning.config.argument_checks import CheckedArguments
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.in_memory import PromptSource, check_source, hold_rows, paths_of, read_source
 from rlightning.data.own_sampling import longest_limit
+from rlightning.data.policy import (
+    ChecksAnswers,
+    ChecksColumns,
+    HasCompletionColumn,
+    HasMaxLength,
+    HasTokenizer,
+    HasVocabSize,
+    OverfitsBatches,
+    ReadsColumns,
+    TakesPrompts,
+    required,
+)
 from rlightning.data.prompt_limit import PROMPT_TOKENS, check_prompt_limit, choose_prompt_limit
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import ChosenPrompts, PromptBatches, PromptLoader, PromptStream
 from rlightning.data.validation_sets import ValidationSet, ValidationSource, make_validation_sets
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.lightning_internals import is_amid_step
-from rlightning.protocols import generates, has
+from rlightning.protocols import StateDict, generates, has
 from rlightning.seeds import run_seed
 from rlightning.types import Prompt
 
@@ -137,11 +149,13 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         if stage == "fit":
             self._setup_train()
         if stage in ("fit", "validate", "test") and self.validation_prompts is None:
-            _require(self.validation_sets or stage == "fit", "validation", "validate on")
+            if not self.validation_sets and stage != "fit":
+                raise _not_set("validation", "validate on")
             self.validation_sets = [_hold_validation(chosen) for chosen in self.validation_sets]
             self.validation_prompts = [self._load_validation(chosen) for chosen in self.validation_sets]
         if stage == "predict" and self.predict_prompts is None:
-            _require(self.predict is not None, "predict", "predict from")
+            if self.predict is None:
+                raise _not_set("predict", "predict from")
             self.predict = hold_rows(self.predict, self.predict_limit, "data.predict", "data.predict_limit")
             table = read_source(self.predict, self.predict_limit, "data.predict", self.environment)
             self.predict_prompts = self._build(
@@ -167,7 +181,9 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """Return a loader that yields, for each step, this rank's share of ``prompts_per_step``."""
         assert self.stream is not None
         return PromptLoader(
-            self.stream, self._module.prompts_per_step // self.stream.num_ranks, num_steps=self._steps_per_epoch
+            self.stream,
+            required(self._module, TakesPrompts).prompts_per_step // self.stream.num_ranks,
+            num_steps=self._steps_per_epoch,
         )
 
     def val_dataloader(self) -> list[PromptBatches]:
@@ -194,14 +210,14 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """Return the batch unchanged: Lightning would walk through every token id."""
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the position in the training prompts; during a step, the position at its start."""
         if self.stream is None:
             return {}
         assert self.trainer is not None
         return self.stream.state_dict(at_step_start=is_amid_step(self.trainer.fit_loop))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore a checkpoint's position; does nothing if no training follows."""
         if self.stream is not None:
             self.stream.load_state_dict(state_dict)
@@ -215,13 +231,9 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return copied
 
     @property
-    def _module(self) -> Any:  # of the user's own, maybe, with some of what the class's docstring says
+    def _module(self) -> object:
         assert self.trainer is not None, "setup() needs the trainer that Lightning attaches"
         return self.trainer.lightning_module
-
-    def _own(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the trainer's module, or a default if the module has none of that name."""
-        return getattr(self._module, name, default)
 
     @property
     def environment_names(self) -> dict[str, str]:
@@ -255,23 +267,24 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """Choose the limit on prompt tokens if none is set; raise if it leaves completions no room."""
         before, trainer = self.max_prompt_tokens, self.trainer
         assert trainer is not None
+        length = required(self._module, HasMaxLength).max_model_length
         if self._is_limit_chosen:
             callbacks = [*trainer.callbacks]  # type: ignore[attr-defined]  # set by a connector
             if has(trainer.strategy, _HasWorkerCallbacks):
                 callbacks += trainer.strategy.worker_callbacks
-            length = self._module.max_model_length
             self.max_prompt_tokens, reason = choose_prompt_limit(length, callbacks if self._is_sampling(stage) else ())
             self.format = replace(self.format, max_tokens=self.max_prompt_tokens)
             if self.max_prompt_tokens != before:
                 self.validation_prompts = self.predict_prompts = None  # of an earlier stage, by another limit
                 if self._rank_and_ranks[0] == 0:
                     logger.info("data.max_prompt_tokens=%d: %s.", self.max_prompt_tokens, reason)
-        check_prompt_limit(self.format.max_tokens, self._module.max_model_length)
+        check_prompt_limit(self.format.max_tokens, length)
 
     def _setup_train(self) -> None:
-        _require(self.train is not None, "train", "train on")
-        rank, num_ranks = self._rank_and_ranks
-        prompts_per_step = self._module.prompts_per_step
+        if self.train is None:
+            raise _not_set("train", "train on")
+        module, (rank, num_ranks) = self._module, self._rank_and_ranks
+        prompts_per_step = required(module, TakesPrompts).prompts_per_step
         if prompts_per_step % num_ranks:
             below = prompts_per_step // num_ranks * num_ranks
             raise ConfigError(
@@ -289,7 +302,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         self._steps_per_epoch = len(prompts) // prompts_per_step
         if rank == 0:
             logger.info("%d training prompts, %d steps an epoch.", len(prompts), self._steps_per_epoch)
-        read_columns, limit = self._own("read_columns"), getattr(self.trainer, "overfit_batches", 0)
+        limit = self.trainer.overfit_batches if has(self.trainer, OverfitsBatches) else 0
         if limit:  # always the same steps
             num_steps = limit if isinstance(limit, int) else int(limit * self._steps_per_epoch)
             prompts = prompts[: max(num_steps, 1) * prompts_per_step]
@@ -299,7 +312,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             seed=(run_seed() or 0) if self.seed is None else self.seed,
             rank=rank,
             num_ranks=num_ranks,
-            columns=() if read_columns is None else read_columns(sorted(table.columns)),
+            columns=module.read_columns(sorted(table.columns)) if has(module, ReadsColumns) else (),
         )
 
     def _load_validation(self, chosen: ValidationSet) -> Sequence[Prompt]:
@@ -315,20 +328,20 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return self._build(table, own.without_absent_columns(table.columns))
 
     def _build(self, table: RowTable, prompt_format: PromptFormat, *, is_rewarded: bool = True) -> Sequence[Prompt]:
-        check_columns, check_answers = self._own("check_columns"), self._own("check_answers")
-        if is_rewarded and check_columns is not None:
-            _check_columns(check_columns, table)
-        completion_column = self._own("completion_column") if is_rewarded else None
+        module = self._module
+        if is_rewarded and has(module, ChecksColumns):
+            _check_columns(module.check_columns, table)
+        completion_column = module.completion_column if is_rewarded and has(module, HasCompletionColumn) else None
         prompts = build_prompts(
             table,
-            self._module.tokenizer,
+            required(module, HasTokenizer).tokenizer,
             replace(prompt_format, completion_column=completion_column),
-            vocab_size=self._own("vocab_size"),
-            max_length=self._module.max_model_length,
+            vocab_size=module.vocab_size if has(module, HasVocabSize) else None,
+            max_length=required(module, HasMaxLength).max_model_length,
         )
         self.longest_limit = max(self.longest_limit, longest_limit(prompts))
-        if is_rewarded and check_answers is not None and self._rank_and_ranks[0] == 0:
-            check_answers(prompts, table.where)
+        if is_rewarded and self._rank_and_ranks[0] == 0 and has(module, ChecksAnswers):
+            module.check_answers(prompts, table.where)
         return prompts
 
     def _batches(self, prompts: Sequence[Prompt]) -> PromptBatches:
@@ -336,9 +349,8 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return PromptBatches(prompts, self.validation_batch_size, rank=rank, num_ranks=num_ranks)
 
 
-def _require(is_set: object, key: str, purpose: str) -> None:
-    if not is_set:
-        raise ConfigError(f"data.{key} is not set, and there is nothing else to {purpose}. Give a prompt set.")
+def _not_set(key: str, purpose: str) -> ConfigError:
+    return ConfigError(f"data.{key} is not set, and there is nothing else to {purpose}. Give a prompt set.")
 
 
 def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> None:

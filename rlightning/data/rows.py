@@ -6,7 +6,7 @@ What is on disk is memory-mapped, so that all processes of a host share its page
 import bisect
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -148,7 +148,9 @@ def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
     return part, row - (ends[part - 1] if part else 0)
 
 
-def write_json_rows(numbered: Iterable[tuple[int, Row]], parts: dict[str, Any]) -> tuple[ArrowRows, Sequence[int]]:
+def write_json_rows(
+    numbered: Iterable[tuple[int, Row]], parts: Mapping[str, object]
+) -> tuple[ArrowRows, Sequence[int]]:
     """Write rows of any types to a cached file, unless it exists; returns the rows of the file.
 
     Args:
@@ -176,7 +178,7 @@ def write_json_rows(numbered: Iterable[tuple[int, Row]], parts: dict[str, Any]) 
 
 
 def write_batches(
-    batches: "Iterable[pyarrow.RecordBatch]", schema: "pyarrow.Schema", parts: dict[str, Any]
+    batches: "Iterable[pyarrow.RecordBatch]", schema: "pyarrow.Schema", parts: Mapping[str, object]
 ) -> ArrowRows:
     """Write record batches of pyarrow to a cached file, unless it exists."""
     import datasets

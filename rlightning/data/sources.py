@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlightning.data.cache import file_digest
 from rlightning.data.rows import ArrowRows, Row, common_columns, write_batches, write_json_rows
@@ -121,7 +121,7 @@ def _read_json(path: str, file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _parse(text: bytes, what: str, way_out: str, where: str) -> object:
-    def unique(pairs: list[tuple[str, Any]]) -> Row:
+    def unique(pairs: list[tuple[str, object]]) -> Row:
         found = dict(pairs)
         if len(found) < len(pairs):
             refuse_duplicates([name for name, _ in pairs], where)

@@ -1,7 +1,6 @@
 """The endless, resumable order in which a run sees its prompts."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +9,7 @@ from rlightning.data.digests import digest_columns, digest_texts
 from rlightning.data.mapped import MappedPrompts
 from rlightning.data.rows import LazySequence
 from rlightning.errors import ConfigError
+from rlightning.protocols import StateDict
 from rlightning.types import Prompt
 
 
@@ -72,7 +72,7 @@ class PromptStream:
                 np.random.default_rng([self.seed, epoch]).shuffle(self._order)
         return self.prompts[int(self._order[offset])]
 
-    def state_dict(self, *, at_step_start: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, at_step_start: bool = False) -> StateDict:
         """Return the position now, or at the start of an unfinished step."""
         return {
             "position": self.step_start if at_step_start else self.position,
@@ -83,7 +83,7 @@ class PromptStream:
             "columns": self.column_digests,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore a position; raises a ConfigError if the prompts or their order have changed."""
         mine = self.state_dict()
         way_out = "Resume with the data and settings of the checkpoint, or start a new run from its weights."
@@ -127,11 +127,11 @@ class PromptLoader:
             self.stream.begin_step()
             yield self.stream.take(self.num_prompts)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return nothing, as the data module saves the position; Lightning warns if the method is missing."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Nothing to load."""
 
 

@@ -13,6 +13,9 @@ from rlightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+Integers = NDArray[np.integer[Any]]
+"""Integers of any width."""
+
 
 class Note(IntFlag):
     """Peculiarities of a prompt that are logged."""
@@ -85,7 +88,7 @@ class Summary:
             logger.warning("%s and are dropped; %s.", count, place)
 
 
-def summarize(num_tokens: NDArray[np.integer[Any]], notes: NDArray[np.integer[Any]], limit: int) -> Summary:
+def summarize(num_tokens: Integers, notes: Integers, limit: int) -> Summary:
     """Compute the counts from the prompts' lengths before they are cut [rows] and their :class:`Note` flags [rows]."""
     found = {int(note): np.flatnonzero(notes & note) for note in Note}
     longest = int(num_tokens.argmax())

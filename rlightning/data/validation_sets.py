@@ -57,8 +57,11 @@ class ValidationSet:
         return replace(self, name=name, temperature=temperature)
 
 
+Settings = Mapping[str, Any]
+"""A validation set as a configuration writes it: arguments of :class:`ValidationSet` by name."""
+
 if TYPE_CHECKING:
-    ValidationSource = Mapping[str, ValidationSet | Mapping[str, Any] | PromptSource] | ValidationSet | PromptSource
+    ValidationSource = Mapping[str, ValidationSet | Settings | PromptSource] | ValidationSet | PromptSource
     """Sets by name, or one; see :func:`make_validation_sets`."""
 else:  # what a configuration file can hold; jsonargparse converts to this type
     ValidationSource = dict[str, ValidationSet | PromptSource] | PromptSource
@@ -66,7 +69,7 @@ else:  # what a configuration file can hold; jsonargparse converts to this type
 _KEYS = [field.name for field in fields(ValidationSet) if field.name != "name"]
 
 
-def make_validation_sets(given: object) -> list[ValidationSet]:
+def make_validation_sets(given: "ValidationSource | None") -> list[ValidationSet]:
     """Convert the argument ``validation`` of ``PromptDataModule`` to a list of sets.
 
     That is None, one set, a list of paths, which are a set each, or sets by name. A set is a source of prompts, a
@@ -93,7 +96,7 @@ def make_validation_sets(given: object) -> list[ValidationSet]:
     return [chosen.resolve(name) for name, chosen in named]
 
 
-def _to_set(chosen: Any, name: str) -> ValidationSet:
+def _to_set(chosen: "ValidationSet | Settings | PromptSource", name: str) -> ValidationSet:
     if isinstance(chosen, ValidationSet):
         return chosen
     if not isinstance(chosen, Mapping):

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import SupportsFloat
+
+from rlightning.protocols import StateDict
 
 Points = list[tuple[int, float]]
 
@@ -22,7 +24,7 @@ class History:
         self.series: dict[str, Points] = {}
         self._strides: dict[str, int] = {}
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def add(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Add a step's metrics; a repeated step replaces its former values."""
         for name, raw in metrics.items():
             value = float(raw)
@@ -47,11 +49,11 @@ class History:
         points = self.series.get(name)
         return points[0][1] if points else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the history as plain lists and dictionaries."""
         return {"series": {name: [list(p) for p in s] for name, s in self.series.items()}, "strides": self._strides}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.series = {name: [(int(s), float(v)) for s, v in points] for name, points in state["series"].items()}
         self._strides = dict(state["strides"])

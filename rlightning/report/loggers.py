@@ -52,7 +52,7 @@ class _Tolerant(Logger):
             self._effort = BestEffort(f"Metrics of {type(self).__name__}")
         return self._effort
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """See Logger."""
         self._attempt(super().log_metrics, metrics, step)  # type: ignore[safe-super]  # of the class it is mixed into
 
@@ -86,9 +86,9 @@ class _TolerantCSV(_Tolerant, CSVLogger):
     """A ``CSVLogger`` whose file is complete after each write."""
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self) -> ExperimentWriter:
         """The logger's file writer."""
-        writer = super().experiment
+        writer: ExperimentWriter = super().experiment
         if type(writer) is ExperimentWriter and "://" not in writer.log_dir:
             writer.__class__ = MetricsFile
         return writer
@@ -163,7 +163,7 @@ class MetricsFile(ExperimentWriter):
                 aside.write_text(text, encoding="utf-8", newline="")
         self.metrics = []
 
-    def _to_csv(self, rows: Sequence[Mapping[str, Any]]) -> str:
+    def _to_csv(self, rows: Sequence[Mapping[str, object]]) -> str:
         text = io.StringIO(newline="")
         csv.DictWriter(text, self.metrics_keys).writerows(rows)
         return text.getvalue()

@@ -6,12 +6,12 @@ from datetime import timedelta
 from html import escape
 from importlib.resources import files
 from statistics import fmean, median
-from typing import Any
 
 from rlightning.foreign_text import visible
 from rlightning.phases import PHASES
 from rlightning.report.charts import line_chart, number, stacked_chart
 from rlightning.report.history import History, Points
+from rlightning.report.trajectories import Completion
 
 _CHARTS: tuple[tuple[str, str, dict[str, str], bool], ...] = (
     ("Reward", "mean reward a completion", {"reward/mean": "mean"}, False),
@@ -45,9 +45,7 @@ class Run:
         step: finished rollout steps.
         seconds: of the whole run, with the runs that it resumed from.
         history: all metrics.
-        early: completions of the first step (dictionaries with step, prompt, completion, reward, length,
-        finish_reason).
-        late: completions of the last step.
+        completions: of some steps, a list for each.
         settings: hyperparameters by name.
         machine: versions and hardware by name.
         config: the resolved YAML, if there is one.
@@ -59,10 +57,9 @@ class Run:
     step: int
     seconds: float
     history: History
-    early: Sequence[Mapping[str, Any]] = ()
-    late: Sequence[Mapping[str, Any]] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    machine: Mapping[str, Any] = field(default_factory=dict)
+    completions: Sequence[Sequence[Completion]] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    machine: Mapping[str, object] = field(default_factory=dict)
     config: str | None = None
 
 
@@ -173,22 +170,21 @@ def _time_section(history: History) -> str:
 
 
 def _samples_section(run: Run) -> str:
-    groups = [rows for rows in (run.early, run.late) if rows]
-    if len(groups) == 2 and groups[0][0]["step"] == groups[1][0]["step"]:
-        groups.pop()
     columns = [
-        f"<div><h3>Step {rows[0]['step']:,}</h3>{''.join(_sample(row) for row in rows)}</div>" for rows in groups
+        f"<div><h3>Step {rows[0].step:,}</h3>{''.join(_sample(row) for row in rows)}</div>"
+        for rows in run.completions
+        if rows
     ]
     return f'<div class="columns">{"".join(columns)}</div>' if columns else ""
 
 
-def _sample(row: Mapping[str, Any]) -> str:
-    cut = " · cut at the token limit" if row["finish_reason"] == "length" else ""
+def _sample(row: Completion) -> str:
+    cut = " · cut at the token limit" if row.finish_reason == "length" else ""
     # A newline behind <pre> is no part of its text.
     return (
-        f'<div class="sample"><p><b>reward {number(row["reward"])}</b> {row["length"]:,} tokens{cut}</p>'
-        f'<pre class="prompt">\n{_written(row["prompt"])}</pre>'
-        f'<pre class="completion">\n{_written(row["completion"])}</pre></div>'
+        f'<div class="sample"><p><b>reward {number(row.reward)}</b> {row.length:,} tokens{cut}</p>'
+        f'<pre class="prompt">\n{_written(row.prompt)}</pre>'
+        f'<pre class="completion">\n{_written(row.completion)}</pre></div>'
     )
 
 
@@ -201,7 +197,7 @@ def _settings_section(run: Run) -> str:
     return f'<div class="columns">{"".join(boxes)}</div>{config}' if boxes or config else ""
 
 
-def _table(values: Mapping[str, Any]) -> str:
+def _table(values: Mapping[str, object]) -> str:
     rows = [f"<tr><td>{escape(name)}</td><td>{_written(_text(value))}</td></tr>" for name, value in values.items()]
     return f'<div class="box"><table>{"".join(rows)}</table></div>'
 

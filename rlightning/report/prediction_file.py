@@ -1,7 +1,8 @@
-"""The JSONL file of a prediction, which an interrupted run resumes.
+"""The file of a prediction, JSON Lines or Parquet, which an interrupted run resumes.
 
-While it grows it is ``<name>.partial``: a line a prompt, as completions come. Beside it, ``<name>.partial.settings`` is
-what they are sampled with. :meth:`PredictionFile.finish` brings the lines into the order of the prompts.
+While it grows it is ``<name>.partial``: a line of JSON a prompt, as completions come. Beside it,
+``<name>.partial.settings`` is what they are sampled with. :meth:`PredictionFile.finish` brings the lines into the order
+of the prompts, and makes Parquet of them if the name ends in ``.parquet``.
 """
 
 import fcntl
@@ -9,15 +10,16 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rlightning.atomic_save import written_aside
 from rlightning.disk import needed
 from rlightning.errors import ConfigError
+from rlightning.report.prediction_table import encode_trajectories, read_predictions, write_predictions
 from rlightning.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
@@ -40,11 +42,12 @@ class PredictionFile:
         num_completions: likewise.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
         self.num_prompts = 0
         self.num_completions = 0
+        self._is_parquet = path.suffix == ".parquet"
         self._settings_path = path.with_name(f"{path.name}.partial.settings")
         self._settings = json.loads(to_json(settings))
         self._num_bytes = 0  # of whole lines
@@ -70,7 +73,7 @@ class PredictionFile:
         self.num_prompts = self.num_completions = self._num_bytes = 0
         self._check_settings()
         found: dict[int, int] = {}
-        for line in _lines(self.path):
+        for line in self._finished():
             row = json.loads(line)
             found[row["index"]] = hash(row["prompt"])
             self.num_completions += len(row["completions"])
@@ -118,6 +121,8 @@ class PredictionFile:
         assert self._lock is not None
         self._lock.truncate(self._num_bytes)
         self._file = self._lock
+        if self._is_parquet:
+            self._append(self._finished())
 
     def write(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
         """Write a prompt and its trajectories, and flush them to the operating system.
@@ -125,10 +130,7 @@ class PredictionFile:
         Raises:
             SaveError: the disk does not take them; what was written before is kept.
         """
-        assert self._file is not None, "open() comes before write()"
-        with needed("The file", self.partial, "What was written before is kept. Make room, and run the command again."):
-            self._file.write(f"{to_json(prediction(prompt, trajectories))}\n".encode())
-            self._file.flush()
+        self._append([self._line(prompt, trajectories)])
         self.num_prompts += 1
         self.num_completions += len(trajectories)
 
@@ -138,18 +140,20 @@ class PredictionFile:
         A file that has the name already, because a kill came before other ranks were finished, is merged into it.
         """
         places: dict[int, tuple[Path, int]] = {}
-        for source in (self.path, self.partial):
+        for source in (self.partial,) if self._is_parquet else (self.path, self.partial):
             place = 0
             for line in _lines(source):
                 index = _INDEX.match(line)
                 assert index is not None
                 places[int(index[1])] = source, place
                 place += len(line)
-        with written_aside(self.path) as aside, aside.open("wb") as ordered, ExitStack() as stack:
+        with written_aside(self.path) as aside, ExitStack() as stack:
             files = {source: stack.enter_context(source.open("rb")) for source, _ in places.values()}
-            for _, (source, place) in sorted(places.items()):
-                files[source].seek(place)
-                ordered.write(files[source].readline())
+            ordered = (_line_at(files[source], place) for _, (source, place) in sorted(places.items()))
+            if self._is_parquet:
+                write_predictions(aside, (json.loads(line)["trajectories"] for line in ordered))
+            else:
+                stack.enter_context(aside.open("wb")).writelines(ordered)
         self.partial.unlink()
         self._settings_path.unlink(missing_ok=True)
         self.close()
@@ -162,6 +166,25 @@ class PredictionFile:
                     self.partial.unlink(missing_ok=True)
                 self._lock.close()
         self._lock = self._file = None
+
+    def _line(self, prompt: Prompt, trajectories: list[Trajectory]) -> bytes:
+        row = prediction(prompt, trajectories)
+        if self._is_parquet:
+            row["trajectories"] = encode_trajectories(trajectories)
+        return f"{to_json(row)}\n".encode()
+
+    def _append(self, lines: Iterable[bytes]) -> None:
+        assert self._file is not None, "open() comes before write()"
+        with needed("The file", self.partial, "What was written before is kept. Make room, and run the command again."):
+            self._file.writelines(lines)
+            self._file.flush()
+
+    def _finished(self) -> Iterator[bytes]:
+        """Yield the lines of a file that has the final name, because a kill came before other ranks were finished."""
+        if not self._is_parquet:
+            yield from _lines(self.path)
+        elif self.path.exists():
+            yield from (f"{to_json(row)}\n".encode() for row in read_predictions(self.path))
 
     def _check_settings(self) -> None:
         if not (self.partial.exists() and self.is_begun):
@@ -176,7 +199,7 @@ class PredictionFile:
         return ConfigError(f"'{self.partial}' {rule}. It is not overwritten: move it away, or name another output.")
 
 
-def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, Any]:
+def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, object]:
     """Return the JSON object of one prompt; ``index`` comes first."""
     return {
         "index": prompt.index,
@@ -210,6 +233,11 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(inner) for inner in value]
     return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # NumPy's arrays
+
+
+def _line_at(file: BinaryIO, place: int) -> bytes:
+    file.seek(place)
+    return file.readline()
 
 
 def _lines(path: Path) -> Iterator[bytes]:

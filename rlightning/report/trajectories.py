@@ -2,13 +2,13 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlightning.atomic_save import written_aside
 from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
@@ -18,93 +18,95 @@ from rlightning.types.trajectory import read_traces
 if TYPE_CHECKING:
     import pyarrow
 
+TableRow: TypeAlias = dict[str, Any]
+"""A row of an Arrow table in Python's types, by column."""
+
+_STEP_FILE = re.compile(r"step_(\d+)(\.rank\d+)?\.parquet")
+
 
 class Record(NamedTuple):
     """A trajectory as read from a file.
 
     Attributes:
-        step: the rollout step, counted from 1.
+        step: the rollout step, counted from 1; 0 in a prediction.
         group: equal for the trajectories of one prompt, within the step and the file.
-        reward: that it was trained with, the sum of what gave it one.
+        reward: that it was trained with, the sum of what gave it one; None where it counts as not sampled.
         advantage: of its first sampled token; None before advantages are there.
         trajectory: all of it.
     """
 
     step: int
     group: int
-    reward: float
+    reward: float | None
     advantage: float | None
     trajectory: Trajectory
 
 
-def summary_rows(batch: RolloutBatch, step: int) -> list[dict[str, Any]]:
-    """Return a summary of each trajectory for people to read; the first columns of the schema.
+class Completion(NamedTuple):
+    """The columns of a recorded trajectory that the console, loggers and the report show."""
 
-    Args:
-        batch: with rewards, maybe with advantages.
-        step: the rollout step, counted from 1.
-    """
-    num = batch.num_trajectories
-    columns: dict[str, list[Any]] = {
-        "group": batch.group_ids.tolist(),
-        "reward": _floats(batch.rewards, num),
-        "advantage": [None] * num if batch.advantages is None else _first_advantages(batch),
-        "length": batch.completion_lengths.tolist(),
-    }
-    scores = {f"reward/{name}": _floats(values, num) for name, values in batch.scores.items()}
-    return [
-        {
-            "step": step,
-            "group": columns["group"][m],
-            "prompt_index": one.prompt.index,
-            "prompt": one.prompt.text,
-            "completion": one.final_text,
-            "status": one.status,
-            "reward": columns["reward"][m],
-            **{name: values[m] for name, values in scores.items()},
-            "advantage": columns["advantage"][m],
-            "length": columns["length"][m],
-            "finish_reason": one.finish_reason,
-        }
-        for m, one in enumerate(batch.trajectories)
-    ]
+    step: int
+    prompt: str
+    completion: str
+    reward: float
+    length: int
+    finish_reason: str
 
 
 def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
     """Return a table with one row for each trajectory, in the batch's order.
 
     Args:
-        batch: as of :func:`summary_rows`, none of its branches selected away.
+        batch: with rewards and advantages as far as they are there, none of its branches selected away.
         step: the rollout step, counted from 1.
     """
     import pyarrow  # half a second that only a written table should cost
 
-    rows = summary_rows(batch, step)
-    for row, one in zip(rows, batch.trajectories, strict=True):
-        row |= {
-            "prompt_token_ids": one.prompt.token_ids,
-            "prompt_columns": json.dumps(one.prompt.columns, default=str),
-            "temperature": one.prompt.temperature,
-            "max_new_tokens": one.prompt.max_new_tokens,
-            "turns": [
-                {
-                    "message": json.dumps(turn.message, default=str),
-                    "text": turn.sample and turn.sample.text,
-                    "finish_reason": turn.sample and turn.sample.finish_reason,
-                }
-                for turn in one.turns
-            ],
-            "scores": list(one.scores.items()),
-            "environment_reward": one.reward,
-            "turn_rewards": one.turn_rewards,
-            "traces": None if one.traces is None else [trace._asdict() for trace in one.traces],
-            "metrics": list(one.metrics.items()),
-            "timings": list(one.timings.items()),
-            "error": one.error,
-        }
+    num = batch.num_trajectories
+    of_batch: dict[str, Sequence[float | None]] = {
+        "step": [step] * num,
+        "group": batch.group_ids.tolist(),
+        "reward": [None] * num if batch.rewards is None else batch.rewards.tolist(),
+        **{f"reward/{name}": values.tolist() for name, values in batch.scores.items()},
+        "advantage": [None] * num if batch.advantages is None else _first_advantages(batch),
+        "length": batch.completion_lengths.tolist(),
+    }
+    rows = [
+        _row(one) | {name: values[m] for name, values in of_batch.items()} for m, one in enumerate(batch.trajectories)
+    ]
     columns = schema(list(batch.scores))
     table = pyarrow.Table.from_pylist(rows, schema=columns.remove(len(columns) - 1))
     return table.append_column(columns.field("branches"), _branches(batch, columns.field("branches").type))
+
+
+def _row(one: Trajectory) -> dict[str, object]:
+    """Return the columns that a trajectory has by itself, except its branches."""
+    return {
+        "prompt_index": one.prompt.index,
+        "prompt": one.prompt.text,
+        "completion": one.final_text,
+        "status": one.status,
+        "finish_reason": one.finish_reason,
+        "prompt_token_ids": one.prompt.token_ids,
+        "prompt_columns": json.dumps(one.prompt.columns, default=str),
+        "temperature": one.prompt.temperature,
+        "max_new_tokens": one.prompt.max_new_tokens,
+        "turns": [
+            {
+                "message": json.dumps(turn.message, default=str),
+                "text": turn.sample and turn.sample.text,
+                "finish_reason": turn.sample and turn.sample.finish_reason,
+            }
+            for turn in one.turns
+        ],
+        "scores": list(one.scores.items()),
+        "environment_reward": one.reward,
+        "turn_rewards": one.turn_rewards,
+        "traces": None if one.traces is None else [trace._asdict() for trace in one.traces],
+        "metrics": list(one.metrics.items()),
+        "timings": list(one.timings.items()),
+        "error": one.error,
+    }
 
 
 def _branches(batch: RolloutBatch, kind: "pyarrow.ListType") -> "pyarrow.Array":
@@ -176,6 +178,20 @@ def merge_tables(earlier: "pyarrow.Table", table: "pyarrow.Table") -> "pyarrow.T
     return pyarrow.concat_tables([earlier, table.set_column(place, "group", groups)], promote_options="default")
 
 
+def trajectory_file(folder: Path, step: int, rank: int = 0) -> Path:
+    """Return the path of a step's file; each rank writes its own."""
+    return folder / f"step_{step:06d}{f'.rank{rank}' if rank else ''}.parquet"
+
+
+def recorded_files(folder: Path) -> dict[int, list[Path]]:
+    """Return the files of a folder by step: those of all ranks, in the order of steps."""
+    files: dict[int, list[Path]] = {}
+    for path in sorted(folder.glob("step_*.parquet")):
+        if found := _STEP_FILE.fullmatch(path.name):
+            files.setdefault(int(found[1]), []).append(path)
+    return dict(sorted(files.items()))
+
+
 def write_trajectories(table: "pyarrow.Table", path: Path) -> None:
     """Write a table atomically: readers find the whole file or none."""
     import pyarrow.parquet
@@ -193,16 +209,29 @@ def read_trajectories(path: Path) -> list[Record]:
     return [Record(row["step"], row["group"], row["reward"], row["advantage"], _trajectory(row)) for row in rows]
 
 
-def spread_by_reward(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any]]:
-    """Return ``num`` rows, evenly spread from the highest to the lowest reward, both included."""
-    ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row["reward"]) else row["reward"], reverse=True)
+def read_completions(path: Path) -> list[Completion]:
+    """Return :func:`completions` of a file, of which no other columns are read."""
+    import pyarrow.parquet
+
+    return completions(pyarrow.parquet.read_table(path, columns=list(Completion._fields)))
+
+
+def completions(table: "pyarrow.Table") -> list[Completion]:
+    """Return what people look at of the trajectories that have a reward, which all have that count as sampled."""
+    rows = table.select(list(Completion._fields)).to_pylist()
+    return [Completion(**row) for row in rows if row["reward"] is not None]
+
+
+def spread_by_reward(rows: Sequence[Completion], num: int) -> list[Completion]:
+    """Return ``num`` completions, evenly spread from the highest to the lowest reward, both included."""
+    ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row.reward) else row.reward, reverse=True)
     if num >= len(ranked):
         return ranked
     last = max(num - 1, 1)
     return [ranked[i * (len(ranked) - 1) // last] for i in range(num)]
 
 
-def _trajectory(row: dict[str, Any]) -> Trajectory:
+def _trajectory(row: TableRow) -> Trajectory:
     """Convert a row of :func:`trajectory_table` back to the trajectory."""
     prompt = Prompt(
         index=row["prompt_index"],
@@ -238,7 +267,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     )
 
 
-def _sample(branches: Sequence[Branch], turn: int, saved: dict[str, Any]) -> Sample:
+def _sample(branches: Sequence[Branch], turn: int, saved: TableRow) -> Sample:
     """Return the sample of a turn, whose tokens are those that the branches train."""
     places = [
         (branch, place)
@@ -264,7 +293,3 @@ def _first_advantages(batch: RolloutBatch) -> list[float]:
     padded = torch.cat([batch.advantages.float(), batch.advantages.new_zeros(1)])
     advantages: list[float] = padded[first].tolist()
     return advantages
-
-
-def _floats(values: Tensor | None, num: int) -> list[float]:
-    return [math.nan] * num if values is None else values.float().tolist()

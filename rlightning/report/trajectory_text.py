@@ -1,7 +1,7 @@
 """Trajectories as readable text, turn by turn, and as plain data."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlightning.foreign_text import visible, visible_on_one_line
 from rlightning.types import Branch, Trajectory, Turn
@@ -46,7 +46,7 @@ def describe_trajectory(scored: ScoredTrajectory) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_data(scored: ScoredTrajectory) -> dict[str, Any]:
+def to_data(scored: ScoredTrajectory) -> dict[str, object]:
     """Convert a trajectory to plain data for JSON."""
     one = scored.trajectory
     return {

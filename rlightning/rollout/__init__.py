@@ -10,6 +10,7 @@
 
 from rlightning.rollout.sampler import (
     Generator,
+    HasGenerator,
     OnCompleted,
     OnTokens,
     Sampler,
@@ -24,6 +25,7 @@ from rlightning.rollout.sampler import (
 
 __all__ = [
     "Generator",
+    "HasGenerator",
     "OnCompleted",
     "OnTokens",
     "Sampler",

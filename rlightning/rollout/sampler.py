@@ -162,6 +162,18 @@ class Generator(Protocol):
         return ""
 
 
+class HasGenerator(Protocol):
+    """A module that has its prompts completed in its own steps, such as an RLModule.
+
+    Attributes:
+        generator: completes them; the rollout callback sets it.
+        sampling: how; the rollout callback sets it.
+    """
+
+    generator: Generator | None
+    sampling: Sampling
+
+
 class TokenSampler(Protocol):
     """Samples from the policy; the methods may be called for many prompts at once."""
 

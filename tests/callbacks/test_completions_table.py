@@ -32,7 +32,7 @@ from rlightning.callbacks import CompletionsTable
 from rlightning.callbacks.completions_table import shorten
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.report.trajectories import spread_by_reward, summary_rows
+from rlightning.report.trajectories import Completion, spread_by_reward, trajectory_table
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 
@@ -50,7 +50,7 @@ def test_a_completion_without_tokens_has_no_advantage() -> None:
     nothing = Sample([], [], [], "", "length")
     batch = RolloutBatch.pack(single_turns(prompts, [[nothing], [nothing]]))
     batch.advantages = torch.tensor([5.0, 5.0, 7.0])
-    assert [row["advantage"] for row in summary_rows(batch, 1)] == [0.0, 0.0]
+    assert trajectory_table(batch, 1)["advantage"].to_pylist() == [0.0, 0.0]
 
 
 def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_a_table_on_a_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num", "rewards"), [(0, []), (1, [5]), (2, [5, 1]), (3, [5, 3, 1]), (9, [5, 4, 3, 2, 1])])
 def test_rows_are_spread_from_best_to_worst(num: int, rewards: list[int]) -> None:
-    rows = [{"reward": float(reward)} for reward in (3, 1, 5, 2, 4)]
-    assert [row["reward"] for row in spread_by_reward(rows, num)] == rewards
+    rows = [Completion(1, "?", "!", float(reward), 1, "stop") for reward in (3, 1, 5, 2, 4)]
+    assert [row.reward for row in spread_by_reward(rows, num)] == rewards
 
 
 def test_long_texts_are_cut() -> None:

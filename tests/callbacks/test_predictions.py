@@ -18,6 +18,7 @@ from rlightning.callbacks import JSONLPredictions
 from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
+from rlightning.report.trajectories import read_trajectories
 from rlightning.rollout import OnCompleted, Sampling
 from rlightning.types import Prompt, Trajectory
 
@@ -41,6 +42,18 @@ def test_an_object_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     }
     assert messages(caplog) == [f"8 completions of 4 prompts in {path}"]
     assert [p.name for p in tmp_path.iterdir()] == ["predictions.jsonl"]
+
+
+def test_parquet_output_has_a_trajectory_a_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rlightning")
+    path = tmp_path / "predictions.parquet"
+    predict(tmp_path, JSONLPredictions(str(path)))
+    records = read_trajectories(path)
+    assert [record.group for record in records] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [record.trajectory.final_text for record in records] == ["4", "55"] * 4
+    assert [record.trajectory.prompt for record in records[::2]] == [make_prompt(index) for index in range(4)]
+    assert messages(caplog) == [f"8 completions of 4 prompts in {path}"]
+    assert [p.name for p in tmp_path.iterdir()] == ["predictions.parquet"]
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:

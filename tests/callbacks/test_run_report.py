@@ -5,11 +5,21 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from observed_run import ObservedModule, PlainLoop, PlainModule, loader, make_trainer, messages
+from observed_run import (
+    ObservedModule,
+    PlainLoop,
+    PlainModule,
+    add_rewards,
+    loader,
+    make_batch,
+    make_trainer,
+    messages,
+)
 
-from rlightning.callbacks import RunReport
+from rlightning.callbacks import CompletionsTable, RunReport
 from rlightning.parallel import execution_mode
 from rlightning.parallel.execution_mode import ExecutionMode
+from rlightning.report.trajectories import merge_tables, trajectory_file, trajectory_table, write_trajectories
 
 
 def text_of(report: Path) -> str:
@@ -20,7 +30,7 @@ def text_of(report: Path) -> str:
 def test_the_report_tells_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rlightning")
     (tmp_path / "config.yaml").write_text("model:\n  lr: 1e-6  # <low>\n")
-    trainer = make_trainer(tmp_path, RunReport(), max_steps=4, val_check_interval=2)
+    trainer = make_trainer(tmp_path, CompletionsTable(2), RunReport(), max_steps=4, val_check_interval=2)
     trainer.fit(ObservedModule(), loader(), loader(1))
     page = text_of(tmp_path / "report.html")
     for chart in ("Reward", "Validation, pass@k", "Completion length", "Loss", "KL to the reference", "Gradient norm"):
@@ -68,6 +78,31 @@ def test_history_is_what_the_module_logged(tmp_path: Path) -> None:
     assert "step" not in report.history.series
 
 
+def test_completions_are_those_that_were_recorded(tmp_path: Path) -> None:
+    folder, report = tmp_path / "elsewhere", RunReport(num_samples=8)
+    for step, rank in ((1, 0), (2, 0), (2, 1), (3, 0)):
+        batch = make_batch()
+        lost = trajectory_table(batch, step)  # without rewards, as of trajectories that failed
+        add_rewards(batch)
+        table = merge_tables(trajectory_table(batch, step), lost)
+        write_trajectories(table, trajectory_file(folder, step, rank))
+    for step in (1, 2):
+        report.record(step, {"reward/mean": 0.5})
+    report.write(tmp_path / "mine.html", completions=folder)
+    page = text_of(tmp_path / "mine.html")
+    assert re.findall(r"<h3>Step (\d)</h3>", page) == ["1", "2"]
+    first, last = page.split("<h3>Step 2</h3>")
+    assert (first.count('class="sample"'), last.count('class="sample"')) == (4, 8)
+    report.write(tmp_path / "without.html")
+    assert "<h2>Completions</h2>" not in text_of(tmp_path / "without.html")
+
+
+def test_report_finds_the_folder_of_the_table(tmp_path: Path) -> None:
+    table = CompletionsTable(path=str(tmp_path / "elsewhere"))
+    make_trainer(tmp_path / "run", RunReport(), table, max_steps=2).fit(ObservedModule(), loader())
+    assert re.findall(r"<h3>Step (\d)</h3>", text_of(tmp_path / "run" / "report.html")) == ["1"]
+
+
 def test_supervised_runs_have_a_report_too(tmp_path: Path) -> None:
     make_trainer(tmp_path, RunReport()).fit(ObservedModule(learns=False), loader())
     page = text_of(tmp_path / "report.html")
@@ -113,10 +148,12 @@ def test_a_report_on_the_way(tmp_path: Path) -> None:
 
 def test_resume_tells_the_whole_story(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, filename="at")
-    first = make_trainer(tmp_path, RunReport(), checkpoint, max_steps=3, enable_checkpointing=True)
+    table = CompletionsTable(1)
+    first = make_trainer(tmp_path, table, RunReport(), checkpoint, max_steps=3, enable_checkpointing=True)
     first.fit(ObservedModule(), loader())
     report = RunReport()
-    make_trainer(tmp_path, report, max_steps=4).fit(ObservedModule(), loader(), ckpt_path=tmp_path / "at.ckpt")
+    second = make_trainer(tmp_path, CompletionsTable(1), report, max_steps=4)
+    second.fit(ObservedModule(), loader(), ckpt_path=tmp_path / "at.ckpt")
     assert [step for step, _ in report.history.series["reward/mean"]] == [1, 2, 3, 4]
     assert [step for step, _ in report.history.series["time/step"]] == [1, 2, 3, 4]
     page = text_of(tmp_path / "report.html")

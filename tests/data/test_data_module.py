@@ -123,6 +123,14 @@ def test_epochs_go_on_where_the_last_ended(tmp_path: Path, train: str) -> None:
     assert sorted(seen[:11]) == sorted(seen[11:22]) == list(range(11))
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "prompts_per_step", "max_model_length"])
+def test_module_without_what_is_read_of_it_is_refused(name: str, tmp_path: Path, train: str) -> None:
+    module = Recorder()
+    delattr(module, name)
+    with pytest.raises(ConfigError, match=f"needs {name} of the module, which Recorder does not have"):
+        make_trainer(tmp_path).fit(module, datamodule=make_data(train))
+
+
 @pytest.mark.parametrize(("limit", "num_steps"), [(2, 2), (1, 1), (0.67, 2)])
 def test_overfit_batches_repeat_first_steps_in_order(limit: float, num_steps: int, tmp_path: Path, train: str) -> None:
     module = Recorder()

@@ -1,20 +1,25 @@
 """The file of a prediction: what JSON lacks, and what a kill leaves of it."""
 
 import json
+import random
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
+from random_trajectories import random_groups
 from tiny import make_completion
 
 from rlightning.errors import ConfigError
 from rlightning.report.prediction_file import PredictionFile, to_json
+from rlightning.report.trajectories import read_trajectories, schema
 from rlightning.types import Prompt, Trajectory
 
 NAN, INFINITY = float("nan"), float("inf")
+NAMES = ["out.jsonl", "out.parquet"]
 
 
 @pytest.mark.parametrize(
@@ -50,22 +55,32 @@ def write(path: Path, *indices: int, **settings: Any) -> PredictionFile:
     return file
 
 
-def test_lines_are_in_the_prompts_order_in_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
+def indices_in(path: Path) -> list[int]:
+    """The prompts of a finished file, in its order."""
+    if path.suffix == ".parquet":
+        return [record.trajectory.prompt.index for record in read_trajectories(path)]
+    return [json.loads(line)["index"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_are_in_the_prompts_order_in_the_end(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     write(path, 10, 2)
     file = PredictionFile(path, {})
     assert file.read() == {10: hash("10="), 2: hash("2=")}
     file.open()
-    file.write(Prompt(9, "9=", [1], {}), [])
+    prompt = Prompt(9, "9=", [1], {})
+    file.write(prompt, [Trajectory.single_turn(prompt, make_completion([1, 0]))] * 2)
     file.finish()
-    assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [2, 9, 10]
-    assert (file.num_prompts, file.num_completions) == (3, 2)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
+    assert list(dict.fromkeys(indices_in(path))) == [2, 9, 10]
+    assert (file.num_prompts, file.num_completions) == (3, 4)
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_bytes", [1, 9, 40, -1])
-def test_a_line_that_a_kill_cut_is_written_anew(tmp_path: Path, num_bytes: int) -> None:
-    path = tmp_path / "out.jsonl"
+def test_a_line_that_a_kill_cut_is_written_anew(name: str, tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / name
     partial = write(path, 0, 1).partial
     lines = partial.read_bytes().splitlines(keepends=True)
     partial.write_bytes(lines[0] + lines[1][:num_bytes])
@@ -122,8 +137,9 @@ def test_a_file_that_is_written_is_refused_to_others(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_a_whole_file_and_a_partial_one_are_merged(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
+@pytest.mark.parametrize("name", NAMES)
+def test_a_whole_file_and_a_partial_one_are_merged(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     write(path, 5, 1)
     file = PredictionFile(path, {})
     file.read()
@@ -135,4 +151,19 @@ def test_a_whole_file_and_a_partial_one_are_merged(tmp_path: Path) -> None:
     assert (file.num_prompts, file.num_completions) == (3, 3)
     file.open()
     file.finish()
-    assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [1, 3, 5]
+    assert indices_in(path) == [1, 3, 5]
+
+
+def test_parquet_has_the_trajectories_of_each_prompt(tmp_path: Path) -> None:
+    path, groups = tmp_path / "out.parquet", [group for group in random_groups(random.Random(7)) if group]
+    assert sum(len(group) for group in groups) > len(groups) > 1
+    file = PredictionFile(path, {})
+    file.open()
+    for group in reversed(groups):
+        file.write(group[0].prompt, group)
+    file.finish()
+    records = read_trajectories(path)
+    assert [record.trajectory for record in records] == [one for group in groups for one in group]
+    assert [record.group for record in records] == [g for g, group in enumerate(groups) for _ in group]
+    assert {(record.step, record.reward, record.advantage) for record in records} == {(0, None, None)}
+    assert pyarrow.parquet.read_schema(path).equals(schema(()))
