@@ -142,8 +142,6 @@ class TransformersSampler:
     def update_weights(self, source: WeightSource, version: int) -> None:
         """See :meth:`Sampler.update_weights`; tokens of running sequences go on with the new weights.
 
-        Other ranks than rank 0, which have no sampler, call :func:`send_shards` meanwhile.
-
         Raises:
             EngineError: a weight is missing, or is none of the model's; the sampler has no weights then.
         """
@@ -336,14 +334,6 @@ class TransformersSampler:
 def can_sleep(device: torch.device) -> bool:
     """Whether a sampler's memory is of a kind that the actor lacks; the CPU's is kept."""
     return device.type != "cpu"
-
-
-@torch.no_grad()
-def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
-    """Take part in rank 0's :meth:`TransformersSampler.update_weights`, on a rank without a sampler."""
-    weights = [tensor for _, tensor in source.named_weights()]
-    nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
-    gather_into(nothing, weights, destination=COLLECTOR_RANK)
 
 
 def draw_uniforms(sampling: Sampling, number: int) -> list[float]:
