@@ -231,25 +231,24 @@ async def generate(
         arguments: of vLLM's SamplingParams.
     """
     if on_tokens is None:
-        return as_list(await request("generate", token_ids, arguments))
-    stream = secrets.token_hex(8)
-    reading = asyncio.ensure_future(_read_along(request, stream, on_tokens))  # begins after what follows
-    try:
-        return as_list(await request("generate", token_ids, arguments, stream))
-    finally:
-        reading.cancel()
-
-
-def as_list(answer: object) -> list[Any]:
-    """Return what an engine's method has answered, which is a list."""
-    assert isinstance(answer, list), answer
-    return answer
+        outputs = await request("generate", token_ids, arguments)
+    else:
+        stream = secrets.token_hex(8)
+        reading = asyncio.ensure_future(_read_along(request, stream, on_tokens))  # begins after what follows
+        try:
+            outputs = await request("generate", token_ids, arguments, stream)
+        finally:
+            reading.cancel()
+    assert isinstance(outputs, list)
+    return outputs
 
 
 async def _read_along(request: Request, stream: str, on_tokens: OnTokens) -> None:
     with suppress(EngineError):  # which the request itself meets
         while True:
-            for number, token_ids in as_list(await request("read_tokens", stream)):
+            read = await request("read_tokens", stream)
+            assert isinstance(read, list)
+            for number, token_ids in read:
                 on_tokens(number, token_ids)
 
 

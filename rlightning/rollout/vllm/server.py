@@ -5,13 +5,12 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from vllm import AsyncEngineArgs, CompletionOutput, SamplingParams
-from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -21,6 +20,9 @@ from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.vllm.supports import read_supports
 from rlightning.rollout.vllm.token_versions import TokenVersions
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
 
 ALL_AT_ONCE = 1 << 30
 """vLLM takes in the outputs of a step in so many pieces that nobody outside can tell when it is done with the last; in
@@ -321,7 +323,7 @@ class VLLMServer:
 
 
 def _read_logprobs(
-    flat: FlatLogprobs, *, has_supports: bool
+    flat: "FlatLogprobs", *, has_supports: bool
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]] | None]:
     if not has_supports:  # one entry a position, the sampled token's
         return np.asarray(flat.logprobs, np.float32), None

@@ -6,10 +6,14 @@ With ``logprobs_mode="processed_logprobs"`` these are of the distribution that w
 Letters: ``C`` tokens of a sample, ``K`` tokens that a support has at most.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
-from vllm.logprobs import FlatLogprobs
 from vllm.v1.outputs import LogprobsLists
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
 
 
 def drop_cut_tokens(logprobs: LogprobsLists) -> LogprobsLists:
@@ -27,7 +31,7 @@ def drop_cut_tokens(logprobs: LogprobsLists) -> LogprobsLists:
     )
 
 
-def read_supports(flat: FlatLogprobs) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
+def read_supports(flat: "FlatLogprobs") -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
     """Return the log-probabilities of a sample's tokens among their supports, and these supports.
 
     Equal logits may leave more than K tokens of ``top_k=K``, of which K travel, and the sampled one: its
