@@ -7,28 +7,23 @@ import torch
 
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.environments.collector import Collector
-from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models import load_config
 from rlightning.models.files import torch_dtype
 from rlightning.models.remote_code import trusts_remote_code
-from rlightning.parallel.collectives import any_rank, global_rank
+from rlightning.parallel.collectives import global_rank
 from rlightning.protocols import SampledPolicy
 from rlightning.rollout import Sampler, Sampling
-from rlightning.rollout.canary import InProcessSampler
 from rlightning.rollout.decoding import CACHE_STEP
 from rlightning.rollout.in_flight import InFlight
+from rlightning.rollout.in_process import InProcessSampler, InProcessSamplers
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.transformers_sampler import (
-    MAX_PROMPT_TOKENS,
-    TransformersSampler,
-    can_sleep,
-    send_shards,
-)
+from rlightning.rollout.transformers_sampler import MAX_PROMPT_TOKENS, TransformersSampler, can_sleep
 from rlightning.rollout.vllm.memory import read_engine
+from rlightning.rollout.weight_sync import WeightSync
 
 
 class TransformersRollout(RolloutCallback):
@@ -60,8 +55,6 @@ class TransformersRollout(RolloutCallback):
         check_rules({f"rollout.max_sequences={max_sequences} must be at least 1": max_sequences >= 1})
         self.dtype, self.max_sequences = dtype, max_sequences
         self._sampler: Sampler | None = None
-        self._verified: InProcessSampler | None = None
-        self._runner: EnvironmentRunner | None = None
         self._device, self._sampler_dtype = torch.device("cpu"), torch.float32
 
     @property
@@ -103,18 +96,22 @@ class TransformersRollout(RolloutCallback):
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
         """Build the model on rank 0, without weights."""
         module = self._module
-        self._device, self._sampler_dtype = device, self._resolve_dtype(device)
-        self.verification.begin_run(module, self.max_sequence_length, self._sampler_dtype, device)
-        self._runner = self._start_sampler() if global_rank() == COLLECTOR_RANK else None
+        dtype = self._resolve_dtype(device)
+        self._device, self._sampler_dtype = device, dtype
+        self.verification.begin_run(module, self.max_sequence_length, dtype, device)
+        runner, verifier, engines = None, None, list[InProcessSampler]()
+        if global_rank() == COLLECTOR_RANK:
+            self._sampler = self.make_sampler(module, device, dtype)
+            self._sampler.sleep()
+            runner, verifier = self.make_runner(self._sampler), self.make_verifier(self._sampler, dtype)
+            engines = [InProcessSampler(self._sampler, runner.loop)]
+        samplers = InProcessSamplers(engines, dtype, can_sleep=can_sleep(device))
+        sync = WeightSync(self._trainer, module, samplers, self.verification)
         self._collector = Collector(
-            self._runner,
-            InFlight(0),
-            self,
-            max_failed_share=self.max_failed_share,
-            verifier=None if self._sampler is None else self.make_verifier(self._sampler, self._sampler_dtype),
+            runner, InFlight(0), sync, max_failed_share=self.max_failed_share, verifier=verifier
         )
-        if self._runner is not None:
-            self._runner.check()
+        if runner is not None:
+            runner.check()
 
     def close(self) -> None:
         """End the threads and free the model. May be called twice."""
@@ -122,7 +119,7 @@ class TransformersRollout(RolloutCallback):
             self._collector.close()
         if self._sampler is not None:
             self._sampler.close()
-        self._sampler = self._verified = self._runner = self._collector = None
+        self._sampler = self._collector = None
 
     def describe(self) -> str:
         """Return a line about the sampler; "" without one."""
@@ -130,28 +127,6 @@ class TransformersRollout(RolloutCallback):
             return ""
         dtype = str(self._sampler_dtype).removeprefix("torch.")
         return f"transformers in the trainer's process, {dtype}, {self.max_sequences} sequences at once"
-
-    def sync_weights(self) -> None:
-        """Copy the actor's weights to the sampler if they have changed; a collective of all ranks."""
-        trainer, module, sampler = self._trainer, self._module, self._sampler
-        version = module.weight_version
-        if not any_rank(sampler is not None and sampler.weight_version != version, name="weights are there"):
-            return
-        fire(trainer, module, "on_weight_sync_start", version)
-        is_due = self.verification.evaluate(module, [] if self._verified is None else [self._verified])
-        if sampler is None:
-            send_shards(module, self._sampler_dtype)
-        else:
-            sampler.update_weights(module, version)
-        if can_sleep(self._device):
-            fire(trainer, module, "on_engine_wake")
-        if is_due and self._verified is not None:
-            self.verification.verify(module, self._verified)
-        fire(trainer, module, "on_weight_sync_end", version)
-
-    def needs_sync(self) -> bool:
-        """Return False: no requests wait for weights."""
-        return False
 
     def _resolve_dtype(self, device: torch.device) -> torch.dtype:
         name = self.dtype if self.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
@@ -168,14 +143,6 @@ class TransformersRollout(RolloutCallback):
             max_length=self.max_sequence_length,
             max_sequences=self.max_sequences,
         )
-
-    def _start_sampler(self) -> EnvironmentRunner:
-        module = self._module
-        self._sampler = self.make_sampler(module, self._device, self._sampler_dtype)
-        self._sampler.sleep()
-        runner = self.make_runner(self._sampler)
-        self._verified = InProcessSampler(self._sampler, runner.loop)
-        return runner
 
     def rest(self) -> None:
         """Free the sampler's copy of the weights if it shares the actor's device."""

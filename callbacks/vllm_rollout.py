@@ -29,7 +29,7 @@ from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_options import EngineOptions, Placement
 from rlightning.rollout.engine_pool import EnginePool
 from rlightning.rollout.engine_relay import EngineNetwork
-from rlightning.rollout.in_flight import InFlight
+from rlightning.rollout.in_flight import InFlight, SavedGroups
 from rlightning.rollout.model_files import ModelFiles, read_copies
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.rank_engines import RankEngines, check_group_size, colocated_engines, standalone_engines
@@ -317,11 +317,11 @@ class VLLMRollout(RolloutCallback):
                     log.info(report)
         super().begin_step()
 
-    def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: dict[str, object]) -> None:
         """Move the actor's tensors back to its device before they are saved."""
         self._room.on_save_checkpoint(trainer, pl_module, checkpoint)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, SavedGroups]:
         """Return the prompts in flight, so that a resumed run neither loses nor repeats any."""
         if self._collector is not None:
             self._collector.save_progress()
@@ -330,7 +330,7 @@ class VLLMRollout(RolloutCallback):
         state = self.in_flight.state_dict(at_step_start=is_at_start)
         return {"in_flight": state} if state["groups"] else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, SavedGroups]) -> None:
         """Restore the prompts in flight."""
         if global_rank() == COLLECTOR_RANK:
             self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
@@ -375,7 +375,8 @@ class VLLMRollout(RolloutCallback):
 
     def _log_totals(self, version: int) -> None:
         """Log the step's totals so far; a collective."""
-        collector, engines = self.collector, self._running_engines
+        collector, engines = self.collector, self._engines
+        assert engines is not None, "there is a collector"
         metrics: dict[str, float] = {}
         if global_rank() == COLLECTOR_RANK:
             metrics = {STOPPED: float(collector.totals.num_stopped)}
@@ -384,13 +385,6 @@ class VLLMRollout(RolloutCallback):
                 metrics["async/swap_pause"] = engines.pause_seconds
         self.last = gather_objects(metrics, name="metrics")[COLLECTOR_RANK]
         log_metrics(self._module, self.last)
-
-    @property
-    def _running_engines(self) -> RankEngines:
-        if self._engines is None:
-            raise EngineError(NO_ENGINE)
-        self._start_engines()
-        return self._engines
 
     @property
     def collector(self) -> Collector:

@@ -8,7 +8,6 @@ update.
 Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored tokens: all but each sequence's first.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
@@ -26,8 +25,6 @@ from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.sharding import local_tensor
 from rlightning.protocols import HasAdapter, HasConfig, SampledPolicy, adapter_of, has
 from rlightning.rollout.comparison import Findings, Floats, compare, find_way_back
-from rlightning.rollout.sampler import Sampler
-from rlightning.rpc.client import LoopThread
 from rlightning.types import RolloutBatch
 
 Score = Callable[[RolloutBatch, torch.dtype], Tensor]
@@ -204,10 +201,12 @@ class VerifiedSampler(Protocol):
     Attributes:
         weight_version: of the weights that it holds; None where it has none.
         is_verified: whether it has been found to hold the actor's weights, since its start.
+        is_proven: whether it has been found to use an adapter, since its start.
     """
 
     weight_version: int | None
     is_verified: bool
+    is_proven: bool
 
     @property
     def is_alive(self) -> bool:
@@ -215,43 +214,6 @@ class VerifiedSampler(Protocol):
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the log-probabilities at temperature 1 of some sequences [N, L]: [N, L], 0 for their first tokens."""
-
-
-class AdaptedSampler(VerifiedSampler, Protocol):
-    """One that is sent an adapter.
-
-    Attributes:
-        is_proven: whether it has been found to use one, since its start.
-    """
-
-    is_proven: bool
-
-
-class InProcessSampler:
-    """A sampler of the trainer's process, as what is verified."""
-
-    is_alive = True
-
-    def __init__(self, sampler: Sampler, loop: LoopThread) -> None:
-        self._sampler, self._loop = sampler, loop
-        self.is_verified = False
-
-    @property
-    def weight_version(self) -> int | None:
-        """See :class:`~rlightning.rollout.sampler.Sampler`."""
-        return self._sampler.weight_version
-
-    @weight_version.setter
-    def weight_version(self, version: int | None) -> None:
-        self._sampler.weight_version = version
-
-    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See :class:`VerifiedSampler`."""
-
-        async def score() -> list[NDArray[np.float32]]:
-            return await asyncio.gather(*(self._sampler.score(sequence) for sequence in token_ids.tolist()))
-
-        return np.array(self._loop.run(score()), np.float32)
 
 
 class Verification:
@@ -282,7 +244,7 @@ class Verification:
         self.num_syncs = 0
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
-    def needs_proof(self, module: SampledPolicy, engines: Sequence[AdaptedSampler]) -> bool:
+    def needs_proof(self, module: SampledPolicy, engines: Sequence[VerifiedSampler]) -> bool:
         """Whether an engine of any rank has not shown yet that it uses an adapter; all ranks call it."""
         if self.canary is None or adapter_of(module) is None:
             return False

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
 from rlightning.foreign_text import cut_line
 from rlightning.rollout.engine import make_samples
+from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.sampler import Sampling, TokenSampler
 from rlightning.types import Sample
@@ -25,6 +26,10 @@ REQUEST_TIMEOUT = 600.0
 """Seconds that a completion may take, where an environment's trajectories have no limit of their own."""
 WRONG_SERVER = (401, 403, 404, 405)
 """HTTP statuses that any further request would get, too."""
+
+
+Choice = Mapping[str, Any]
+"""One completion of a server's answer: JSON."""
 
 
 class EndpointSampler(TokenSampler):
@@ -130,7 +135,7 @@ class EndpointSampler(TokenSampler):
             raise EngineError(f"{self.url}/completions cannot be used, {reason}")
         raise RequestRefusedError(reason)
 
-    def _read(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, choice: Choice) -> EngineOutput:
         """Return a completion as an engine's process would."""
         token_ids = choice.get("token_ids")
         if token_ids is None:

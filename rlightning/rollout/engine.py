@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.errors import EngineDiedError, EngineError
-from rlightning.parallel.collectives import global_rank
 from rlightning.rollout.detokenize import decode_completions
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection, ServedEngine
 from rlightning.rollout.engine_facts import EngineFacts
+from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.prefix_cache import PrefixCacheUse
 from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.rollout.vllm.launcher import EngineProcess
-from rlightning.rollout.weights import WeightSource
-from rlightning.rollout.weights.driver import WeightUpdater
-from rlightning.rollout.weights.transports import make_colocated_sender, make_standalone_sender
 from rlightning.types import Sample
 from rlightning.types.supports import Supports
+
+Request = Callable[..., Awaitable[object]]
+"""Calls a method of :class:`~rlightning.rollout.vllm.server.VLLMServer` by its name."""
 
 
 class EngineSampler(ABC):
@@ -47,13 +47,13 @@ class EngineSampler(ABC):
         """Of the model that the engine runs."""
 
     @abstractmethod
-    async def _request(self, method: str, *arguments: object) -> Any:
+    async def _request(self, method: str, *arguments: object) -> object:
         """Call a method of the engine's server."""
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`; ``session`` makes no difference to a single engine.
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`; ``session`` makes no difference to a single engine.
 
         Amid a weight update it waits for the end of the update.
         """
@@ -81,15 +81,16 @@ class EngineSampler(ABC):
         return make_samples(files, token_ids, outputs)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`."""
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
         return np.asarray(await self._request("score", token_ids), np.float32)
 
 
 class Engine(EngineSampler):
     """vLLM's AsyncLLM in a child process, or where ``rlightning serve`` has started it.
 
-    It is a :class:`~rlightning.rollout.sampler.Sampler`; what waits may also be asked for by futures, from any thread.
-    :meth:`start` returns at once, so that the engine comes up while the actor is loaded; the first call waits for it.
+    It is a :class:`~rlightning.rollout.sampler.TokenSampler`; what waits may also be asked for by futures, from any
+    thread. A :class:`~rlightning.rollout.weights.driver.WeightUpdater` sends it weights. :meth:`start` returns at once,
+    so that the engine comes up while the actor is loaded; the first call waits for it.
 
     Raises:
         EngineDiedError: by every method, when the process died or hangs; :meth:`start` may then be called again.
@@ -109,7 +110,6 @@ class Engine(EngineSampler):
         self.is_verified = self.is_proven = self.has_base = False
         self._held_version: int | None = None
         self._is_asleep = False
-        self._updater: WeightUpdater | None = None
 
     @property
     def weight_version(self) -> int | None:
@@ -163,25 +163,8 @@ class Engine(EngineSampler):
             )
         return self.config.files
 
-    async def _request(self, method: str, *arguments: object) -> Any:
+    async def _request(self, method: str, *arguments: object) -> object:
         return await asyncio.wrap_future(self.submit(method, *arguments))
-
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        """See :class:`~rlightning.rollout.sampler.Sampler`; of an engine that one rank has to itself."""
-        if self._updater is None:
-            is_apart = bool(self.config.url or self.config.weight_folder)
-            sender = (
-                make_standalone_sender(source, [self.config])
-                if is_apart
-                else make_colocated_sender(source, self.config, [global_rank()])
-            )
-            self._updater = WeightUpdater(sender)
-        self.weight_version = None
-        self._updater.send_weights(source, [self._running])
-        self._updater.activate_weights(version)
-        if self._updater.deaths:
-            raise self._updater.deaths[-1]
-        self.weight_version = version
 
     def sleep(self) -> None:
         """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
@@ -190,17 +173,11 @@ class Engine(EngineSampler):
             self._is_asleep, self.has_base = True, False
             self.weight_version = None
 
-    def wake(self) -> None:
-        """It takes the memory again with the first weights."""
-
     def close(self) -> None:
         """End it and everything that it started. May be called twice."""
         if self.process is not None:
             self.process.close()
             self.process = None
-        if self._updater is not None:
-            self._updater.close()
-            self._updater = None
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]; from a thread without a loop."""
@@ -214,7 +191,7 @@ class Engine(EngineSampler):
         return self.process
 
 
-def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[int]) -> dict[str, Any]:
+def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[int]) -> dict[str, object]:
     """Return arguments of vLLM's SamplingParams.
 
     Args:
@@ -242,39 +219,42 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
 
 
 async def generate(
-    request: Callable[..., Awaitable[Any]],
+    request: Request,
     on_tokens: OnTokens | None,
     token_ids: Sequence[int],
-    arguments: dict[str, Any],
-) -> list[dict[str, Any]]:
+    arguments: dict[str, object],
+) -> list[EngineOutput]:
     """Return what an engine's process samples.
 
     Args:
-        request: calls a method of :class:`~rlightning.rollout.vllm.server.VLLMServer`.
+        request: of the engine.
         on_tokens: called with tokens as they are sampled; None: they come at the end.
         token_ids: [P], of the prompt.
         arguments: of vLLM's SamplingParams.
     """
     if on_tokens is None:
-        outputs: list[dict[str, Any]] = await request("generate", token_ids, arguments)
-        return outputs
-    stream = secrets.token_hex(8)
-    reading = asyncio.ensure_future(_read_along(request, stream, on_tokens))  # begins after what follows
-    try:
-        outputs = await request("generate", token_ids, arguments, stream)
-        return outputs
-    finally:
-        reading.cancel()
+        outputs = await request("generate", token_ids, arguments)
+    else:
+        stream = secrets.token_hex(8)
+        reading = asyncio.ensure_future(_read_along(request, stream, on_tokens))  # begins after what follows
+        try:
+            outputs = await request("generate", token_ids, arguments, stream)
+        finally:
+            reading.cancel()
+    assert isinstance(outputs, list)
+    return outputs
 
 
-async def _read_along(request: Callable[..., Awaitable[Any]], stream: str, on_tokens: OnTokens) -> None:
+async def _read_along(request: Request, stream: str, on_tokens: OnTokens) -> None:
     with suppress(EngineError):  # which the request itself meets
         while True:
-            for number, token_ids in await request("read_tokens", stream):
+            read = await request("read_tokens", stream)
+            assert isinstance(read, list)
+            for number, token_ids in read:
                 on_tokens(number, token_ids)
 
 
-def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dict[str, Any]]) -> list[Sample]:
+def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[EngineOutput]) -> list[Sample]:
     """Return a prompt's samples, from what the engine's process has answered.
 
     A text is that of all tokens that are trained, stop strings included, but for the end of sequence.
@@ -282,7 +262,7 @@ def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dic
     Args:
         files: of the policy.
         prompt: [P] tokens.
-        outputs: see :meth:`~rlightning.rollout.vllm.server.VLLMServer.generate`.
+        outputs: of the samples.
     """
     written = [output["token_ids"].tolist() for output in outputs]
     written = [tokens[:-1] if tokens and tokens[-1] in files.end_token_ids else tokens for tokens in written]
@@ -290,13 +270,13 @@ def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[dic
     return [make_sample(text, output) for text, output in zip(texts, outputs, strict=True)]
 
 
-def make_sample(text: str, output: dict[str, Any]) -> Sample:
+def make_sample(text: str, output: EngineOutput) -> Sample:
     """Return one of them."""
     reason: Literal["stop", "length"] = "length" if output["end"] is None else "stop"
     token_ids = array("q", np.asarray(output["token_ids"], np.int64).tobytes())
     logprobs = array("f", np.asarray(output["logprobs"], np.float32).tobytes())
     weight_versions = array("i", np.asarray(output["weight_versions"], np.int32).tobytes())
-    supports = None
-    if output.get("supports") is not None:
-        supports = Supports(*(array("i", np.asarray(part, np.int32).tobytes()) for part in output["supports"]))
+    supports, parts = None, output.get("supports")
+    if parts is not None:
+        supports = Supports(*(array("i", np.asarray(part, np.int32).tobytes()) for part in parts))
     return Sample(token_ids, logprobs, weight_versions, text, reason, supports)

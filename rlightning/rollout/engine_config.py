@@ -11,12 +11,16 @@ if TYPE_CHECKING:
     from rlightning.rollout.model_files import ModelFiles
 
 
+EngineArguments = dict[str, Any]
+"""Arguments of vLLM's AsyncEngineArgs, by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How to start an engine, or what one that others have started has to be like.
 
     Attributes:
-        engine_args: of vLLM's AsyncEngineArgs.
+        engine_args: that it is started with.
         device: this rank's, as the trainer names it; the engine runs on it, or on others of its type.
         visible_devices: what CUDA calls the devices that the engine runs on, one a tensor-parallel worker; none: those
             that this process sees.
@@ -35,7 +39,7 @@ class EngineConfig:
             where the folder is gone.
     """
 
-    engine_args: dict[str, Any]
+    engine_args: EngineArguments
     device: torch.device
     dtype: torch.dtype
     log_file: Path
@@ -57,5 +61,5 @@ class EngineConfig:
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """See :class:`~rlightning.rollout.weights.driver.Engine`."""
+        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
         return self.visible_devices or ("",) * int(self.engine_args.get("tensor_parallel_size") or 1)

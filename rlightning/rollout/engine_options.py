@@ -6,11 +6,10 @@ import importlib.util
 import logging
 import math
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -22,7 +21,7 @@ from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.protocols import AdapterSettings, HasAdapter, HasConfig, HasPlan, SampledPolicy, adapter_of, has
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
-from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_config import EngineArguments, EngineConfig
 from rlightning.rollout.model_files import read_copies
 from rlightning.rollout.placement import free_devices
 from rlightning.rollout.sampler import MAX_SUPPORT, Sampling
@@ -64,7 +63,7 @@ class EngineOptions:
     start_timeout: float = 600.0
     hang_timeout: float = 120.0
     send_adapter: bool | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: EngineArguments = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         is_standalone = self.placement == "standalone"
@@ -200,7 +199,7 @@ class EngineOptions:
         is_cuda = device.type == "cuda"
         can_sleep = is_cuda and self.sleep and self.placement == "colocated"
         dtype, given = self.engine_dtype(device), self._given
-        arguments: dict[str, Any] = {
+        arguments: EngineArguments = {
             "model": module.model_path,
             "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
             "dtype": dtype,
@@ -248,7 +247,7 @@ class EngineOptions:
         )
 
     @property
-    def _cpu_arguments(self) -> dict[str, Any]:
+    def _cpu_arguments(self) -> EngineArguments:
         """Compiling costs 30 s and gains nothing there; one worker needs no process of its own."""
         backend = "uni" if self.devices_per_engine == 1 else "mp"
         return {"enforce_eager": True, "distributed_executor_backend": backend}
@@ -332,7 +331,7 @@ class EngineOptions:
         return default if self.dtype == "auto" else self.dtype
 
     @property
-    def _given(self) -> dict[str, Any]:
+    def _given(self) -> EngineArguments:
         """The user's engine arguments, without counts that are left open."""
         return {name: value for name, value in self.arguments.items() if value is not None or name not in COUNTS}
 
@@ -354,7 +353,7 @@ def find_version() -> str:
 
 
 def derive_length(
-    module: SampledPolicy, sampling: Sampling, max_prompt_tokens: int | None, given: Mapping[str, Any]
+    module: SampledPolicy, sampling: Sampling, max_prompt_tokens: int | None, given: EngineArguments
 ) -> int:
     """Return ``max_model_len``: the user's, if it has room for the run's completions, or what they need.
 
@@ -372,7 +371,7 @@ def derive_length(
     return int(given.get("max_model_len") or (limit if max_prompt_tokens is None else needed))
 
 
-def read_prompts_whole(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def read_prompts_whole(given: EngineArguments, arguments: EngineArguments) -> EngineArguments:
     """Return what keeps vLLM from cutting prompts into chunks, at which it ends on a CPU if requests have seeds.
 
     Its runner then sets back the random numbers of a chunk by ``torch.Generator.get_offset``, which CPUs have not.

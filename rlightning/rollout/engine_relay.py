@@ -14,7 +14,6 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from rlightning import intervals, rpc
 from rlightning.errors import EngineDiedError, RequestRefusedError
@@ -60,7 +59,7 @@ class EngineRelay:
         peer = await rpc.Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
         await peer.wait_closed()
 
-    async def _request(self, number: int, method: str, *arguments: object) -> Any:
+    async def _request(self, number: int, method: str, *arguments: object) -> object:
         process = self._engines[number].process
         if process is None:
             raise EngineDiedError("The engine is not running.")
@@ -83,7 +82,7 @@ class RemoteEngine(EngineSampler):
         """Of the model that it runs."""
         return self._files
 
-    async def _request(self, method: str, *arguments: object) -> Any:
+    async def _request(self, method: str, *arguments: object) -> object:
         work = self._relay.request(self._id.number, method, *arguments)
         try:
             return await asyncio.wrap_future(rpc.background_loop().submit(work))
@@ -103,7 +102,7 @@ class RelayConnection:
         self._peer: rpc.Peer | None = None
         self._lock = asyncio.Lock()
 
-    async def request(self, number: int, method: str, *arguments: object) -> Any:
+    async def request(self, number: int, method: str, *arguments: object) -> object:
         """Call a method of one of the rank's engines, on the background loop."""
         peer = await self.connect()
         return await peer.call("request", number, method, *arguments)

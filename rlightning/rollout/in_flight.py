@@ -16,7 +16,7 @@ settings than the step's, such as groups of another size in a resumed run, are r
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,20 @@ SEED_OFFSET_PER_ATTEMPT = 1 << 52
 """Between the random streams of two attempts at a group; the streams of a step are below it."""
 MAX_SURPLUS_GROUPS = 4
 """For each group that no later step could take, a step waits until this many groups more than it needs are finished."""
+
+
+class SavedGroup(TypedDict):
+    """A :class:`Group` in a checkpoint, in plain types; earlier releases have left out the last two."""
+
+    prompt: dict[str, Any]
+    stream: int
+    settings: dict[str, object] | None
+    trajectories: NotRequired[list[dict[str, Any]] | None]
+    saved: NotRequired[list[Any] | None]
+
+
+SavedGroups = dict[str, list[SavedGroup]]
+"""What is in flight, in a checkpoint: its ``groups``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -231,7 +245,7 @@ class InFlight:
         """Note that the step is done, with what it has taken."""
         self._at_step_start = None
 
-    def state_dict(self, *, at_step_start: bool = True) -> dict[str, Any]:
+    def state_dict(self, *, at_step_start: bool = True) -> SavedGroups:
         """Return what is in flight: finished trajectories, and prompts to complete.
 
         Args:
@@ -240,20 +254,22 @@ class InFlight:
         groups = self._at_step_start if at_step_start and self._at_step_start is not None else self._groups
         return {"groups": [_pack(group) for group in groups]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SavedGroups) -> None:
         """Go on from a checkpoint: finished groups stay finished, those that were saved run, and all others wait."""
         self.clear()
         for packed in state["groups"]:
             self.add([(Prompt(**packed["prompt"]), packed["stream"])])
-            group, saved = self._groups[-1], packed.get("saved")
-            if saved is not None and (versions := _saved_versions(saved)):
-                group.saved, group.settings, group.first_weight_version = saved, packed["settings"], min(versions)
-            if packed.get("trajectories") is not None:
+            group = self._groups[-1]
+            if versions := _saved_versions(packed):
+                group.saved, group.settings = packed.get("saved"), packed["settings"]
+                group.first_weight_version = min(versions)
+            if (trajectories := packed.get("trajectories")) is not None:
                 group.settings = packed["settings"]
-                self.finish(group, [from_plain(one, group.prompt) for one in packed["trajectories"]])
+                self.finish(group, [from_plain(one, group.prompt) for one in trajectories])
 
 
-def _saved_versions(saved: Sequence[Any]) -> list[int]:
+def _saved_versions(packed: SavedGroup) -> list[int]:
+    saved = packed.get("saved") or ()
     branches = [branch for one in saved if one is not None for branch in one["trajectory"]["branches"]]
     return [version for branch in branches for version in branch["weight_versions"] if version >= 0]
 
@@ -274,7 +290,7 @@ def token_staleness(groups: Sequence[Group], weight_version: int) -> NDArray[np.
     return np.asarray(weight_version - np.concatenate([np.zeros(0, np.int64), *versions]), np.int64)
 
 
-def _pack(group: Group) -> dict[str, object]:
+def _pack(group: Group) -> SavedGroup:
     trajectories = group.trajectories
     return {
         "prompt": group.prompt._asdict(),

@@ -1,8 +1,10 @@
 """How many tokens of its requests an engine had computed before."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from rlightning.rollout.engine_output import EngineOutput
 
 
 @dataclass(slots=True)
@@ -17,15 +19,15 @@ class PrefixCacheUse:
     num_tokens: int = 0
     num_cached: int = 0
 
-    def count(self, token_ids: Sequence[int], outputs: Sequence[Mapping[str, Any]]) -> None:
+    def count(self, token_ids: Sequence[int], outputs: Sequence[EngineOutput]) -> None:
         """Count a request.
 
         Args:
             token_ids: [P], that its samples follow.
-            outputs: see :meth:`~rlightning.rollout.vllm.server.VLLMServer.generate`.
+            outputs: of its samples.
         """
         self.num_tokens += len(token_ids)
-        self.num_cached += int(outputs[0].get("num_cached_tokens", 0))
+        self.num_cached += outputs[0].get("num_cached_tokens", 0)
 
     def add(self, other: "PrefixCacheUse") -> None:
         """Count what another one has counted."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from rlightning import intervals
 from rlightning.errors import ConfigError, EngineDiedError, EngineError, EngineStartError
@@ -29,6 +28,7 @@ from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import EngineConnection
 from rlightning.rollout.placement import COLLECTOR_RANK, lent_devices
+from rlightning.rollout.weight_sync import RankSamplers, SamplerStates
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightSender, WeightUpdater
 from rlightning.rollout.weights.source import AdapterSource
@@ -40,25 +40,7 @@ MAX_RESTARTS = 1
 """Of an engine in a step."""
 
 
-class EngineStates(NamedTuple):
-    """What a rank knows of its engines before a weight sync.
-
-    Attributes:
-        is_stale: whether one of them has to be sent weights.
-        serving: the numbers of those that have the current ones.
-        num_living: those that run, or will be started again.
-        num_engines: all of them.
-        error: of the last one that will not be started again.
-    """
-
-    is_stale: bool
-    serving: list[int]
-    num_living: int
-    num_engines: int
-    error: EngineError | None
-
-
-class RankEngines:
+class RankEngines(RankSamplers):
     """The engines of this rank. All ranks make one, and call it alike.
 
     An engine that died is started again at the next weight sync, once a step. The run goes on without engines that die
@@ -78,6 +60,9 @@ class RankEngines:
         pause_seconds: for which the last weight sync paused engines that were sampling.
     """
 
+    engines: list[Engine]
+    updated: list[Engine]
+
     def __init__(
         self,
         configs: Sequence[EngineConfig],
@@ -90,7 +75,7 @@ class RankEngines:
     ) -> None:
         self.config, self.engines = configs[0], list(engines)
         self.is_colocated, self.is_shared, self.keeps_cache = is_colocated, is_shared, keeps_cache
-        self.updated: list[Engine] = []
+        self.updated = []
         self.pause_seconds = 0.0
         self._make_sender = make_sender
         self._updater: WeightUpdater | None = None
@@ -220,11 +205,11 @@ class RankEngines:
 
     # Weights
 
-    def states(self, weight_version: int) -> EngineStates:
+    def states(self, weight_version: int) -> SamplerStates:
         """Return what the other ranks have to know."""
         living = self.living
         pending = living if self.is_colocated else [engine for engine in living if engine.is_up]
-        return EngineStates(
+        return SamplerStates(
             is_stale=any(engine.weight_version != weight_version for engine in pending),
             serving=[n for n, engine in enumerate(self.engines) if engine.weight_version == weight_version],
             num_living=len(living),
@@ -275,12 +260,6 @@ class RankEngines:
                 self.updated += [engine] if process in complete else []
         self._has_served |= bool(self.updated)
 
-    def forget_weights(self) -> None:
-        """Take what was sent last for no weights: the engines are sent others next."""
-        for engine in self.updated:
-            engine.weight_version = None
-            engine.is_verified = False
-
     def _describe(self, number: int) -> str:
         return f"Engine {number}" if world_size() == 1 else f"Engine {number} of rank {global_rank()}"
 
@@ -324,17 +303,6 @@ def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = T
         is_colocated=False,
         keeps_cache=keeps_cache,
     )
-
-
-def check_living(states: Sequence[EngineStates]) -> None:
-    """Raise an EngineError if no engine of any rank is left."""
-    if any(state.num_living for state in states):
-        return
-    number = sum(state.num_engines for state in states)
-    error = next(state.error for state in states if state.error is not None)
-    if number == 1:
-        raise error
-    raise EngineError(f"No engine is left of {number}. The last one: {error.line}", error.details) from error
 
 
 def check_group_size(size: int) -> None:

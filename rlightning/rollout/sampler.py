@@ -264,7 +264,7 @@ class Sampler(TokenSampler, Protocol):
     def update_weights(self, source: "WeightSource", version: int) -> None:
         """Take the actor's weights; called on rank 0, which has the sampler, on the trainer's thread.
 
-        The other ranks meanwhile call :func:`~rlightning.rollout.transformers_sampler.send_shards`, which is one
+        The other ranks meanwhile call :func:`~rlightning.rollout.in_process.send_shards`, which is one
         :func:`~rlightning.parallel.gathering.gather_into` to rank 0 of all weights. Where the weights are sharded, this
         method must issue the same collectives: one ``gather_into`` of all of ``source.named_weights()``, in their
         order, with ``destination=0`` and outputs of the dtype that the sampler was made for. A call for each weight

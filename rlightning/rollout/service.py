@@ -51,7 +51,7 @@ class Client:
             {**methods, "describe": self._describe},
             name=f"the trainer at {address}",
             heartbeat_timeout=float("inf"),  # one that is suspended keeps its place
-            check_alive=partial(self._forward, "ping"),
+            check_alive=self._ping,
         )
         ended = asyncio.wrap_future(self.engine.ended)
         either: list[asyncio.Future[Any]] = [peer.closed, ended]
@@ -67,10 +67,13 @@ class Client:
                 await asyncio.wait(self._unfinished)
 
     async def _describe(self) -> EngineFacts:
-        await self._forward("ping")  # once the engine is up
+        await self._ping()  # once the engine is up
         return self.engine.ready.result()
 
-    async def _forward(self, method: str, *arguments: object) -> Any:
+    async def _ping(self) -> None:
+        await self._forward("ping")
+
+    async def _forward(self, method: str, *arguments: object) -> object:
         """Call the engine; sampling is cancelled when the trainer is gone, anything else is soon done."""
         call = asyncio.ensure_future(self.engine.call(method, *arguments))
         if method not in SAMPLING_METHODS:

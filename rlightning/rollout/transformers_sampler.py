@@ -25,6 +25,7 @@ from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.decoding import KeyValueCache, build_model, predict_after_prompts, predict_next
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
 from rlightning.rollout.engine import make_samples
+from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.sampler import Sampling
@@ -142,8 +143,6 @@ class TransformersSampler:
     def update_weights(self, source: WeightSource, version: int) -> None:
         """See :meth:`Sampler.update_weights`; tokens of running sequences go on with the new weights.
 
-        Other ranks than rank 0, which have no sampler, call :func:`send_shards` meanwhile.
-
         Raises:
             EngineError: a weight is missing, or is none of the model's; the sampler has no weights then.
         """
@@ -157,14 +156,9 @@ class TransformersSampler:
             gather_into([own[name] for name in given], list(given.values()), destination=COLLECTOR_RANK)
             self.weight_version = version
 
-    @property
-    def can_sleep(self) -> bool:
-        """See :func:`can_sleep`."""
-        return can_sleep(self.device)
-
     def sleep(self) -> None:
         """See :meth:`Sampler.sleep`."""
-        if not self.can_sleep:
+        if not can_sleep(self.device):
             return
         with self._model_lock:
             self.weight_version = None
@@ -294,7 +288,7 @@ class TransformersSampler:
         return next((text_end for text_end in stop if text_end in text), None)
 
     def _samples(self, request: _Request) -> list[Sample]:
-        outputs = [
+        outputs: list[EngineOutput] = [
             {
                 "token_ids": np.array(sequence.token_ids, np.int64),
                 "logprobs": np.array(sequence.logprobs, np.float32),
@@ -336,14 +330,6 @@ class TransformersSampler:
 def can_sleep(device: torch.device) -> bool:
     """Whether a sampler's memory is of a kind that the actor lacks; the CPU's is kept."""
     return device.type != "cpu"
-
-
-@torch.no_grad()
-def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
-    """Take part in rank 0's :meth:`TransformersSampler.update_weights`, on a rank without a sampler."""
-    weights = [tensor for _, tensor in source.named_weights()]
-    nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
-    gather_into(nothing, weights, destination=COLLECTOR_RANK)
 
 
 def draw_uniforms(sampling: Sampling, number: int) -> list[float]:

@@ -1,47 +1,134 @@
-"""Weight syncs: which engines need the actor's weights, and the hooks that tell callbacks of each sync."""
+"""Weight syncs: which samplers need the actor's weights, the hooks around each sync, and the canary that proves it.
 
+All samplers go this way, whatever brings the weights to them: engines, by
+:class:`~rlightning.rollout.rank_engines.RankEngines`, and a sampler in the trainer's process, by
+:class:`~rlightning.rollout.in_process.InProcessSamplers`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from typing import Protocol
+from typing import NamedTuple
 
-from rlightning.errors import EngineDiedError
-from rlightning.hooks import fire
+from rlightning.errors import EngineDiedError, EngineError
+from rlightning.hooks import RLCallback, fire
 from rlightning.parallel.collectives import gather_objects
 from rlightning.protocols import HasAdapter, Loop, SampledPolicy, has
-from rlightning.rollout.canary import Verification
+from rlightning.rollout.canary import Verification, VerifiedSampler
 from rlightning.rollout.engine_pool import EngineId, EnginePool
 from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.rank_engines import RankEngines, check_living
+from rlightning.rollout.weights import WeightSource
 from rlightning.rpc.client import LoopThread
 
 
-class MemoryCallback(Protocol):
-    """Makes room on a device that engines share with the actor, as a callback would."""
+class SamplerStates(NamedTuple):
+    """What a rank knows of its samplers before a weight sync.
 
-    def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Called before engines wake, or start."""
+    Attributes:
+        is_stale: whether one of them has to be sent weights.
+        serving: the numbers of those that have the current ones.
+        num_living: those that run, or will be started again.
+        num_engines: all of them.
+        error: of the last one that will not be started again.
+    """
 
-    def on_engine_wake(self, trainer: Loop, module: object) -> None:
-        """Called when they hold weights, and before they take the memory of their KV caches."""
+    is_stale: bool
+    serving: list[int]
+    num_living: int
+    num_engines: int
+    error: EngineError | None = None
 
-    def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Called when they are awake."""
+
+class RankSamplers(ABC):
+    """The samplers of this rank, as a weight sync drives them. All ranks make one, and call it alike.
+
+    What is not abstract holds for samplers that neither start nor die.
+
+    Attributes:
+        engines: this rank's samplers; on a rank that only sends weights, none.
+        updated: those that were sent weights last.
+        is_colocated: whether weights are sent only while none of them samples, and to all of them.
+    """
+
+    engines: Sequence[VerifiedSampler]
+    updated: Sequence[VerifiedSampler]
+    is_colocated: bool = True
+
+    @property
+    @abstractmethod
+    def can_sleep(self) -> bool:
+        """Whether they give their device's memory back while they are not needed."""
+
+    @property
+    def dead(self) -> Sequence[int]:
+        """Numbers of those that have died and will be started again."""
+        return ()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the run has to wait for one of them."""
+        return False
+
+    def restart_dead(self) -> None:
+        """Start those again that have died; they need weights then."""
+        return
+
+    def wait_for_start(self) -> None:
+        """Block until the run need not wait for one of them."""
+        return
+
+    def needs_sync(self) -> bool:
+        """Return whether a weight sync would bring one of them back, while others may be sampling."""
+        return False
+
+    @abstractmethod
+    def states(self, weight_version: int) -> SamplerStates:
+        """Return what the other ranks have to know."""
+
+    @abstractmethod
+    def sleep_before_sync(self) -> None:
+        """Have those that hold weights give their memory back, so that a weight sync of others has it."""
+
+    @abstractmethod
+    def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
+        """Have each sampler that is stale load the actor's weights; a collective.
+
+        Args:
+            source: of the weights.
+            weight_version: of them.
+            unproven: send them to those alone that have not shown yet that they use an adapter.
+        """
+
+    @abstractmethod
+    def activate_weights(self, weight_version: int) -> None:
+        """Have those that were sent weights sample from them; those that died meanwhile hold none."""
 
 
 class WeightSync:
-    """Keeps the engines of all ranks at the actor's weights. All ranks make one, and call it alike."""
+    """Keeps the samplers of all ranks at the actor's weights. All ranks make one, and call it alike.
+
+    Args:
+        trainer: whose callbacks are told of each sync.
+        module: has the actor's weights.
+        engines: this rank's.
+        verification: of the weights that they have been sent.
+        memory: makes room on a device that engines share with the actor; None: nothing has to.
+        pool: on rank 0, what samples from the engines of all ranks; None where those are not asked by a pool.
+        loop: that the pool belongs to.
+    """
 
     def __init__(
         self,
         trainer: Loop,
         module: SampledPolicy,
-        engines: RankEngines,
+        engines: RankSamplers,
         verification: Verification,
-        memory: MemoryCallback,
+        memory: RLCallback | None = None,
         pool: EnginePool | None = None,
         loop: LoopThread | None = None,
     ) -> None:
         self._trainer, self._module, self._engines = trainer, module, engines
-        self._verification, self._memory = verification, memory
+        self._verification, self._memory = verification, memory or RLCallback()
         self._pool, self._loop = pool, loop
 
     def sync_weights(self) -> None:
@@ -69,9 +156,8 @@ class WeightSync:
             self._loop.call(self._pool.set_serving, serving)
 
     def needs_sync(self) -> bool:
-        """Whether, on rank 0, no engine serves, or an engine could be brought back beside those that do."""
-        assert self._pool is not None
-        return self._pool.num_serving == 0 or self._engines.needs_sync()
+        """Return whether, on rank 0, no engine serves, or one could be brought back beside those that do."""
+        return self._pool is not None and (self._pool.num_serving == 0 or self._engines.needs_sync())
 
     def _restart_dead(self) -> None:
         dead = self._engines.dead
@@ -101,7 +187,8 @@ class WeightSync:
             self._send(is_proof=True)
             if engines.can_sleep:
                 engines.sleep_before_sync()
-            engines.forget_weights()
+            for engine in engines.updated:  # it is sent others next
+                engine.weight_version, engine.is_verified = None, False
         self._send()
 
     def _send(self, *, is_proof: bool = False) -> None:
@@ -125,3 +212,14 @@ class WeightSync:
         if engines.can_sleep:
             self._memory.on_weight_sync_end(trainer, module, version)
         fire(trainer, module, "on_weight_sync_end", version)
+
+
+def check_living(states: Sequence[SamplerStates]) -> None:
+    """Raise an EngineError if no engine of any rank is left."""
+    if any(state.num_living for state in states):
+        return
+    number = sum(state.num_engines for state in states)
+    error = next(state.error for state in states if state.error is not None)
+    if number == 1:
+        raise error
+    raise EngineError(f"No engine is left of {number}. The last one: {error.line}", error.details) from error

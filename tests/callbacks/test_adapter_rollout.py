@@ -12,8 +12,9 @@ from engine_run import Witness, make_data, make_module, make_rollout, make_train
 from rank_processes import finish, start_calls
 from tiny import full_weights
 
-from rlightning.callbacks import VLLMRollout
-from rlightning.errors import ConfigError
+from rlightning.callbacks import TransformersRollout
+from rlightning.callbacks.rollout import RolloutCallback
+from rlightning.errors import ConfigError, EngineError
 from rlightning.models import Adapter
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout.vllm import adapter_support
@@ -22,7 +23,7 @@ from rlightning.rollout.vllm.adapter_support import find_class, room_for, suppor
 ADAPTER = Adapter(rank=4)
 
 
-def fit(folder: Path, model: str, rollout: VLLMRollout, **kwargs: Any) -> tuple[Any, Witness]:
+def fit(folder: Path, model: str, rollout: RolloutCallback, **kwargs: Any) -> tuple[Any, Witness]:
     """A run whose learning rate changes the adapter by far more than the canary tolerates, in each step."""
     torch.manual_seed(0)
     witness = Witness()
@@ -50,6 +51,21 @@ def test_what_is_sampled_is_the_adapted_actors(
     assert ("sent base and adapter merged, rounded to their dtype: rollout.send_adapter=false" in caplog.text) is (
         sends is False
     )
+
+
+@pytest.mark.long
+def test_sampler_in_the_trainers_process_proves_the_adapter(
+    engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines do; one that is sent the base alone is found, though a new adapter changes nothing yet."""
+    rollout: dict[str, Any] = {"max_new_tokens": 8, "seed": 0, "verify_every": 1}
+    module, witness = fit(tmp_path, engine_model, TransformersRollout(**rollout))
+    assert [event for event in witness.events if event.startswith("sync")] == ["sync 0", "sync 0", "sync 1", "sync 2"]
+    assert all(step["policy/rollout_gap_max"] < 1e-5 for step in witness.steps) and len(witness.steps) == 3
+
+    monkeypatch.setattr(type(module), "named_weights", type(module).base_weights)
+    with pytest.raises(EngineError, match="it does not apply the adapter"):
+        fit(tmp_path, engine_model, TransformersRollout(**rollout))
 
 
 def on_two_ranks(folder: Path, model: str) -> list[float]:

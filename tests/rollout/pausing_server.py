@@ -2,10 +2,10 @@
 
 import asyncio
 import sys
-from typing import Any
 
 import numpy as np
 
+from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.vllm.server import VLLMServer, start_engine
 
 NUM_PAUSES = 8
@@ -62,7 +62,7 @@ def counted(server: VLLMServer) -> dict[tuple[str, int], int]:
     return {(request, index): count for request, index, count in server._count_tokens()}
 
 
-def check(sample: dict[str, Any], boundaries: list[int | None]) -> None:
+def check(sample: EngineOutput, boundaries: list[int | None]) -> None:
     """Each token of the version that was active then."""
     expected = np.zeros(MAX_TOKENS, np.int32)
     for version, boundary in enumerate(boundaries, start=1):

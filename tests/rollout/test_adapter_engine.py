@@ -54,14 +54,6 @@ class Policy(PolicyModule):
         self.weight_version += 1
 
 
-class NoMemory:
-    """On the CPU nothing makes room."""
-
-    def on_weight_sync_start(self, *_: Any) -> None: ...
-    def on_engine_wake(self, *_: Any) -> None: ...
-    def on_weight_sync_end(self, *_: Any) -> None: ...
-
-
 class Run:
     """An engine with room for an adapter, and what keeps it at the actor's version."""
 
@@ -108,7 +100,7 @@ class Run:
         verification = Verification(every=1, tolerance=1.2)
         verification.begin_run(policy, 256, torch.float32, torch.device("cpu"))
         trainer: Any = SimpleNamespace(callbacks=[])
-        return WeightSync(trainer, policy, self.engines, verification, NoMemory())
+        return WeightSync(trainer, policy, self.engines, verification)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from engine_models import (
     running_engine,
     sample_all,
     save_model,
+    send,
 )
 
 import rlightning.rollout.sampler
@@ -54,8 +55,8 @@ def actor(folder: str) -> Actor:
 @pytest.fixture(scope="module")
 def engine(folder: str, actor: Actor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with running_engine(folder, tmp_path_factory.mktemp("log") / "engine.log") as engine:
-        engine.update_weights(Actor(folder), 1)
-        engine.update_weights(actor, VERSION)
+        send(engine, Actor(folder), 1)
+        send(engine, actor, VERSION)
         yield engine
 
 

@@ -3,11 +3,10 @@
 import ast
 import functools
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rlightning.errors import ConfigError, did_you_mean
+from rlightning.rollout.engine_config import EngineArguments
 
 OF_THE_RUN: dict[str, tuple[str, ...]] = {
     "the engine runs the actor's model, model.model": (
@@ -63,7 +62,7 @@ CHUNKING = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_s
 """Engine arguments that cut prompts into chunks."""
 
 
-def check_given(given: Mapping[str, Any]) -> None:
+def check_given(given: EngineArguments) -> None:
     """Refuse what of ``rollout.engine`` belongs to the run, cannot work, or is unknown to the installed vLLM."""
     reasons = {name: reason for reason, names in OF_THE_RUN.items() for name in names}
     known = argument_names()
@@ -85,7 +84,7 @@ def check_given(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}={value} must be one of {', '.join(EXECUTORS)}. Leave it out.")
 
 
-def check_length(given: Mapping[str, Any], needed: int, explanation: str, model_limit: int) -> None:
+def check_length(given: EngineArguments, needed: int, explanation: str, model_limit: int) -> None:
     """Refuse a ``max_model_len`` that would cut the run's completions, or that the model has no positions for.
 
     Args:
@@ -102,7 +101,7 @@ def check_length(given: Mapping[str, Any], needed: int, explanation: str, model_
         )
 
 
-def check_cpu(given: Mapping[str, Any], max_model_len: int) -> None:
+def check_cpu(given: EngineArguments, max_model_len: int) -> None:
     """Refuse what would cut prompts into chunks on a CPU, where vLLM ends when it does so with seeded requests."""
     rule = "vLLM on a CPU ends when it cuts the prompts of seeded requests into chunks"
     for name in CHUNKING:

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from rlightning.errors import EngineDiedError, EngineError, EngineStartError
 from rlightning.foreign_text import cut_line
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.processes.scratch import ScratchFolder
-from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_config import EngineArguments, EngineConfig
 from rlightning.rollout.engine_connection import NAME, EngineConnection
 from rlightning.rollout.engine_facts import EngineFacts
 from rlightning.rollout.host_check import check_host, describe_host
@@ -79,7 +78,7 @@ class EngineProcess(EngineConnection):
         facts: EngineFacts = await peer.call("start", self._find_model(self.config.engine_args))
         return facts
 
-    def _find_model(self, engine_args: dict[str, Any]) -> dict[str, Any]:
+    def _find_model(self, engine_args: EngineArguments) -> EngineArguments:
         """The engine's arguments; where the model's folder is gone, with a copy of what was read of it before."""
         model = Path(engine_args["model"])
         if not self.config.copies or (model / "config.json").is_file():

@@ -1,6 +1,5 @@
 """What vLLM engines take of a device: ``utilization x device = weights + activations + KV cache``."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from rlightning.models.counts import (
 )
 from rlightning.models.files import torch_dtype
 from rlightning.parallel.device import GIB, memory_use
+from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.settings import BLOCK_TOKENS
 
 CPU_CACHE_BYTES = 1 << 30
@@ -99,7 +99,7 @@ class EngineMemory:
 
 def read_engine(
     config: PreTrainedConfig,
-    arguments: Mapping[str, Any],
+    arguments: EngineArguments,
     *,
     block_tokens: int = BLOCK_TOKENS,
     num_engines: int = 1,
@@ -141,7 +141,7 @@ def read_engine(
 
 
 def kv_cache_setting(
-    arguments: Mapping[str, Any], config: PreTrainedConfig, device: torch.device, *, is_alone: bool = True
+    arguments: EngineArguments, config: PreTrainedConfig, device: torch.device, *, is_alone: bool = True
 ) -> dict[str, int]:
     """Return how large vLLM is to make the KV cache; nothing where its own measurement is as good.
 
@@ -182,7 +182,7 @@ def kv_cache_setting(
     return {"kv_cache_memory_bytes": engine.certain(memory.total)}
 
 
-def check_kv_cache(arguments: Mapping[str, Any], config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
+def check_kv_cache(arguments: EngineArguments, config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
     """Refuse a KV cache of the user's size that is too small for one sequence, which vLLM refuses as it starts.
 
     It needs a block more than the sequence's, which vLLM reserves.

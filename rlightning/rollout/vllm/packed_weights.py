@@ -7,15 +7,26 @@ those of the weights before. Neither shows in an error, nor the second in a prom
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from rlightning.protocols import has
+
 _pack_again: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
 _unpacked: WeakKeyDictionary[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] = WeakKeyDictionary()
 """Of each layer of experts, its parameters before they were packed, and their data, which packing may replace."""
+
+
+class LatentAttention(Protocol):
+    """A layer that has halves of ``kv_b_proj`` beside it."""
+
+    kv_b_proj: nn.Module
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Make them."""
 
 
 def keep_experts_unpacked() -> None:
@@ -48,11 +59,11 @@ def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
     for layer in model.modules():
         if layer in _pack_again:
             _pack_again[layer]()
-        elif hasattr(layer, "kv_b_proj") and hasattr(layer, "process_weights_after_loading"):
+        elif has(layer, LatentAttention):
             _split_again(layer, dtype)
 
 
-def _split_again(layer: Any, dtype: torch.dtype) -> None:
+def _split_again(layer: LatentAttention, dtype: torch.dtype) -> None:
     """Split ``kv_b_proj`` anew, into the same memory: CUDA graphs hold its address."""
     before = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
     layer.process_weights_after_loading(dtype)

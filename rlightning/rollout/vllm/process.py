@@ -14,13 +14,13 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning import intervals
 from rlightning.processes.process_group import end_own_group
+from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.engine_connection import METHODS
 from rlightning.rollout.engine_facts import EngineFacts, make_facts
 from rlightning.rollout.host_check import raise_open_files
@@ -44,7 +44,7 @@ class EngineHost:
         self._is_up = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, engine_args: dict[str, Any]) -> EngineFacts:
+    async def start(self, engine_args: EngineArguments) -> EngineFacts:
         """Start the engine; returns what it says of itself."""
         try:
             return self._start(engine_args)
@@ -60,7 +60,7 @@ class EngineHost:
         await self._is_up.wait()
         await self.methods["ping"]()
 
-    def _start(self, engine_args: dict[str, Any]) -> EngineFacts:
+    def _start(self, engine_args: EngineArguments) -> EngineFacts:
         trust = engine_args.get("trust_remote_code", False)
         files = ModelFiles.read(engine_args["model"], trust_remote_code=trust).facts
         server = VLLMServer(start_engine(engine_args))
@@ -79,7 +79,7 @@ class EngineHost:
         )
 
     def _guard(self, method: Method) -> Method:
-        async def call(*arguments: object) -> Any:
+        async def call(*arguments: object) -> object:
             try:
                 return await method(*arguments)
             except EngineDeadError as error:

@@ -10,13 +10,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import AsyncEngineArgs, CompletionOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning.foreign_text import cut_line
+from rlightning.rollout.engine_config import EngineArguments
+from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.vllm.supports import read_supports
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
@@ -29,11 +31,11 @@ class ArgumentsRefusedError(ValueError):
     """vLLM does not take the engine's arguments; the message is vLLM's, in a line."""
 
 
-def start_engine(engine_args: dict[str, Any]) -> AsyncLLM:
+def start_engine(engine_args: EngineArguments) -> AsyncLLM:
     """Return an engine that is up.
 
     Args:
-        engine_args: of vLLM's AsyncEngineArgs.
+        engine_args: that it is started with.
 
     Raises:
         ArgumentsRefusedError: vLLM does not take them.
@@ -65,16 +67,16 @@ class TokenStream:
     """The samples of a request while they are being sampled, for one reader."""
 
     def __init__(self) -> None:
-        self._outputs: dict[int, Any] = {}
+        self._outputs: dict[int, CompletionOutput] = {}
         self._num_read: Counter[int] = Counter()
         self._changed = asyncio.Event()
 
     @property
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> list[CompletionOutput]:
         """vLLM's newest one of each sample, with all of its tokens."""
         return [self._outputs[number] for number in sorted(self._outputs)]
 
-    def add(self, outputs: Iterable[Any]) -> None:
+    def add(self, outputs: Iterable[CompletionOutput]) -> None:
         """Take in what vLLM has of some samples."""
         self._outputs |= {output.index: output for output in outputs}
         self._changed.set()
@@ -120,7 +122,7 @@ class VLLMServer:
 
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], stream: str | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[EngineOutput]:
         """Sample completions of one prompt.
 
         Args:
@@ -130,9 +132,7 @@ class VLLMServer:
             stream: a name for :meth:`read_tokens`, which is called meanwhile; None: it is not.
 
         Returns:
-            For each its tokens, their log-probabilities and the versions of the weights that sampled them, what ended
-            it (a stop token, a stop string, or None for its length), how much of the prompt was cached, and the
-            supports that its tokens were drawn from.
+            Each of them; with the supports that its tokens were drawn from if ``sampling`` has ``max_support``.
         """
         schema, max_support = sampling.pop("json_schema", None), sampling.pop("max_support", 0)
         num_logprobs = min(sampling.get("logprobs", 0), self.engine.vllm_config.model_config.get_vocab_size())
@@ -151,16 +151,20 @@ class VLLMServer:
                 output, versions = await self._run(token_ids, params, has_versions=True, stream=tokens)
             finally:
                 self._streams.pop(stream, None)
-        return [
-            {
-                "token_ids": np.asarray(one.token_ids, np.int64),
-                "weight_versions": one_versions,
-                "end": one.stop_reason,
-                "num_cached_tokens": output.num_cached_tokens or 0,
-                **_read_logprobs(one.logprobs, max_support),
-            }
-            for one, one_versions in zip(output.outputs, versions, strict=True)
-        ]
+        outputs: list[EngineOutput] = []
+        for one, one_versions in zip(output.outputs, versions, strict=True):
+            logprobs, supports = _read_logprobs(one.logprobs, max_support)
+            outputs.append(
+                {
+                    "token_ids": np.asarray(one.token_ids, np.int64),
+                    "logprobs": logprobs,
+                    "weight_versions": one_versions,
+                    "end": one.stop_reason,
+                    "num_cached_tokens": output.num_cached_tokens or 0,
+                    "supports": supports,
+                }
+            )
+        return outputs
 
     async def read_tokens(self, stream: str) -> list[tuple[int, list[int]]]:
         """Return the numbers of samples and their tokens since the last call, as soon as there are any.
@@ -317,11 +321,13 @@ class VLLMServer:
                 yield state.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
 
 
-def _read_logprobs(flat: FlatLogprobs, max_support: int) -> dict[str, object]:
+def _read_logprobs(
+    flat: FlatLogprobs, max_support: int
+) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]] | None]:
     if not max_support:  # one entry a position, the sampled token's
-        return {"logprobs": np.asarray(flat.logprobs, np.float32)}
+        return np.asarray(flat.logprobs, np.float32), None
     logprobs, token_ids, sizes = read_supports(flat, max_support)
-    return {"logprobs": logprobs, "supports": (token_ids, sizes)}
+    return logprobs, (token_ids, sizes)
 
 
 def describe_faults(reports: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:

@@ -1,14 +1,13 @@
 """Arguments of vLLM's engine that follow from the work."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError
 from rlightning.models.counts import num_experts, read_setting
 from rlightning.models.rotary import describe_longrope_gap
+from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.arguments import argument_names
 
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
@@ -46,7 +45,7 @@ class RolloutWork:
     max_prompt_tokens: int
 
 
-def derive_settings(work: RolloutWork, given: Mapping[str, Any], *, is_cuda: bool) -> dict[str, Any]:
+def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool) -> EngineArguments:
     """Arguments of vLLM's EngineArgs, those in ``given`` as they are.
 
     Args:
@@ -58,16 +57,16 @@ def derive_settings(work: RolloutWork, given: Mapping[str, Any], *, is_cuda: boo
     completions = work.num_prompts * work.samples_per_prompt
     most = min(most, int(given.get("max_num_batched_tokens") or most))  # vLLM refuses more sequences than tokens
     num_seqs = int(given.get("max_num_seqs") or max(min(completions, most), min(LEAST_SEQUENCES, most)))
-    derived: dict[str, Any] = {
+    derived: EngineArguments = {
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": max(batched_tokens(work) if is_cuda else LEAST_BATCHED_TOKENS, num_seqs),
     }
     if is_cuda and not GRAPH_ARGUMENTS & given.keys():
         derived["cudagraph_capture_sizes"] = capture_sizes(num_seqs)
-    return derived | dict(given)
+    return derived | given
 
 
-def expert_settings(config: PreTrainedConfig | None, given: Mapping[str, Any]) -> dict[str, str]:
+def expert_settings(config: PreTrainedConfig | None, given: EngineArguments) -> dict[str, str]:
     """Return the argument that has experts computed from weights as they are stored, on a GPU.
 
     Some of vLLM's kernels take the weights of experts in another order, which it brings them into once, after its first

@@ -70,7 +70,8 @@ class WorkerExtension:
             After the last chunk, the model's parameters that no chunk of this sync has set; after that of the first
             sync, also the weights that the model has not taken. Else nothing.
         """
-        assert self._rl_receiver is not None, "rl_open_receiver comes first"
+        stored_form = self._rl_stored_form
+        assert self._rl_receiver is not None and stored_form is not None, "rl_open_receiver comes first"
         model, plan, received = self.model_runner.model, self._rl_receiver.plan, self._rl_receiver.receive(chunk)
         if chunk < plan.num_adapter_chunks:
             return [], self._rl_receive_adapter(chunk, plan, received)
@@ -78,7 +79,17 @@ class WorkerExtension:
             if chunk == plan.num_adapter_chunks:
                 self._rl_loaded, self._rl_unread = set(), set()
                 unpack_weights(model)
-            self._rl_load(model, received)
+            reads = ReadWeights()
+            try:
+                with nullcontext() if self._rl_is_checked else reads:
+                    self._rl_loaded |= set(model.load_weights(reads.watch(stored_form.convert(received))) or ())
+            except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"the actor's {stored_form.latest} does not fit the engine's model: {type(error).__name__} "
+                    f"{error}. The engine must be of the actor's architecture."
+                ) from error
+            if not self._rl_is_checked:
+                self._rl_unread |= reads.unread()
             synchronize_stream(self.device)  # the sender refills the bucket after this returns
             if chunk < len(plan.chunks) - 1:
                 return [], []
@@ -113,30 +124,6 @@ class WorkerExtension:
 
         return install_adapter(self.model_runner.lora_manager, settings, weights, torch.device(self.device))
 
-    def _rl_load(self, model: Any, received: Iterable[tuple[str, Tensor]]) -> None:
-        stored_form = self._rl_stored_form
-        assert stored_form is not None
-        latest: tuple[str, tuple[int, ...]] = ("", ())
-
-        def weights() -> Iterator[tuple[str, Tensor]]:
-            nonlocal latest
-            for name, tensor in received:
-                latest = (name, tuple(tensor.shape))
-                yield from stored_form.convert(name, tensor)
-
-        reads = ReadWeights()
-        try:
-            with nullcontext() if self._rl_is_checked else reads:
-                self._rl_loaded |= set(model.load_weights(reads.watch(weights())) or ())
-        except (AssertionError, KeyError, RuntimeError, ValueError) as error:
-            name, shape = latest
-            raise ValueError(
-                f"the actor's {name} {shape} does not fit the engine's model: "
-                f"{type(error).__name__} {error}. The engine must be of the actor's architecture."
-            ) from error
-        if not self._rl_is_checked:
-            self._rl_unread |= reads.unread()
-
     def rl_ping(self) -> None:
         """Answer, which a worker that hangs does not."""
 
@@ -145,6 +132,9 @@ class StoredForm:
     """Converts weights, one by one, from the form in which transformers runs them to that of a model's files.
 
     Some have other names there, and those of experts are one tensor an expert, not one a layer.
+
+    Attributes:
+        latest: name and shape of the weight that was converted last.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -154,14 +144,17 @@ class StoredForm:
             config = resolve_name(f"transformers:{name}").from_pretrained(model.model)
         with torch.device("meta"):
             policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        self.latest = ""
         self._policy = policy if get_model_conversion_mapping(policy, add_legacy=False) else None
 
-    def convert(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors that a file holds in a weight's place; most often the weight itself."""
-        if self._policy is None:
-            yield name, weight
-        else:
-            yield from revert_weight_conversion(self._policy, {name: weight}).items()
+    def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors that a file holds in the weights' places; most often the weights themselves."""
+        for name, weight in weights:
+            self.latest = f"{name} {tuple(weight.shape)}"
+            if self._policy is None:
+                yield name, weight
+            else:
+                yield from revert_weight_conversion(self._policy, {name: weight}).items()
 
 
 class ReadWeights(TorchFunctionMode):

@@ -3,15 +3,17 @@
 ::
 
     trainer, every rank                          an engine's process               each of its workers
-    WeightUpdater.send_weights(source)
-      WeightSender.fill, fill_bucket: gather
-        a chunk into the bucket
-      UpdatableEngine.receive_weights(chunk)  -> VLLMServer.receive_weights ----> rl_receive_weights
-        submit, call                                                                WeightReceiver.receive
-      WeightSender.send(chunk)  ====== the bucket's bytes, by the transport ======>
-                                                                                    _rl_load: model.load_weights
-    WeightUpdater.activate_weights(version)
-      UpdatableEngine.finish_weight_update  ---> VLLMServer.finish_weight_update
+    RankEngines.send_weights(source)
+      WeightUpdater.send_weights
+        WeightSender.fill, fill_bucket: gather
+          a chunk into the bucket
+        EngineConnection.receive_weights ------> VLLMServer.receive_weights ----> rl_receive_weights
+          submit, call                                                              WeightReceiver.receive
+        _collect
+          WeightSender.send(chunk)  ==== the bucket's bytes, by the transport ====>
+                                                                                    model.load_weights
+      WeightUpdater.activate_weights(version)
+        EngineConnection.finish_weight_update -> VLLMServer.finish_weight_update
 
 The first chunk pauses what the engine generates, or wakes an engine that sleeps, and ``finish_weight_update`` lets it
 go on with the new version. A message to each engine for each chunk, and one in the end, is all that a sync takes.
@@ -192,7 +194,7 @@ class WeightUpdater:
                 if chunk == 0:
                     self._started_at = time.monotonic()
                 answers = {engine: engine.receive_weights(chunk) for engine in self._engines}
-                faults += self._transfer(functools.partial(self.sender.send, chunk), answers)
+                faults += self._collect(answers, functools.partial(self.sender.send, chunk))
         if not self.deaths and any(faults):
             raise EngineError(" ".join(sorted(set(chain(*faults)))))
 
@@ -227,7 +229,7 @@ class WeightUpdater:
         }
         for engine in self._connected:
             engine.ended.add_done_callback(functools.partial(self._interrupt, engine))
-        self._transfer(self.sender.connect, answers)
+        self._collect(answers, self.sender.connect)
 
     def _interrupt(self, engine: UpdatableEngine, ended: Future[EngineError]) -> None:
         """End the sender's waiting for an engine that has died, if it is connected."""
@@ -235,25 +237,31 @@ class WeightUpdater:
             if engine in self._connected:
                 self.sender.interrupt(ended.result().line)
 
-    def _transfer(self, send: Callable[[], None], answers: Mapping[UpdatableEngine, Future[T]]) -> list[T]:
-        """Do the sender's part of what the engines have been asked for, and return what they answer."""
-        try:
-            send()
-        except EngineError:
-            wait(answers.values())
-            dead = {one: answer for one, answer in answers.items() if isinstance(answer.exception(), EngineDiedError)}
-            if not dead:
-                raise
-            return self._collect(dead)
-        return self._collect(answers)
+    def _collect(self, answers: Mapping[UpdatableEngine, Future[T]], send: Callable[[], None] | None = None) -> list[T]:
+        """Return what engines answer; those that have died take part no longer.
 
-    def _collect(self, answers: Mapping[UpdatableEngine, Future[T]]) -> list[T]:
-        """Return what engines answer; those that have died take part no longer."""
-        results = []
+        Args:
+            answers: of the engines.
+            send: the sender's part of what they have been asked for.
+
+        Raises:
+            EngineError: an engine has refused, or the sender has failed though no engine has died.
+        """
+        failure: EngineError | None = None
+        try:
+            if send is not None:
+                send()
+        except EngineError as error:
+            failure = error
+        wait(answers.values())
+        results: list[T] = []
         for engine, answer in answers.items():
-            try:
-                results.append(answer.result())
-            except EngineDiedError as death:
+            death = answer.exception()
+            if isinstance(death, EngineDiedError):
                 self._engines.remove(engine)
                 self.deaths.append(death)
+            elif failure is None:
+                results.append(answer.result())
+        if failure is not None and not self.deaths:
+            raise failure
         return results

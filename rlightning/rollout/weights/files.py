@@ -104,23 +104,23 @@ class FileReceiver(WeightReceiver):
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightReceiver.receive`."""
         deadline = Deadline(self._timeout)
-        while (file := self._open_current(chunk)) is None:
+        while (tensors := self._read_current(chunk)) is None:
             if deadline.is_over:
                 raise EngineError(
                     f"Chunk {chunk} of the weights did not come: {self._files[chunk]} is not there, or of an earlier "
                     f"sync, after {self._timeout:g} s. Trainer and engines must share the folder by the same name."
                 )
             time.sleep(intervals.SHORT_POLL_INTERVAL)
-        return ((slot.name, file.get_tensor(slot.name)) for slot in self.plan.chunks[chunk])
+        return tensors
 
-    def _open_current(self, chunk: int) -> Any:
-        """The chunk's file if it is of this sync, which begins with the first chunk; else None."""
+    def _read_current(self, chunk: int) -> Iterator[tuple[str, Tensor]] | None:
+        """Return the chunk's tensors if its file is of this sync, which begins with the first chunk; else None."""
         try:
-            file = safe_open(self._files[chunk], framework="pt", device=str(self._device))
+            file: Any = safe_open(self._files[chunk], framework="pt", device=str(self._device))
         except OSError:
             return None
-        sync = int(file.metadata()[SYNC])  # type: ignore[no-untyped-call]
+        sync = int(file.metadata()[SYNC])
         if sync == self._sync if chunk else sync > self._sync:
             self._sync = sync
-            return file
+            return ((slot.name, file.get_tensor(slot.name)) for slot in self.plan.chunks[chunk])
         return None

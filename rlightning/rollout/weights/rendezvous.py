@@ -7,9 +7,10 @@ torch's TCPStore serves any process that connects, and lists its keys to it. Thi
 import asyncio
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -25,8 +26,6 @@ else:
     Store = dist.Store
 
 KEY_BYTES = 32
-OPERATIONS = ("set", "get", "check", "add", "delete_key")
-"""Of a store that are answered at once; what waits asks again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +87,24 @@ class RendezvousServer:
         return Server(listener, key, self._serve, max_clients=size)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
-        methods = {operation: self._method(operation) for operation in OPERATIONS}
+        store = self.store  # of its operations those that are answered at once; what waits asks again and again
+        operations = {
+            "set": store.set,
+            "get": store.get,
+            "check": store.check,
+            "add": store.add,
+            "delete_key": store.delete_key,
+        }
+        methods = {name: partial(_answer, operation) for name, operation in operations.items()}
         peer = await Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
         try:
             await asyncio.wait([peer.closed])
         finally:
             peer.abort("the rendezvous is over")
 
-    def _method(self, operation: str) -> Callable[..., Awaitable[Any]]:
-        async def call(*arguments: object) -> object:
-            return getattr(self.store, operation)(*arguments)
 
-        return call
+async def _answer(operation: Callable[..., object], *arguments: object) -> object:
+    return operation(*arguments)
 
 
 class RemoteStore(Store):  # type: ignore[misc]
@@ -145,11 +150,13 @@ class RemoteStore(Store):  # type: ignore[misc]
         """Set how long waiting for a key may take."""
         self._timeout = timeout
 
-    def _ask(self, operation: str, *arguments: object) -> Any:
+    def _ask(self, operation: str, *arguments: object) -> bytes | int:
+        work = self._peer.call(operation, *arguments, timeout=intervals.TRANSFER_TIMEOUT)
         try:
-            return background_loop().run(self._peer.call(operation, *arguments, timeout=intervals.TRANSFER_TIMEOUT))
+            answer: bytes | int = background_loop().run(work)
         except RPCError as error:
             raise RuntimeError(f"the rendezvous is over: {error}") from error
+        return answer
 
 
 def join_rendezvous(place: Place) -> RemoteStore:

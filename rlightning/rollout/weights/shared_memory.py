@@ -5,8 +5,8 @@ On the CPU it is a memory file, on one CUDA device an allocation that is opened 
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,13 @@ class SharedMemorySender(WeightSender):
 
             with shareable_memory():
                 self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
-            self._location: tuple[Any, ...] = reduce_tensor(self.bucket)
+            location: CUDAMemory | MemoryFile = CUDAMemory(*reduce_tensor(self.bucket))
         else:
             self._fd = os.memfd_create("rlightning-weights")
             os.ftruncate(self._fd, plan.num_bytes)
             self.bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
-            self._location = os.getpid(), self._fd
-        receiver = SharedMemoryReceiver(plan, self._location)
+            location = MemoryFile(os.getpid(), self._fd)
+        receiver = SharedMemoryReceiver(plan, location)
         self._receivers = [receiver]
         if self._num_ranks > 1:
             self._receivers = list(all_to_all_objects({ranks[0]: receiver}, name="weight buckets").values())
@@ -75,29 +75,45 @@ class SharedMemorySender(WeightSender):
         super().close()
 
 
+class MemoryFile(NamedTuple):
+    """A bucket in a memory file of the process ``pid``, by its descriptor there."""
+
+    pid: int
+    fd: int
+
+    def open(self, device: torch.device, num_bytes: int) -> Tensor:
+        """Return the bucket."""
+        with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+
+
+class CUDAMemory(NamedTuple):
+    """A bucket on a CUDA device: torch's function that opens it, and the arguments, of ``reduce_tensor``."""
+
+    rebuild: Callable[..., Tensor]
+    arguments: Sequence[object]
+
+    def open(self, device: torch.device, num_bytes: int) -> Tensor:
+        """Return the bucket; the device is the sender's, under whatever index it has here."""
+        arguments = list(self.arguments)
+        arguments[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
+        return self.rebuild(*arguments)
+
+
 class SharedMemoryReceiver(WeightReceiver):
     """Reads a sender's bucket. The memory is released with the last tensor that lies in it.
 
     Args:
         plan: of the weights.
-        location: of the bucket: process and file descriptor, or what torch's ``reduce_tensor`` has returned.
+        location: of the bucket.
     """
 
-    def __init__(self, plan: ChunkPlan, location: tuple[Any, ...]) -> None:
+    def __init__(self, plan: ChunkPlan, location: MemoryFile | CUDAMemory) -> None:
         self.plan, self._location = plan, location
 
     def open(self, device: torch.device) -> None:
-        """Open the bucket; a CUDA device is the sender's, under whatever index it has here."""
-        if device.type == "cuda":
-            rebuild, arguments = self._location
-            rebuilt = list(arguments)
-            rebuilt[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
-            self._bucket: Tensor = rebuild(*rebuilt)
-        else:
-            pid, fd = self._location
-            with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
-                memory = mmap.mmap(file.fileno(), self.plan.num_bytes)
-            self._bucket = torch.frombuffer(memory, dtype=torch.uint8)
+        """Open the bucket."""
+        self._bucket = self._location.open(device, self.plan.num_bytes)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightReceiver.receive`: the chunk is there when the worker is asked for it."""

@@ -190,14 +190,14 @@ class TransferGroup:
             thread.join(intervals.GROUP_LEAVE_GRACE)
 
 
-def _make_nccl_group(store: Any, place: Place) -> Any:
+def _make_nccl_group(store: object, place: Place) -> object:
     options = _c10d.ProcessGroupNCCL.Options()
     options._timeout = _torch_timeout(place)
     with _without_watchdog():
         return _c10d.ProcessGroupNCCL(store, place.rank, place.size, options)
 
 
-def _make_gloo_group(store: Any, place: Place) -> Any:
+def _make_gloo_group(store: object, place: Place) -> object:
     options = _c10d.ProcessGroupGloo._Options()
     options._timeout = _torch_timeout(place)
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=find_own_address(place.host, place.port))]

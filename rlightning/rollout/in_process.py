@@ -1,0 +1,99 @@
+"""A sampler in the trainer's process, as a weight sync drives it: rank 0 has it, the others give it their shards."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlightning.parallel.gathering import gather_into
+from rlightning.rollout.placement import COLLECTOR_RANK
+from rlightning.rollout.sampler import Sampler
+from rlightning.rollout.weight_sync import RankSamplers, SamplerStates
+from rlightning.rollout.weights import WeightSource
+from rlightning.rpc.client import LoopThread
+
+
+class InProcessSampler:
+    """A sampler and what is known of its weights; see :class:`~rlightning.rollout.canary.VerifiedSampler`.
+
+    Args:
+        sampler: that samples and scores.
+        loop: that it is asked on.
+    """
+
+    is_alive = True
+
+    def __init__(self, sampler: Sampler, loop: LoopThread) -> None:
+        self.sampler, self._loop = sampler, loop
+        self.is_verified = self.is_proven = False
+
+    @property
+    def weight_version(self) -> int | None:
+        """See :class:`~rlightning.rollout.sampler.Sampler`."""
+        return self.sampler.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int | None) -> None:
+        self.sampler.weight_version = version
+
+    def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See :class:`~rlightning.rollout.canary.VerifiedSampler`."""
+
+        async def score() -> list[NDArray[np.float32]]:
+            return await asyncio.gather(*(self.sampler.score(sequence) for sequence in token_ids.tolist()))
+
+        return np.array(self._loop.run(score()), np.float32)
+
+
+class InProcessSamplers(RankSamplers):
+    """This rank's part in a run that samples in the trainer's process.
+
+    Args:
+        engines: rank 0's sampler; none on the other ranks.
+        dtype: that it takes weights in.
+        can_sleep: whether it shares the actor's device.
+    """
+
+    engines: Sequence[InProcessSampler]
+
+    def __init__(self, engines: Sequence[InProcessSampler], dtype: torch.dtype, *, can_sleep: bool) -> None:
+        self.engines, self.updated = engines, engines
+        self._dtype, self._can_sleep = dtype, can_sleep
+
+    @property
+    def can_sleep(self) -> bool:
+        """See :class:`RankSamplers`."""
+        return self._can_sleep
+
+    def states(self, weight_version: int) -> SamplerStates:
+        """See :meth:`RankSamplers.states`."""
+        versions = [engine.weight_version for engine in self.engines]
+        serving = [number for number, version in enumerate(versions) if version == weight_version]
+        return SamplerStates(len(serving) < len(versions), serving, len(versions), len(versions))
+
+    def sleep_before_sync(self) -> None:
+        """See :meth:`RankSamplers.sleep_before_sync`."""
+        for engine in self.engines:
+            engine.sampler.sleep()
+
+    def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
+        """See :meth:`RankSamplers.send_weights`."""
+        for engine in self.engines:
+            engine.sampler.update_weights(source, weight_version)
+        if not self.engines:
+            send_shards(source, self._dtype)
+
+    def activate_weights(self, weight_version: int) -> None:
+        """See :meth:`RankSamplers.activate_weights`: it samples from them at once."""
+        for engine in self.engines:
+            engine.weight_version = weight_version
+
+
+@torch.no_grad()
+def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
+    """Take part in the :meth:`Sampler.update_weights` of rank 0, on a rank without a sampler."""
+    weights = [tensor for _, tensor in source.named_weights()]
+    nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
+    gather_into(nothing, weights, destination=COLLECTOR_RANK)
