@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import lightning.fabric
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from rlightning.types.batch_plan import BatchPlan
 
 P = TypeVar("P")
+
+StateDict = dict[str, Any]
+"""A state dict of torch's or Lightning's, or a whole checkpoint: tensors, numbers and the like by name."""
+JsonObject = dict[str, Any]
+"""A JSON object, whose values its reader knows the types of."""
 
 
 def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
