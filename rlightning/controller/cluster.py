@@ -33,11 +33,7 @@ _own_nodes: dict[str, OwnNode] = {}
 
 
 def import_ray() -> ModuleType:
-    """Import Ray, or raise a ConfigError if it is missing.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the package ray, or raise a ConfigError if it is missing."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_US)  # read as it is imported
     try:
         import ray
@@ -99,11 +95,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
 
 
 def check_own_node() -> None:
-    """Raise an error if this process's own cluster has lost its raylet, the cause of any other failure.
-
-    Raises:
-        ClusterLostError: it is.
-    """
+    """Raise a ClusterLostError if this process's own cluster has lost its raylet, the cause of any other failure."""
     ray = import_ray()
     node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
     if node is not None and node.has_ended:
