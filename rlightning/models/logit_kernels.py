@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlightning.models.output_layer import SoftmaxContext
+
 BLOCK = 4096
 """Logits of a row that a program works on at once."""
 NUM_WARPS = 8
@@ -42,17 +44,9 @@ def summarize_logits(
     return normalizer, picked, entropy
 
 
-def differentiate_logits(
-    logits: Tensor,
-    targets: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-) -> None:
+def differentiate_logits(logits: Tensor, targets: Tensor, context: SoftmaxContext) -> None:
     """Triton version of :func:`rlightning.models.output_layer.differentiate_logits`."""
+    normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap = context
     num_tokens, num_logits = logits.shape
     _differentiate[(num_tokens,)](
         logits,

@@ -19,7 +19,7 @@ Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabul
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -124,27 +124,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden, grad_weight = _sum_gradients(ctx, grad_logprobs, grad_entropy)
-        if grad_hidden is not None and ctx.settings.group is not None:
-            dist.all_reduce(grad_hidden, group=ctx.settings.group)
+        settings: _Settings = ctx.settings
+        grad_hidden, grad_weight = _sum_gradients(
+            ctx.saved_tensors, settings, ctx.needs_input_grad[:2], grad_logprobs, grad_entropy
+        )
+        if grad_hidden is not None and settings.group is not None:
+            dist.all_reduce(grad_hidden, group=settings.group)
         if grad_weight is not None:
             grad_weight = grad_weight.to(ctx.saved_tensors[1].dtype)
         return grad_hidden, grad_weight, None, None
 
 
-def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _sum_gradients(
+    saved: Sequence[Tensor], settings: _Settings, needs: Sequence[bool], grad_logprobs: Tensor, grad_entropy: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the hidden states and of the weight (in float32), if they are required."""
-    hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
-    settings: _Settings = ctx.settings
-    needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+    hidden, weight, targets, normalizer, entropy = saved
+    needs_hidden, needs_weight = needs
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if needs_weight else None
     weight = weight.to(hidden.dtype)
     for own, logits in _chunks(hidden, weight):
-        _differentiate_chunk(
-            logits,
-            _kept_logits(logits, settings, own),
-            targets[own],
+        context = SoftmaxContext(
             normalizer[own],
             entropy[own],
             grad_logprobs[own],
@@ -152,11 +153,29 @@ def _sum_gradients(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tup
             _of_chunk(settings.temperature, own),
             settings.softcap,
         )
+        _differentiate_chunk(logits, _kept_logits(logits, settings, own), targets[own], context)
         if grad_hidden is not None:
             torch.mm(logits, weight, out=grad_hidden[own])
         if grad_weight is not None:
             add_product(grad_weight, logits.T, hidden[own])
     return grad_hidden, grad_weight
+
+
+class SoftmaxContext(NamedTuple):
+    """What the gradient of a chunk's logits is computed from, beside the logits; tensors are [C].
+
+    Attributes:
+        normalizer: of all ranks' logits, as the entropy is (:func:`summarize_logits`).
+        grad_logprobs: the loss's gradient with respect to the log-probabilities.
+        grad_entropy: with respect to the entropies; None if they are not differentiated.
+    """
+
+    normalizer: Tensor
+    entropy: Tensor
+    grad_logprobs: Tensor
+    grad_entropy: Tensor | None
+    temperature: float | Tensor
+    softcap: float | None
 
 
 class _KeptLogits(NamedTuple):
@@ -196,30 +215,21 @@ def _summarize_chunk(
     return truncated.where(kept.is_cut, whole)
 
 
-def _differentiate_chunk(
-    logits: Tensor,
-    kept: _KeptLogits | None,
-    targets: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-) -> None:
+def _differentiate_chunk(logits: Tensor, kept: _KeptLogits | None, targets: Tensor, context: SoftmaxContext) -> None:
     """Apply :func:`differentiate_logits` to a chunk, over the ``kept`` logits alone for truncated tokens."""
     differentiate = _kernels(logits).differentiate_logits
     if kept is None:
-        differentiate(logits, targets, normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
+        differentiate(logits, targets, context)
         return
     is_target = kept.is_here & (kept.places == targets[:, None])
-    scaled = scale_logits(kept.logits, temperature, softcap).where(kept.is_here, FLOOR)
-    given = (normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
-    gradient = logit_gradient(scaled, is_target, *given).where(kept.is_here, 0.0)
+    scaled = scale_logits(kept.logits, context.temperature, context.softcap).where(kept.is_here, FLOOR)
+    gradient = logit_gradient(scaled, is_target, context).where(kept.is_here, 0.0)
     # By this all chances of truncated rows, and so the gradients of all their logits, are 0.
-    normalizer = normalizer.where(~kept.is_cut, -FLOOR)
-    grad_logprobs = grad_logprobs.where(~kept.is_cut, 0.0)
-    differentiate(logits, targets, normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
+    whole = context._replace(
+        normalizer=context.normalizer.where(~kept.is_cut, -FLOOR),
+        grad_logprobs=context.grad_logprobs.where(~kept.is_cut, 0.0),
+    )
+    differentiate(logits, targets, whole)
     logits.scatter_add_(1, kept.places, gradient.to(logits.dtype))
 
 
@@ -302,39 +312,20 @@ def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return normalizer, picked.sum(0), (log_chances.exp() * (entropies - log_chances)).sum(0)
 
 
-def differentiate_logits(
-    logits: Tensor,
-    targets: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-) -> None:
+def differentiate_logits(logits: Tensor, targets: Tensor, context: SoftmaxContext) -> None:
     """Overwrite logits with the gradient of the outputs of :func:`chunked_logprobs` with respect to them.
 
     With p the softmax of the scaled logits x, that of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
-    ``-p[v] (log p[v] + H)``. Arguments are [C], but for the logits [C, V]; normalizer and entropy are those of all
-    ranks' logits.
+    ``-p[v] (log p[v] + H)``. Logits are [C, V], targets [C].
     """
-    scaled = scale_logits(logits, temperature, softcap)
+    scaled = scale_logits(logits, context.temperature, context.softcap)
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    given = (normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
-    logits.copy_(logit_gradient(scaled, is_target, *given))
+    logits.copy_(logit_gradient(scaled, is_target, context))
 
 
-def logit_gradient(
-    scaled: Tensor,
-    is_target: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-) -> Tensor:
+def logit_gradient(scaled: Tensor, is_target: Tensor, context: SoftmaxContext) -> Tensor:
     """Return the gradient with respect to logits before soft cap and temperature; see :func:`differentiate_logits`."""
+    normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap = context
     table = scaled - normalizer[:, None]
     chances = table.exp()
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)

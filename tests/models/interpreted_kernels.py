@@ -8,6 +8,7 @@ import itertools
 import torch
 
 from rlightning.models import logit_kernels, output_layer
+from rlightning.models.output_layer import SoftmaxContext
 
 
 def compare(num_logits: int, softcap: float | None, needs_entropy_grad: bool, has_temperatures: bool) -> None:
@@ -22,10 +23,10 @@ def compare(num_logits: int, softcap: float | None, needs_entropy_grad: bool, ha
     gradients = torch.randn(2, 6, generator=generator)
     normalizer, _, entropy = expected
     entropy_gradient = gradients[1] if needs_entropy_grad else None
-    given = (targets, normalizer, entropy, gradients[0], entropy_gradient, temperature, softcap)
+    context = SoftmaxContext(normalizer, entropy, gradients[0], entropy_gradient, temperature, softcap)
     ours, other = logits.clone(), logits.clone()
-    logit_kernels.differentiate_logits(ours, *given)
-    output_layer.differentiate_logits(other, *given)
+    logit_kernels.differentiate_logits(ours, targets, context)
+    output_layer.differentiate_logits(other, targets, context)
     torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)
 
 
