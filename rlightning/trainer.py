@@ -46,6 +46,8 @@ DEFAULTS: Mapping[str, object] = {
 }
 """What differs from Lightning's defaults, but for what depends on other options (docs/configuration.md has all)."""
 
+Options = dict[str, Any]
+"""Arguments of Lightning's Trainer, by name."""
 OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
 """The callbacks of a run that lists no others of their classes."""
 
@@ -92,13 +94,7 @@ class Trainer(lightning.pytorch.Trainer):
     ) -> None:
         """Train as Lightning does, in a folder that holds no other run.
 
-        Args:
-            model: the module.
-            train_dataloaders: the data module, or loaders.
-            val_dataloaders: loaders.
-            datamodule: the data module.
-            ckpt_path: of the checkpoint to go on from; "last" is the run folder's newest that is whole.
-            weights_only: whether to load that without unpickling objects.
+        Arguments are Lightning's; ``ckpt_path="last"`` is the run folder's newest checkpoint that is whole.
         """
         path = self._settle_checkpoint("fit", ckpt_path)
         self._has_fitted = True
@@ -168,12 +164,8 @@ def raising_interrupts() -> Iterator[None]:
         raise
 
 
-def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Trainer's options, all of them, with the defaults that depend on others.
-
-    Raises:
-        ConfigError: for one that does not work here.
-    """
+def settle_options(options: Options) -> Options:
+    """Return the options with the defaults that depend on others; a ConfigError for one that does not work here."""
     settled = dict(options)
     check_options(settled)
     settled["strategy"] = find_strategy(settled["strategy"])
@@ -194,7 +186,7 @@ def settle_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return settled
 
 
-def settle_lengths(options: dict[str, Any] | Namespace) -> None:
+def settle_lengths(options: Options | Namespace) -> None:
     """Set, in place, one epoch where no end is set, and validation after each epoch where no interval is."""
     if options["max_epochs"] is None and options["max_steps"] == -1 and options["max_time"] is None:
         options["max_epochs"] = 1
@@ -210,12 +202,10 @@ def add_checkpoint_io(plugins: object, strategy: object) -> list[object]:
     return listed if has_one else [*listed, AtomicCheckpointIO()]
 
 
-def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Mapping[str, Any]) -> list[Callback]:
-    """The rollout callback first, then those listed, then each default whose class is not listed.
+def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Options) -> list[Callback]:
+    """Return the rollout callback, then those listed, then each default whose class is not listed.
 
-    Args:
-        rollout: as of :class:`Trainer`.
-        options: settled, with the callbacks that are listed.
+    ``options`` are settled, with the callbacks that are listed.
     """
     listed = options["callbacks"] or []
     callbacks = order_callbacks(listed if isinstance(listed, list) else [listed])

@@ -12,6 +12,7 @@ from rlightning.module.hyperparameters import bind_arguments, make_module, to_pl
 from rlightning.module.trainer_options import check_not_spawned
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.parallel.prompt_batches import PromptBatchModule
+from rlightning.protocols import StateDict
 from rlightning.run_settings import describe_changes
 from rlightning.secret_arguments import conceal
 
@@ -84,7 +85,7 @@ class SavedModule(PromptBatchModule):
                 f"{checkpoint_path} is no checkpoint of a run: it has no 'state_dict'. Name one that a Trainer has "
                 f"saved, or make {cls.__name__} of a model's folder."
             )
-        saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        saved: StateDict = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
         values = {name: saved[name] for name in checkpoint.get(ARGUMENT_NAMES, saved) if name in saved}
         module = make_module(cls, values, kwargs, f"The checkpoint {checkpoint_path}")
         for name in checkpoint.get(ARGUMENT_NAMES, ()):
