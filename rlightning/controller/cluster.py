@@ -139,10 +139,8 @@ def check_reachable(address: str) -> None:
 def check_admitted(where: str, address: str) -> None:
     """Refuse a cluster that does not answer this process, and name the cause, which ``ray.init`` does not."""
     ray = import_ray()
-    try:
-        from ray.autoscaler.v2.sdk import get_cluster_status
-    except ImportError:
-        return  # a release of Ray without it, and without authentication
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
     try:
         get_cluster_status(address, timeout=int(intervals.CONNECT_TIMEOUT))
     except ray.exceptions.RayError as error:
@@ -151,7 +149,7 @@ def check_admitted(where: str, address: str) -> None:
 
 def _refused(where: str, error: Exception) -> ConfigError:
     """Return the configuration error behind Ray's exception; other causes keep Ray's own message."""
-    if type(error).__name__ == "AuthenticationError":  # a class that earlier releases of Ray do not have
+    if isinstance(error, import_ray().exceptions.AuthenticationError):
         return ConfigError(
             f"trainer.strategy: the Ray cluster at address={where} asks for its authentication token, and this process "
             "has none or another one. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the "

@@ -15,7 +15,6 @@ are read from their beginning, and after :meth:`CommandQueue.forget` it is refus
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -34,10 +33,6 @@ class ForeseenWorkerError(RunError, WorkerError):
 
 class WorkerDiedError(RunError, RuntimeError):
     """A worker's process has ended."""
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class ClusterLostError(WorkerDiedError):

@@ -235,8 +235,7 @@ class WorkerGroup:
                 self.kill()
                 raise WorkerDiedError(
                     f"worker {rank} of {self.num_workers} hangs: its process has answered nothing for {silent:.0f} s. "
-                    "The workers have been ended.",
-                    [rank],
+                    "The workers have been ended."
                 )
             else:
                 log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
@@ -293,8 +292,7 @@ class WorkerGroup:
         self.kill()
         raise WorkerDiedError(
             f"worker {rank} of {self.num_workers} died: {reason} Its step cannot be finished; the other workers have "
-            "been ended.",
-            [rank],
+            "been ended."
         ) from None
 
 

@@ -279,7 +279,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
         targets=shorten(modules, layers),
         start=folder,
     )
-    check_files(lora, folder, model)
+    check_files(dict(lora.shapes), folder, model)
     return lora
 
 

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlightning.models.output_layer import SoftmaxContext
-
 BLOCK = 4096
 """Logits of a row that a program works on at once."""
 NUM_WARPS = 8
@@ -44,8 +42,12 @@ def summarize_logits(
     return normalizer, picked, entropy
 
 
-def differentiate_logits(logits: Tensor, targets: Tensor, context: SoftmaxContext) -> None:
-    """Triton version of :func:`rlightning.models.output_layer.differentiate_logits`."""
+def differentiate_logits(
+    logits: Tensor,
+    targets: Tensor,
+    context: tuple[Tensor, Tensor, Tensor, Tensor | None, float | Tensor, float | None],
+) -> None:
+    """Triton version of :func:`rlightning.models.output_layer.differentiate_logits`, with its SoftmaxContext."""
     normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap = context
     num_tokens, num_logits = logits.shape
     _differentiate[(num_tokens,)](

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlightning.parallel.barrier import barrier
-from rlightning.parallel.cpu_group import cpu_group, has_process_group
+from rlightning.parallel.cpu_group import cpu_group
 from rlightning.parallel.execution_mode import HasWorldSize
 
 T = TypeVar("T")
@@ -27,12 +27,12 @@ OPS = {
 
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
-    return dist.get_world_size() if has_process_group() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def global_rank() -> int:
     """Return this process's rank; 0 without a process group."""
-    return dist.get_rank() if has_process_group() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str = "reduce") -> Tensor:

@@ -60,14 +60,9 @@ def barrier_timeout() -> float:
     return _timeout_seconds
 
 
-def has_process_group() -> bool:
-    """Return whether this process has joined a process group of ``torch.distributed``."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def connection() -> Connection | None:
     """Return the connection of all ranks, or None in a single-process run."""
-    if not has_process_group() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     assert world is not None
@@ -113,5 +108,5 @@ def leave_groups() -> None:
     A thread of gloo's that releases its last tensor after the interpreter's end aborts the process
     (https://github.com/pytorch/pytorch/issues/190489).
     """
-    if has_process_group():
+    if dist.is_initialized():
         dist.destroy_process_group()

@@ -38,7 +38,7 @@ from rlightning.torch_internals import nccl_backends
 
 log = logging.getLogger(__name__)
 
-SIGNAL = signal.SIGRTMIN if sys.platform == "linux" else signal.SIGUSR2
+SIGNAL = signal.SIGRTMIN
 """Wakes the main thread out of a system call; a signal without any other use."""
 
 

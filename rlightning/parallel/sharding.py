@@ -36,11 +36,6 @@ class Sharding:
     reshard_after_forward: bool = True
 
     @property
-    def data_parallel_mesh(self) -> DeviceMesh:
-        """The mesh of FSDP: its last dimension shards, and with hybrid sharding one before it replicates."""
-        return self.mesh["shard"] if self.mesh["replicate"].size() == 1 else self.mesh["replicate", "shard"]
-
-    @property
     def storage_device(self) -> torch.device:
         """The device that stores shards while they are not used."""
         return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
@@ -52,7 +47,8 @@ class Sharding:
         is_on_host = self.cpu_offload == "parameters"
         fully_shard(
             module,
-            mesh=self.data_parallel_mesh,
+            # FSDP shards over the last dimension, and keeps copies over one before it (hybrid sharding).
+            mesh=self.mesh["shard"] if self.mesh["replicate"].size() == 1 else self.mesh["replicate", "shard"],
             reshard_after_forward=reshard_after_forward,
             mp_policy=precision or MixedPrecisionPolicy(),
             offload_policy=CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if is_on_host else OffloadPolicy(),
