@@ -34,9 +34,6 @@ from rlightning.python_values import to_python
 from rlightning.run_dir import new_run_folder
 from rlightning.run_lock import check_writable
 
-Options = dict[str, Any]
-"""Of Lightning's Trainer, by name."""
-
 DEFAULTS: Mapping[str, object] = {
     # The engine validates, and a run validates before its first step: a sanity check would be another validation.
     "num_sanity_val_steps": 0,
@@ -49,6 +46,8 @@ DEFAULTS: Mapping[str, object] = {
 }
 """What differs from Lightning's defaults, but for what depends on other options (docs/configuration.md has all)."""
 
+Options = dict[str, Any]
+"""Arguments of Lightning's Trainer, by name."""
 OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
 """The callbacks of a run that lists no others of their classes."""
 
@@ -95,13 +94,7 @@ class Trainer(lightning.pytorch.Trainer):
     ) -> None:
         """Train as Lightning does, in a folder that holds no other run.
 
-        Args:
-            model: the module.
-            train_dataloaders: the data module, or loaders.
-            val_dataloaders: loaders.
-            datamodule: the data module.
-            ckpt_path: of the checkpoint to go on from; "last" is the run folder's newest that is whole.
-            weights_only: whether to load that without unpickling objects.
+        Arguments are Lightning's; ``ckpt_path="last"`` is the run folder's newest checkpoint that is whole.
         """
         path = self._settle_checkpoint("fit", ckpt_path)
         self._has_fitted = True
@@ -172,11 +165,7 @@ def raising_interrupts() -> Iterator[None]:
 
 
 def settle_options(options: Mapping[str, object]) -> Options:
-    """Return the Trainer's options, all of them, with the defaults that depend on others.
-
-    Raises:
-        ConfigError: for one that does not work here.
-    """
+    """Return the options with the defaults that depend on others; a ConfigError for one that does not work here."""
     settled: Options = dict(options)
     check_options(settled)
     settled["strategy"] = find_strategy(settled["strategy"])
@@ -214,11 +203,9 @@ def add_checkpoint_io(plugins: object, strategy: object) -> list[object]:
 
 
 def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Options) -> list[Callback]:
-    """The rollout callback first, then those listed, then each default whose class is not listed.
+    """Return the rollout callback, then those listed, then each default whose class is not listed.
 
-    Args:
-        rollout: as of :class:`Trainer`.
-        options: settled, with the callbacks that are listed.
+    ``options`` are settled, with the callbacks that are listed.
     """
     listed = options["callbacks"] or []
     callbacks = order_callbacks(listed if isinstance(listed, list) else [listed])

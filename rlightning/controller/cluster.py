@@ -33,11 +33,7 @@ _own_nodes: dict[str, OwnNode] = {}
 
 
 def import_ray() -> ModuleType:
-    """Import Ray, or raise a ConfigError if it is missing.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the package ray, or raise a ConfigError if it is missing."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_US)  # read as it is imported
     try:
         import ray
@@ -99,11 +95,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
 
 
 def check_own_node() -> None:
-    """Raise an error if this process's own cluster has lost its raylet, the cause of any other failure.
-
-    Raises:
-        ClusterLostError: it is.
-    """
+    """Raise a ClusterLostError if this process's own cluster has lost its raylet, the cause of any other failure."""
     ray = import_ray()
     node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
     if node is not None and node.has_ended:
@@ -147,10 +139,8 @@ def check_reachable(address: str) -> None:
 def check_admitted(where: str, address: str) -> None:
     """Refuse a cluster that does not answer this process, and name the cause, which ``ray.init`` does not."""
     ray = import_ray()
-    try:
-        from ray.autoscaler.v2.sdk import get_cluster_status
-    except ImportError:
-        return  # a release of Ray without it, and without authentication
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
     try:
         get_cluster_status(address, timeout=int(intervals.CONNECT_TIMEOUT))
     except ray.exceptions.RayError as error:
@@ -159,7 +149,7 @@ def check_admitted(where: str, address: str) -> None:
 
 def _refused(where: str, error: Exception) -> ConfigError:
     """Return the configuration error behind Ray's exception; other causes keep Ray's own message."""
-    if type(error).__name__ == "AuthenticationError":  # a class that earlier releases of Ray do not have
+    if isinstance(error, import_ray().exceptions.AuthenticationError):
         return ConfigError(
             f"trainer.strategy: the Ray cluster at address={where} asks for its authentication token, and this process "
             "has none or another one. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the "

@@ -28,7 +28,7 @@ from rlightning.controller.commands import (
     Train,
 )
 
-C = TypeVar("C", bound=Command)
+C = TypeVar("C", bound=Command[object])
 ENDLESS = 1 << 30
 """Batches that a loader claims to have: Lightning fetches one ahead of time from a loader without a length."""
 
@@ -150,7 +150,7 @@ class CommandFeed:
         while not isinstance(self.queue.peek(), StartEpoch | Train | EndEpoch | End):
             self._serve(self.queue.take())
 
-    def _serve(self, command: Command) -> None:
+    def _serve(self, command: Command[object]) -> None:
         if isinstance(command, Evaluate):
             self.begin_evaluation(command)
             metrics = self._evaluate(command)  # which has taken the command to end it

@@ -15,12 +15,12 @@ are read from their beginning, and after :meth:`CommandQueue.forget` it is refus
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 from rlightning.controller.epoch_metrics import EpochMetric
 from rlightning.errors import ConfigError, RunError
+from rlightning.protocols import StateDict
 
 
 class WorkerError(RuntimeError):
@@ -34,10 +34,6 @@ class ForeseenWorkerError(RunError, WorkerError):
 class WorkerDiedError(RunError, RuntimeError):
     """A worker's process has ended."""
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-
 
 class ClusterLostError(WorkerDiedError):
     """The Ray cluster has ended, so that no workers can be started in it."""
@@ -45,36 +41,42 @@ class ClusterLostError(WorkerDiedError):
 
 # Commands
 
+R = TypeVar("R", covariant=True)
+
+
+class Command(Generic[R]):
+    """A command, which a worker answers with an ``R``."""
+
 
 @dataclass(frozen=True)
-class StartTraining:
+class StartTraining(Command[None]):
     """Run ``on_train_start``; an epoch has ``num_batches``, which may be infinite."""
 
     num_batches: float
 
 
 @dataclass(frozen=True)
-class StartEpoch:
+class StartEpoch(Command[None]):
     """Run ``on_train_epoch_start``; ``num_batches`` changes if the loaders are made again for each epoch."""
 
     num_batches: float
 
 
 @dataclass(frozen=True)
-class Train:
-    """Run a training step on this rank's share of a batch; returns a :class:`StepResult`."""
+class Train(Command["StepResult"]):
+    """Run a training step on this rank's share of a batch."""
 
     batch: object
     is_last: bool = False
 
 
 @dataclass(frozen=True)
-class EndEpoch:
-    """Run ``on_train_epoch_end``; returns a :class:`StepResult` with the metrics that it logged."""
+class EndEpoch(Command["StepResult"]):
+    """Run ``on_train_epoch_end``; the result has the metrics that it logged."""
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Command[None]):
     """Start a validation, a test or a prediction over ``num_loaders`` sets."""
 
     num_loaders: int
@@ -82,7 +84,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class EvaluateBatch:
+class EvaluateBatch(Command[object]):
     """Evaluate this rank's share of a batch of set ``loader``; returns the result of a prediction step."""
 
     batch: object
@@ -90,12 +92,12 @@ class EvaluateBatch:
 
 
 @dataclass(frozen=True)
-class EndEvaluation:
+class EndEvaluation(Command[dict[str, float]]):
     """End the evaluation; returns its metrics by name."""
 
 
 @dataclass(frozen=True)
-class Load:
+class Load(Command[StateDict]):
     """Load a checkpoint; returns its contents except weights and optimizer state."""
 
     path: str
@@ -103,16 +105,16 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(Command[None]):
     """Write a checkpoint that includes the controller's part, ``checkpoint``."""
 
-    checkpoint: dict[str, Any]
+    checkpoint: StateDict
     path: str
     storage_options: object
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Command[object]):
     """Call a method of the module; returns its result."""
 
     method: str
@@ -121,14 +123,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class End:
+class End(Command[None]):
     """End the fit."""
 
 
 BetweenBatches = Load | Save | Call
 """Commands that are executed whenever no step is under way."""
-TrainingCommand = StartTraining | StartEpoch | Train | EndEpoch | End
-Command = TrainingCommand | Evaluate | EvaluateBatch | EndEvaluation | BetweenBatches
 
 
 # Entries: what workers answer
@@ -200,7 +200,7 @@ class CommandQueue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, Command]] = deque()
+        self._waiting: deque[tuple[int, Command[object]]] = deque()
         self._entries: dict[int, list[Entry]] = {}
         self._current: int | None = None
         self._last = -1
@@ -210,12 +210,8 @@ class CommandQueue:
 
     # Called by the controller
 
-    def submit(self, number: int, command: Command) -> None:
-        """Accept a command, unless it is a repetition of one that was accepted before.
-
-        Raises:
-            RuntimeError: if it has been executed and its entries are forgotten.
-        """
+    def submit(self, number: int, command: Command[object]) -> None:
+        """Accept a command, unless it was accepted before; a RuntimeError if it has been executed and forgotten."""
         with self._changed:
             if number in self._entries:
                 return
@@ -258,13 +254,13 @@ class CommandQueue:
 
     # Called by the fit
 
-    def peek(self) -> Command:
+    def peek(self) -> Command[object]:
         """Wait for the next command and return it without taking it."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             return self._waiting[0][1]
 
-    def take(self) -> Command:
+    def take(self) -> Command[object]:
         """Wait for the next command and take it; it is the current command until it is answered."""
         self.peek()
         with self._changed:

@@ -239,11 +239,7 @@ def merge(values: Sequence[object], hook: str) -> object:
 
 
 def split_in_order(batch: Sequence[T], num_parts: int) -> list[Sequence[T]]:
-    """Split a batch into consecutive parts of equal size.
-
-    Raises:
-        ConfigError: if the batch does not divide.
-    """
+    """Split a batch into consecutive parts of equal size; a ConfigError if it does not divide."""
     size, rest = divmod(len(batch), num_parts)
     if rest:
         raise ConfigError(

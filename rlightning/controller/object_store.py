@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Self
 
 import ray
 
@@ -14,12 +14,12 @@ from rlightning.errors import ConfigError
 class RayBlock(Block):
     """A block in Ray's object store; Ray counts its references and copies it between nodes."""
 
-    def __init__(self, ref: "ray.ObjectRef[Any]", owner: Owner, label: str) -> None:
+    def __init__(self, ref: "ray.ObjectRef[list[Bytes]]", owner: Owner, label: str) -> None:
         super().__init__(owner, label)
         self._ref = ref
 
-    @staticmethod
-    def read_all(blocks: "Sequence[RayBlock]") -> list[Sequence[Bytes]]:
+    @classmethod
+    def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
         """Return the bytes of the blocks in this node's shared memory, read-only, with one request to Ray."""
         try:
             found: list[Sequence[Bytes]] = ray.get([block._ref for block in blocks])

@@ -47,8 +47,7 @@ class OwnNode:
 def watch_own_node(session: str) -> OwnNode | None:
     """Start a process that kills the remains of this process's newest raylet; return None if there is no raylet.
 
-    Args:
-        session: Ray's folder.
+    ``session`` is Ray's folder.
     """
     raylets = [pid for pid, name in find_children(os.getpid()).items() if name == "raylet" and identify_process(pid)]
     if not raylets:

@@ -30,7 +30,7 @@ from rlightning.torch_internals import is_traceable_wrapper_subclass
 SHARED_BELOW = 1 << 20
 """Tensors with fewer bytes share one stored object with the others of a call."""
 T = TypeVar("T")
-Change = Callable[[Any], Any]
+Change = Callable[[Any], object]
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), np.ndarray})
 """Types of which nothing is a tensor or holds one: the token ids of a prompt are not walked through one by one."""
 
@@ -96,7 +96,7 @@ def store_own_tensors(tree: object, *, label: str = "") -> Any:
     return _store(tree, label or _call_site())
 
 
-def _store(tree: object, label: str) -> Any:
+def _store(tree: object, label: str) -> object:
     tensors = list({id(tensor): tensor for tensor in _leaves(tree, Tensor)}.values())
     for tensor in tensors:
         _check_plain(tensor)
@@ -183,7 +183,7 @@ def _leaves(tree: object, kind: type[T]) -> list[T]:
     return found
 
 
-def _map_leaves(tree: Any, kind: type, change: Change) -> Any:
+def _map_leaves(tree: object, kind: type, change: Change) -> object:
     """Return ``tree`` with ``change`` applied to each instance of ``kind``; parts without instances are not copied."""
     if isinstance(tree, kind):
         return change(tree)
@@ -204,12 +204,12 @@ def _map_leaves(tree: Any, kind: type, change: Change) -> Any:
 
 
 def _map_parts(
-    tree: Any,
-    parts: dict[Any, Any],
-    set_part: Callable[[Any, Any, Any], None],
+    tree: object,
+    parts: Mapping[Any, object],
+    set_part: Callable[[Any, Any, object], None],
     kind: type,
     change: Change,
-) -> Any:
+) -> object:
     """Return a copy of ``tree`` with its changed parts set, or ``tree`` itself if no part has changed."""
     mapped = {name: _map_leaves(part, kind, change) for name, part in parts.items()}
     changed = [name for name, part in parts.items() if mapped[name] is not part]

@@ -41,6 +41,11 @@ from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, is_whole
 from rlightning.parallel.execution_mode import ExecutionMode
 from rlightning.processes.liveness import RestartPolicy
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
 
 class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     """The strategy of a process without a device: each step is sent as a command to a group of workers.
@@ -75,7 +80,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
     # Commands
 
-    def execute_each(self, commands: Sequence[Command]) -> list[Any]:
+    def execute_each(self, commands: Sequence[Command[R]]) -> list[R]:
         """Send each worker its command, relay the hooks that it fires, and return the answers by rank."""
         if self._closed_hook is not None:
             raise refusal(commands[0], self._closed_hook)
@@ -93,7 +98,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         relay.flush()
         return answers
 
-    def execute_all(self, command: Command) -> list[Any]:
+    def execute_all(self, command: Command[R]) -> list[R]:
         """Send the same command to all workers, and return the answers by rank."""
         return self.execute_each([command] * self.workers.num_workers)
 
@@ -160,7 +165,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
             merged[rank :: len(parts)] = part
         return merged
 
-    def _evaluate_batch(self, batch: Sequence[object], loader: int) -> list[Any]:
+    def _evaluate_batch(self, batch: Sequence[object], loader: int) -> list[object]:
         ranks = self.workers.num_workers
         return self.execute_each([EvaluateBatch(batch[rank::ranks], loader) for rank in range(ranks)])
 
@@ -214,12 +219,8 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
             self.saved.append(path)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
-        """Have the workers load their part of a checkpoint, and return the controller's part.
-
-        Returns:
-            The controller's part.
-        """
-        loaded: dict[str, Any] = self.execute_all(Load(str(Path(checkpoint_path).absolute()), weights_only))[0]
+        """Have the workers load their part of a checkpoint, and return the controller's part."""
+        loaded = self.execute_all(Load(str(Path(checkpoint_path).absolute()), weights_only))[0]
         theirs = {callback.state_key for callback in self.worker_callbacks}
         callbacks = {key: state for key, state in loaded.get("callbacks", {}).items() if key not in theirs}
         self.weight_version = loaded.get("weight_version", 0)
@@ -233,7 +234,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """Do nothing: this process has no model."""
 
 
-def refusal(command: Command, hook: str) -> ConfigError:
+def refusal(command: Command[object], hook: str) -> ConfigError:
     """Return the error for a command that could wait for ever."""
     name = type(command).__name__
     what = f"trainer.strategy.call({command.method!r})" if isinstance(command, Call) else f"a command to {name.lower()}"
@@ -242,10 +243,6 @@ def refusal(command: Command, hook: str) -> ConfigError:
         "commands. Do it in on_update_start, on_update_end, or a hook of Lightning's such as on_train_batch_end."
     )
 
-
-T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 CKPT_PATH = 4
 """The place of the checkpoint in the arguments of Lightning's fit: module, two loaders, data, checkpoint ..."""
@@ -279,8 +276,9 @@ class ControllerLauncher(Launcher):
                         raise
                     used, allowed = budget.num_restarts, budget.max_restarts
                     log.warning("%s Restart %d of %d, from %s.", str(error), used, allowed, path)
-                    prepare_again(trainer)
-                    args = with_checkpoint(args, path)
+                    teardown(trainer)  # of the interrupted stage, which callbacks are not told
+                    trainer.training = True
+                    args = (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])
 
     def kill(self, signum: int) -> None:
         """Do nothing: workers end with this process."""
@@ -297,20 +295,5 @@ def naming_lost_cluster() -> Iterator[None]:
 
 
 def find_last(saved: Sequence[Path]) -> Path | None:
-    """Return the newest checkpoint that is complete and still exists.
-
-    Args:
-        saved: as they were written; what else is beside them may be another run's, or of steps that were rolled back.
-    """
+    """Return the newest of the saved checkpoints that is complete and still exists."""
     return next(filter(is_whole, map(find_saved, reversed(saved))), None)
-
-
-def prepare_again(trainer: Trainer) -> None:
-    """Reset the Trainer after an interrupted stage, for another attempt; callbacks are not told."""
-    teardown(trainer)
-    trainer.training = True
-
-
-def with_checkpoint(args: tuple[object, ...], path: object) -> tuple[object, ...]:
-    """Return the arguments of Lightning's fit with another checkpoint."""
-    return (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])

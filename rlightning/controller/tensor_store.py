@@ -15,13 +15,13 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from time import sleep
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from rlightning.errors import RunError, check_rules
+from rlightning.parallel.collectives import global_rank
 from rlightning.processes.liveness import Deadline
 
 Bytes = NDArray[np.uint8]
@@ -50,8 +50,7 @@ class Owner(NamedTuple):
     @classmethod
     def of_this_process(cls) -> Self:
         """Return this process as the owner of tensors that it stores."""
-        is_grouped = dist.is_available() and dist.is_initialized()
-        return cls(dist.get_rank() if is_grouped else 0, socket.gethostname(), os.getpid())
+        return cls(global_rank(), socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -72,9 +71,9 @@ class Block(ABC):
         self.owner = owner
         self.label = label
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def read_all(blocks: "Sequence[Any]") -> list[Sequence[Bytes]]:
+    def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
         """Return the tensors' bytes of these blocks, all of one type, in one fetch; callers must not write to them."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -154,8 +153,8 @@ class LocalBlock(Block):
         super().__init__(owner, label)
         self._arrays = arrays
 
-    @staticmethod
-    def read_all(blocks: "Sequence[LocalBlock]") -> list[Sequence[Bytes]]:
+    @classmethod
+    def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
         """Return the bytes of the blocks without copying them."""
         return [block._arrays for block in blocks]
 

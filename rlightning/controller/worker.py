@@ -49,8 +49,8 @@ OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
 """What a checkpoint has of the workers; the rest is the controller's."""
 
 
-class Worker:
-    """One rank: the class that runs as a Ray actor.
+class Worker(CommandQueue):
+    """One rank, with the queue of its commands: the class that runs as a Ray actor.
 
     :meth:`run` blocks for a whole fit. The other methods are called meanwhile, from other threads.
 
@@ -59,6 +59,7 @@ class Worker:
     """
 
     def __init__(self, rank: int, num_workers: int, driver: DriverContext, host_threads: str | None) -> None:
+        super().__init__()
         driver.enter()
         self.driver = driver
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, from the cores that it counts for the worker
@@ -68,7 +69,6 @@ class Worker:
             os.environ["OMP_NUM_THREADS"] = host_threads
             torch.set_num_threads(int(host_threads.split(",")[0]))
         self.rank, self.num_workers = rank, num_workers
-        self.queue = CommandQueue()
         self.trainer: WorkerTrainer
         self._last_stage = -1
 
@@ -108,30 +108,14 @@ class Worker:
             is_measured = stage in ("validate", "test")
             quiet: dict[str, Any] = {"verbose": False} if is_measured else {}
             found = methodcaller(stage, self.module, datamodule=self.data, **quiet)(self.trainer)
-            self.queue.answer(as_floats(found) if is_measured else None)
+            self.answer(as_floats(found) if is_measured else None)
         except BaseException as error:
-            self.queue.fail(self._describe(error))
+            self.fail(self._describe(error))
 
-    def execute(self, number: int, command: Command, seen: int) -> list[Entry]:
+    def execute(self, number: int, command: Command[object], seen: int) -> list[Entry]:
         """Accept a command, unless it is a repetition, and return its entries after the first ``seen``."""
-        self.queue.submit(number, command)
-        return self.queue.collect(number, seen)
-
-    def collect(self, number: int, seen: int) -> list[Entry]:
-        """Return a command's entries after the first ``seen``."""
-        return self.queue.collect(number, seen)
-
-    def forget(self, number: int) -> None:
-        """Delete a command's entries, which the controller has received."""
-        self.queue.forget(number)
-
-    def supply(self, number: int, prompts: object) -> None:
-        """Answer the step's request with prompts."""
-        self.queue.supply(number, prompts)
-
-    def failure(self) -> Failed:
-        """Wait until the run ends with an exception, and return the failure."""
-        return self.queue.await_failure()
+        self.submit(number, command)
+        return self.collect(number, seen)
 
     def leave(self) -> None:
         """Deregister from the other ranks, because the connections to them will close."""
@@ -155,7 +139,7 @@ class Worker:
             os.environ[RUN_KEY_VARIABLE] = config.run_key
         self.module = config.module
         feed = CommandFeed(
-            self.queue,
+            self,
             execute=self._execute,
             evaluate=self._evaluate,
             step_result=self._step_result,
@@ -193,7 +177,7 @@ class Worker:
 
     def _report_stop(self) -> None:
         if self.trainer.should_stop:
-            self.queue.record(StopRequest())
+            self.record(StopRequest())
 
     # What is done between two batches
 
@@ -244,7 +228,7 @@ class Worker:
         return Failed(self.rank, summary, text, foreseen.exit_code if foreseen else None, is_first=is_first)
 
 
-def as_floats(outputs: Sequence[Mapping[str, Any]] | None) -> dict[str, float]:
+def as_floats(outputs: Sequence[Mapping[str, torch.Tensor | float]] | None) -> dict[str, float]:
     """Merge several dictionaries of metrics into one, with values as numbers."""
     merged = {name: value for part in outputs or () for name, value in part.items()}
     return {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in merged.items()}

@@ -5,7 +5,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from rlightning import intervals
@@ -89,8 +89,10 @@ class WorkerGroup:
         shared = None if config is None else self._ray.put(config)
         rendezvous = ("", 0)
         if config is not None:
-            rendezvous = self._get(self._call(self.actors[0], "rendezvous"))
-            self._tell_differences()
+            rendezvous = self._get([self._call(self.actors[0], "rendezvous")])[0]
+            found = self._get(self._call_all("describe_differences"))
+            for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
+                log.warning(sentence)  # once for each host
         self._engines = list(engines)
         number = next(self._numbers)
         self._runs = {
@@ -98,13 +100,7 @@ class WorkerGroup:
             for rank, actor in enumerate(self.actors)
         }
 
-    def _tell_differences(self) -> None:
-        """Warn once for each host of differences between this process and the workers' processes."""
-        found = self._get(list(self._call_all("describe_differences")))
-        for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
-            log.warning(sentence)
-
-    def execute(self, commands: Sequence[Command], handle: Callable[[int, Entry], None]) -> list[Any]:
+    def execute(self, commands: Sequence[Command[T]], handle: Callable[[int, Entry], None]) -> list[T]:
         """Have each worker execute its command; returns their answers by rank.
 
         ``handle`` is called with a rank and each entry before its answer.
@@ -120,7 +116,7 @@ class WorkerGroup:
             self._call(actor, "execute", number, command, 0): rank for rank, actor, command in self._each(commands)
         }
         seen: list[int] = [0] * self.num_workers
-        answers: list[object] = [None] * self.num_workers
+        answers: list[Any] = [None] * self.num_workers
         # Kept until the command is done: an object whose last reference goes here while another one to it is on its way
         # is deleted by Ray (ReferenceCountingAssertionError), and two hooks of a step may tell of the same batch.
         received: list[Entry] = []
@@ -148,7 +144,7 @@ class WorkerGroup:
 
     def process_ids(self) -> list[int]:
         """Return the workers' process ids on their hosts, by rank."""
-        return list(self._get(list(self._call_all("process_id"))))
+        return self._get(self._call_all("process_id"))
 
     def record_stacks(self, reason: str) -> None:
         """Have each worker record its stacks; returns at once."""
@@ -156,7 +152,7 @@ class WorkerGroup:
 
     def await_end(self) -> None:
         """Wait until a stage is over on all workers."""
-        self._get(list(self._runs))
+        self._get(self._runs)
 
     def close(self) -> None:
         """End the workers; those that are alive deregister from each other first."""
@@ -195,11 +191,12 @@ class WorkerGroup:
         answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         return {rank: ref in answered for ref, rank in asked.items()}
 
-    def _get(self, refs: "Ref | list[Ref]") -> Any:
+    def _get(self, refs: "Iterable[ObjectRef[T]]") -> list[T]:
         try:
-            return self._ray.get(refs)
+            found: list[T] = self._ray.get(list(refs))
         except self._ray.exceptions.RayActorError as error:
             raise WorkerDiedError(f"a worker ended: {_reason(error)}") from None
+        return found
 
     def _entries(self, asked: dict[Ref, int]) -> Iterator[tuple[int, list[Entry]]]:
         """Yield ranks and their entries as they arrive, until all commands are answered."""
@@ -229,11 +226,7 @@ class WorkerGroup:
             self._check_silence(heartbeats)
 
     def _check_silence(self, heartbeats: Sequence[Heartbeat]) -> None:
-        """Log which workers do not answer, and end the run if one has not for ``hang_timeout``.
-
-        Raises:
-            WorkerDiedError: it has been killed.
-        """
+        """Log which workers do not answer; a WorkerDiedError if one has not for ``hang_timeout``: the run is over."""
         for rank, has_answered in self._wait_for_all("process_id", intervals.SILENT_AFTER).items():
             silent = heartbeats[rank].tick()
             if has_answered:
@@ -242,8 +235,7 @@ class WorkerGroup:
                 self.kill()
                 raise WorkerDiedError(
                     f"worker {rank} of {self.num_workers} hangs: its process has answered nothing for {silent:.0f} s. "
-                    "The workers have been ended.",
-                    [rank],
+                    "The workers have been ended."
                 )
             else:
                 log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
@@ -257,7 +249,7 @@ class WorkerGroup:
 
     def _find_first(self, failure: Failed) -> Failed:
         """Return the first failure of all ranks, or raise a worker's death; the given failure if none is earlier."""
-        deadline, asked = Deadline(intervals.CAUSE_GRACE), self._call_all("failure")
+        deadline, asked = Deadline(intervals.CAUSE_GRACE), self._call_all("await_failure")
         while asked and not deadline.is_over:
             ready, _ = self._ray.wait(list(asked), num_returns=1, timeout=deadline.remaining)
             for ref in ready:
@@ -300,8 +292,7 @@ class WorkerGroup:
         self.kill()
         raise WorkerDiedError(
             f"worker {rank} of {self.num_workers} died: {reason} Its step cannot be finished; the other workers have "
-            "been ended.",
-            [rank],
+            "been ended."
         ) from None
 
 

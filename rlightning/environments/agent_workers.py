@@ -7,10 +7,11 @@ from typing import Any
 
 from rlightning.environments.agent_function import Access, AgentFunction
 from rlightning.environments.endpoint import Session
-from rlightning.environments.messages import Fields, JsonObject
+from rlightning.environments.messages import Fields
 from rlightning.environments.worker_environment import UNSENDABLE, WorkerEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
+from rlightning.protocols import JsonObject
 from rlightning.rpc.connection import encode
 from rlightning.rpc.peer import Method
 from rlightning.types.trajectory import Outcome, Prompt

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-JsonObject = dict[str, Any]
-"""As ``json.loads`` returns it."""
+from rlightning.protocols import JsonObject
+
 Fields = list[Any]
 """Of a record, in plain types: as it is saved, or sent to another process."""
 Message = JsonObject

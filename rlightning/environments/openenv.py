@@ -9,10 +9,10 @@ from contextlib import suppress
 from typing import Any
 
 from rlightning.environments.environment import Environment, Places, Policy
-from rlightning.environments.messages import JsonObject
 from rlightning.environments.step_environment import StepEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value, describe_error
+from rlightning.protocols import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt
 
 CONNECT_TIMEOUT = 10.0

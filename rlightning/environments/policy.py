@@ -15,12 +15,13 @@ from functools import partial
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
 from rlightning.environments.environment import AskLimitError, LimitReachedError, Reply
-from rlightning.environments.messages import AssistantMessage, JsonObject, Message
+from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.outcomes import outcome_from_plain, outcome_to_plain
 from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
 from rlightning.environments.snapshots import SavedTrajectory, copy_plain
 from rlightning.errors import RequestRefusedError, StreamLostError
 from rlightning.foreign_text import cut, cut_line
+from rlightning.protocols import JsonObject
 from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import (

@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rlightning.environments.environment import Environment, Policy
-from rlightning.environments.messages import JsonObject
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
+from rlightning.protocols import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt
 
 

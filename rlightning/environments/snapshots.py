@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import TypedDict
 
-from rlightning.environments.messages import Fields, JsonObject
+from rlightning.environments.messages import Fields
 from rlightning.foreign_text import cut_value
+from rlightning.protocols import JsonObject
 
 
 class SavedTrajectory(TypedDict, total=False):

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
-from rlightning.environments.messages import JsonObject, Message
+from rlightning.environments.messages import Message
 from rlightning.environments.step_object import Closing, StepObject, read_state
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
+from rlightning.protocols import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
 METHODS = ("reset", "step")

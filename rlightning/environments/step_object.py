@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from rlightning import intervals
 from rlightning.environments.environment import TrajectoryLostError
-from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import describe_error
+from rlightning.protocols import JsonObject
 
 log = logging.getLogger(__name__)
 

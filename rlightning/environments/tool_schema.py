@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rlightning.environments.messages import JsonObject, Message
+from rlightning.environments.messages import Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
+from rlightning.protocols import JsonObject
 
 Schema = JsonObject
 

@@ -15,12 +15,13 @@ from urllib.error import HTTPError, URLError
 
 from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
-from rlightning.environments.messages import AssistantMessage, JsonObject, Message, ToolCall
+from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
 from rlightning.environments.step_object import SNAPSHOT_METHODS, Closing, StepObject, call_function, read_state
 from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
 from rlightning.errors import ConfigError, cause_chain, check_rules, did_you_mean
 from rlightning.foreign_text import cut, describe_error
+from rlightning.protocols import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
 BROKEN = (ConnectionError, socket.gaierror, URLError, MemoryError, SandboxError)

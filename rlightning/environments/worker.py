@@ -13,11 +13,12 @@ from typing import Any
 from rlightning import intervals
 from rlightning.environments.dotted_path import import_object
 from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Reply
-from rlightning.environments.messages import AssistantMessage, Fields, JsonObject, Message, ToolCall
+from rlightning.environments.messages import AssistantMessage, Fields, Message, ToolCall
 from rlightning.environments.outcomes import check_outcome, outcome_to_plain
 from rlightning.environments.step_object import await_user_code
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
+from rlightning.protocols import JsonObject
 from rlightning.rpc.peer import Peer, RemoteError
 from rlightning.rpc.progress import CALL, track_tasks
 from rlightning.rpc.worker import Worker

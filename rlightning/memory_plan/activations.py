@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +41,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
-from rlightning.models.attention import kernel_obstacle, packed_inputs, padded_attention, varlen_attention
+from rlightning.models.attention import packed_attention, packed_inputs
 from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads, read_setting
 from rlightning.models.layers import checkpoint_layers, decoder_layers
 from rlightning.models.policy import hold_as_computed, narrow_residuals
+from rlightning.protocols import JsonObject
 
 CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
@@ -170,7 +172,7 @@ def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, long
     given: dict[str, Any] = {}
     num_bytes = 0
 
-    def take(layer: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
+    def take(layer: nn.Module, args: tuple[Tensor], kwargs: dict[str, object]) -> None:
         given.update(kwargs, hidden_states=args[0])
 
     def count(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
@@ -268,22 +270,7 @@ def adapt(model: PreTrainedModel, rank: int, targets: Sequence[str]) -> None:
             setattr(model.get_submodule(parent), end, AdaptedLinear(module, rank))
 
 
-def attention_as_on_cuda(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Compute attention on fake tensors by the variant of ``packed_attention`` that a GPU would use."""
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    is_packed = kernel_obstacle(q.dtype, q.shape[-1], v.shape[-1]) is None
-    attend = varlen_attention if is_packed else padded_attention
-    bounds, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    return attend(q, k, v, bounds, longest, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0), None
-
-
-AttentionInterface.register(CUDA_ATTENTION, attention_as_on_cuda)
+AttentionInterface.register(CUDA_ATTENTION, partial(packed_attention, as_on_cuda=True))
 
 
 class LiveBytes(TorchDispatchMode):
@@ -371,7 +358,7 @@ def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: in
     return small
 
 
-def _unscaled(rope: dict[str, Any]) -> dict[str, Any]:
+def _unscaled(rope: JsonObject) -> JsonObject:
     """Return rotary settings without scaling, which takes no memory, but cannot run on fake tensors."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _unscaled(value) for kind, value in rope.items()}

@@ -116,8 +116,7 @@ def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
 def check_engine(trainer: object, module: object) -> None:
     """Raise a ConfigError if the engine cannot fit on the device even with all that can be offloaded.
 
-    Raises:
-        ConfigError: with the arithmetic, and the keys that would help.
+    It has the arithmetic, and the keys that would help.
     """
     if not isinstance(trainer, Trainer) or trainer.strategy.root_device.type != "cuda":
         return

@@ -188,13 +188,7 @@ def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: 
 
 
 def check_parallel(lora: LoRA, *, is_sharded: bool, tensor_parallel_size: int = 1) -> None:
-    """Raise ConfigError if a model with this sharding cannot train the adapter.
-
-    Args:
-        lora: the adapter.
-        is_sharded: whether FSDP spreads the base over the ranks.
-        tensor_parallel_size: ranks that compute parts of the same layers.
-    """
+    """Raise a ConfigError if a model that is sharded, or split by tensor parallelism, cannot train the adapter."""
     if tensor_parallel_size > 1:
         raise ConfigError(
             f"model.adapter cannot be trained with tensor_parallel_size={tensor_parallel_size}. Use 1, which "
@@ -285,7 +279,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
         targets=shorten(modules, layers),
         start=folder,
     )
-    check_files(lora, folder, model)
+    check_files(dict(lora.shapes), folder, model)
     return lora
 
 

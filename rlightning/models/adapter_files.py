@@ -1,10 +1,9 @@
 """PEFT's adapter folders: the weights that they hold, and a digest of the base model."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,14 +16,6 @@ from rlightning.models.files import find_weights
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_DIGEST = "base_digest"
 """The entry of a file's metadata with the digest of the base that an adapter was trained on."""
-
-
-class AdapterShapes(Protocol):
-    """The part of an adapter that its files depend on; :class:`~rlightning.models.adapter.LoRA` implements it."""
-
-    @property
-    def shapes(self) -> Iterable[tuple[str, tuple[int, int]]]:
-        """The shapes of the adapter's weights by their names in a file."""
 
 
 def stored_name(module: str, factor: str) -> str:
@@ -50,8 +41,8 @@ def base_digest(model: str) -> str:
     return digest.hexdigest()[:32] if files else ""
 
 
-def check_files(adapter: AdapterShapes, folder: Path, model: str) -> None:
-    """Refuse a folder whose weights have other names or shapes than the adapter's, without reading the values.
+def check_files(shapes: Mapping[str, tuple[int, int]], folder: Path, model: str) -> None:
+    """Refuse a folder whose weights have other names or ``shapes`` than an adapter's, without reading the values.
 
     Raises:
         ConfigError: names the first weight that is missing, of another shape or too many, or says that it was trained
@@ -64,7 +55,6 @@ def check_files(adapter: AdapterShapes, folder: Path, model: str) -> None:
             digest = (file.metadata() or {}).get(BASE_DIGEST, "")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{where} has no readable {WEIGHTS_FILE}: {cut_line(error)}") from error
-    shapes = dict(adapter.shapes)
     for name in sorted({*stored, *shapes}):
         if stored.get(name) != shapes.get(name):
             held = f"is {list(stored[name])}" if name in stored else "is missing"

@@ -12,7 +12,6 @@ from types import MethodType
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlightning.errors import ConfigError
@@ -21,7 +20,7 @@ from rlightning.models.adapter_files import read_weights, stored_name
 from rlightning.models.finite import find_not_finite
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.device import exact_float32
-from rlightning.parallel.gathering import gather_into, local_box
+from rlightning.parallel.gathering import gather_into, local_part
 from rlightning.parallel.sharding import CodedLinear, base_name, local_tensor, named_weights
 from rlightning.torch_internals import with_local_tensor
 
@@ -46,10 +45,8 @@ class AdaptedLinear(nn.Module):
 def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> None:
     """Wrap the adapted linear layers in PEFT's layers, and freeze all other parameters.
 
-    Args:
-        policy: gets them.
-        lora: the adapter, which has no values yet (:func:`initialize_adapter`).
-        device: of its weights; "meta" for a policy that is sharded before it has memory.
+    The adapter's weights are on ``device``, "meta" for a policy that is sharded before it has memory, and have no
+    values yet (:func:`initialize_adapter`).
     """
     peft = import_peft()
     policy.requires_grad_(False)
@@ -74,39 +71,25 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
     """Set the adapter's initial values: those of its folder, or random numbers for ``A`` and zeros for ``B``.
 
     All ranks call it, and get the same values on any number of them.
-
-    Args:
-        policy: whole, or sharded.
-        lora: the adapter.
     """
     stored = None if lora.start is None else read_weights(lora.start)
     if broken := find_not_finite((stored or {}).items()):
         raise ConfigError(f"adapter.path='{lora.start}' has a weight that is NaN or infinite, '{broken[0]}'.")
     random = torch.Generator().manual_seed(gather_objects(torch.initial_seed() % 2**63, name="adapter")[0])
-    for name, layer in adapted_layers(policy):
-        for factor, holder in (("A", layer.lora_A), ("B", layer.lora_B)):
-            weight = holder[NAME].weight
-            if stored is not None:
-                whole = stored[stored_name(name, factor)]
-            else:  # Lightning configures a model with the GPU as the default device
-                whole = torch.zeros(weight.shape, dtype=torch.float32, device="cpu")
-            if stored is None and factor == "A":
-                bound = weight.shape[1] ** -0.5  # PEFT's, the usual one of a linear layer
-                whole.uniform_(-bound, bound, generator=random)
-            copy_into(weight, whole)
-
-
-def copy_into(target: Tensor, whole: Tensor) -> None:
-    """Copy a full value into a tensor, or this rank's part of the value into its shard."""
-    local_tensor(target.detach()).copy_(local_box(target).of(whole) if isinstance(target, DTensor) else whole)
+    for name, weight in adapter_parameters(policy):
+        # Lightning configures a model with the GPU as the default device.
+        whole = torch.zeros(weight.shape, dtype=torch.float32, device="cpu") if stored is None else stored[name]
+        if stored is None and ".lora_A." in name:
+            bound = weight.shape[1] ** -0.5  # PEFT's, the usual one of a linear layer
+            whole.uniform_(-bound, bound, generator=random)
+        local_tensor(weight.detach()).copy_(local_part(whole, weight))
 
 
 def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter's weights, whole or sharded, by the names of PEFT's files."""
     for name, layer in adapted_layers(policy):
-        for factor, holder in (("A", layer.lora_A), ("B", layer.lora_B)):
-            weight = holder[NAME].weight
-            yield stored_name(name, factor), weight
+        yield stored_name(name, "A"), layer.lora_A[NAME].weight
+        yield stored_name(name, "B"), layer.lora_B[NAME].weight
 
 
 @contextmanager
@@ -202,7 +185,7 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
             values = local_tensor(b.detach())
             saved.append((values, values.clone()))
             noise = torch.randn(b.shape, generator=random, device="cpu") * size
-            values += (local_box(b).of(noise) if isinstance(b, DTensor) else noise).to(values.device)
+            values += local_part(noise, b).to(values.device)
         yield
     finally:
         for values, before in saved:

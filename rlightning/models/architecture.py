@@ -50,7 +50,7 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
         cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise ConfigError(f"model='{model}' ({config.model_type}) is no causal language model. {_WAY_OUT}") from error
-    quantization = getattr(config, "quantization_config", None) or read_setting(config, "quantization_config")
+    quantization = vars(config).get("quantization_config") or read_setting(config, "quantization_config")
     if quantization is not None:
         raise ConfigError(
             f"model='{model}' is quantized (quantization_config={cut_value(quantization)} in its "
@@ -92,7 +92,7 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
     """
     config = policy.config
     head: Any = policy.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
+    if head is None or "bias" in dict(head.named_parameters(recurse=False)):
         raise _refusal(model, config, "its output layer has a bias" if head is not None else "it has no output layer")
     if policy.dtype not in (torch.float32, torch.float64):
         return
@@ -100,9 +100,10 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
     tokens = torch.arange(1, 13, device=policy.device) % vocabulary
     first, second = tokens[:5], tokens[5:]
     try:
-        hidden = _run(policy.base_model, first, second).last_hidden_state[0]
-        alone = _run(policy.base_model, second).last_hidden_state[0]
-        logits = _run(policy, first, second).logits[0]
+        both = _pack(first, second)
+        hidden = policy.base_model(**both).last_hidden_state[0]
+        alone = policy.base_model(**_pack(second)).last_hidden_state[0]
+        logits = policy(**both).logits[0]
     except NotImplementedError as error:
         raise _refusal(model, config, str(error)) from error
     except BUILD_ERRORS as error:
@@ -134,13 +135,10 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
 
 @cache_by_config
 def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bool:
-    """Return whether shared prefixes may be computed once, by comparing results and gradients on two layers.
+    """Return whether shared prefixes may be computed once, by comparing results and gradients on two small layers.
 
-    Not where tokens are mixed by something else than attention, such as convolutions and linear attention.
-
-    Args:
-        config: of the model; two small layers of its architecture are tried.
-        device_type: where; on CUDA in bfloat16 too, which has a kernel of its own.
+    Not where tokens are mixed by something else than attention, such as convolutions and linear attention. On CUDA
+    bfloat16 is tried too, which has a kernel of its own.
     """
     dtypes = [torch.float32, torch.bfloat16] if device_type == "cuda" else [torch.float32]
     try:
@@ -229,11 +227,12 @@ def _layer_types(config: PreTrainedConfig) -> set[str]:
     return set(read_setting(config, "layer_types") or ())
 
 
-def _run(model: torch.nn.Module, *sequences: torch.Tensor) -> Any:
+def _pack(*sequences: torch.Tensor) -> dict[str, object]:
+    """Return the arguments of a model's forward pass over token ids of several sequences."""
     lengths = [len(sequence) for sequence in sequences]
     bounds = torch.tensor([0, *lengths], device=sequences[0].device).cumsum(0).int()
     positions = torch.cat([torch.arange(length, device=bounds.device) for length in lengths])
-    return model(**packed_inputs(torch.cat(sequences), positions, bounds, max(lengths)))
+    return packed_inputs(torch.cat(sequences), positions, bounds, max(lengths))
 
 
 def _agree(got: torch.Tensor, expected: torch.Tensor, tolerance: float = ROUNDING) -> bool:

@@ -12,7 +12,7 @@ Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens
 """
 
 import inspect
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from rlightning.models.counts import head_size
 from rlightning.types.shared_prefixes import SharedPrefixes
+
+T = TypeVar("T")
 
 PACKED_ATTENTION = "rlightning_packed"
 """The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""
@@ -72,6 +74,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    as_on_cuda: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
@@ -90,6 +93,7 @@ def packed_attention(
         scaling: of the dot products; None is ``D ** -0.5``.
         dropout: must be 0: a policy's log-probabilities are not random.
         sliding_window: how many tokens back a token sees, itself included; None is all.
+        as_on_cuda: whether to compute as on a GPU, whatever the device, to measure what that takes.
         kwargs: of other attention functions; ``softcap`` and ``s_aux`` would change the result and are refused.
 
     Returns:
@@ -109,16 +113,16 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, heads, D], the layout of packed kernels
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    is_packed = varlen_obstacle(q.device, q.dtype, q.shape[-1], v.shape[-1]) is None
-    if key_places is not None:
-        # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end.
-        assert cu_seq_lens_k is not None
-        k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]
-        attend_shared = varlen_attention if is_packed else padded_suffix_attention
-        bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
-        return attend_shared(q, k, v, bounds, longest, scaling, sliding_window).unsqueeze(0), None
-    attend = varlen_attention if is_packed else padded_attention
-    return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
+    sizes = q.dtype, q.shape[-1], v.shape[-1]
+    obstacle = kernel_obstacle(*sizes) if as_on_cuda else varlen_obstacle(q.device, *sizes)
+    attend = varlen_attention if obstacle is None else padded_attention
+    if key_places is None:
+        return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
+    # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end.
+    assert cu_seq_lens_k is not None
+    k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]
+    bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+    return attend(q, k, v, bounds, longest, scaling, sliding_window).unsqueeze(0), None
 
 
 class _Gather(torch.autograd.Function):
@@ -148,11 +152,8 @@ def varlen_obstacle(
 ) -> str | None:
     """Return why ``varlen_attn`` cannot be used, so that sequences are padded; None if it can.
 
-    Args:
-        device: of the queries.
-        dtype: of the queries, autocast included.
-        head_size: of queries and keys.
-        value_size: of values; None if equal.
+    The dtype is that of autocast where that is on; ``head_size`` that of queries and keys, and of values unless they
+    have a ``value_size``.
     """
     if device.type != "cuda":
         return f"it runs on the {device.type.upper()}"
@@ -205,39 +206,42 @@ def varlen_attention(
     # Tokens to the left that one sees beside itself, and to the right; -1 is all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    longest = max_length if isinstance(max_length, tuple) else (max_length, max_length)
-    out = varlen_attn(q, k, v, *bounds, *longest, **options)
+    out = varlen_attn(q, k, v, *_pair(cu_seqlens), *_pair(max_length), **options)
     assert isinstance(out, Tensor)  # a pair only with return_aux
     return out
 
 
 def padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor],
+    max_length: int | tuple[int, int],
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Compute attention with ``scaled_dot_product_attention`` on padded sequences; arguments of
     :func:`varlen_attention`.
     """
-    num_tokens, num_bounds = q.shape[0], cu_seqlens.numel()
-    # Token t of sequence n goes to row n * L + t: one copy there and one back, whatever the number of sequences. There
-    # is room for one sequence more, which stays empty: torch.compile would make a graph of its own for a single one.
-    positions = torch.arange(num_tokens, device=q.device)
-    sequences = torch.searchsorted(cu_seqlens, positions, right=True, out_int32=True).long() - 1
-    rows = positions + sequences * max_length - cu_seqlens[sequences]
-
-    def pad(x: Tensor) -> Tensor:
-        padded = x.new_zeros(num_bounds * max_length, *x.shape[1:]).index_copy(0, rows, x)
-        return padded.view(num_bounds, max_length, *x.shape[1:]).transpose(1, 2)  # [N+1, heads, L, D]
-
+    bounds, longest = _pair(cu_seqlens), _pair(max_length)
+    is_suffix = isinstance(cu_seqlens, tuple)
+    rows = _padded_rows(q.shape[0], bounds[0], longest[0])
+    key_rows = _padded_rows(k.shape[0], bounds[1], longest[1]) if is_suffix else rows
     mask = None
-    if window is not None:
-        steps = torch.arange(max_length, device=q.device)
-        distance = steps[:, None] - steps[None, :]
-        mask = (distance >= 0) & (distance < window)
+    if is_suffix or window is not None:
+        query_steps, key_steps = (torch.arange(length, device=q.device) for length in longest)
+        if is_suffix:
+            own, whole = (part.diff(append=part[-1:]).long() for part in bounds)
+            # Each query's place among its keys; padding sees something, too, as the softmax of nothing is not a number.
+            places = ((whole - own)[:, None] + query_steps).clamp(max=longest[1] - 1)  # [N+1, longest of queries]
+            distance = (places[:, :, None] - key_steps)[:, None]
+        else:
+            distance = query_steps[:, None] - key_steps
+        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     out = scaled_dot_product_attention(
-        pad(q),
-        pad(k),
-        pad(v),
+        _pad(q, rows, bounds[0], longest[0]),
+        _pad(k, key_rows, bounds[1], longest[1]),
+        _pad(v, key_rows, bounds[1], longest[1]),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,
@@ -246,59 +250,34 @@ def padded_attention(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows)
 
 
-def padded_suffix_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: tuple[Tensor, Tensor],
-    max_length: tuple[int, int],
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Compute :func:`padded_attention` for queries that are only the last tokens of each key sequence.
+def _padded_rows(num_tokens: int, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """Return where each token goes if sequences are padded: token t of sequence n to row n * longest + t."""
+    positions = torch.arange(num_tokens, device=cu_seqlens.device)
+    sequences = torch.searchsorted(cu_seqlens, positions, right=True, out_int32=True).long() - 1
+    return positions + sequences * longest - cu_seqlens[sequences]
+
+
+def _pad(x: Tensor, rows: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """Return packed values as padded sequences: one copy, whatever their number.
+
+    There is room for one sequence more, which stays empty: torch.compile would make a graph of its own for a single
+    one.
 
     Args:
-        q: [U, H, D]; keys and values are [T, K, D].
-        cu_seqlens: [N+1] of queries, and of keys.
-        max_length: of queries, and of keys.
-        scaling: of the dot products.
-        window: see :func:`packed_attention`.
+        x: [T, heads, D].
+        rows: [T], of :func:`_padded_rows`.
 
     Returns:
-        [U, H, D].
+        [N+1, heads, longest, D].
     """
+    num_bounds = cu_seqlens.numel()
+    padded = x.new_zeros(num_bounds * longest, *x.shape[1:]).index_copy(0, rows, x)
+    return padded.view(num_bounds, longest, *x.shape[1:]).transpose(1, 2)
 
-    def find_rows(count: int, bounds: Tensor, longest: int) -> Tensor:
-        positions = torch.arange(count, device=q.device)
-        sequences = torch.searchsorted(bounds, positions, right=True, out_int32=True).long() - 1
-        return positions + sequences * longest - bounds[sequences]
 
-    num_bounds = cu_seqlens[0].numel()
-    query_rows, key_rows = (
-        find_rows(x.shape[0], bounds, longest)
-        for x, bounds, longest in zip((q, k), cu_seqlens, max_length, strict=True)
-    )
-
-    def pad(x: Tensor, rows: Tensor, longest: int) -> Tensor:
-        padded = x.new_zeros(num_bounds * longest, *x.shape[1:]).index_copy(0, rows, x)
-        return padded.view(num_bounds, longest, *x.shape[1:]).transpose(1, 2)  # [N+1, heads, longest, D]
-
-    own, whole = (bounds.diff(append=bounds[-1:]).long() for bounds in cu_seqlens)
-    steps = (torch.arange(longest, device=q.device) for longest in max_length)
-    query_steps, key_steps = steps
-    # Each query's place among its keys; padding sees something, too, as the softmax of nothing is not a number.
-    places = ((whole - own)[:, None] + query_steps).clamp(max=max_length[1] - 1)  # [N+1, longest of queries]
-    distance = places[:, :, None] - key_steps
-    mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    out = scaled_dot_product_attention(
-        pad(q, query_rows, max_length[0]),
-        pad(k, key_rows, max_length[1]),
-        pad(v, key_rows, max_length[1]),
-        attn_mask=mask[:, None],
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, query_rows)
+def _pair(value: T | tuple[T, T]) -> tuple[T, T]:
+    """Return the values for queries and for keys, which may be one for both."""
+    return value if isinstance(value, tuple) else (value, value)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -142,18 +142,19 @@ def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
 
 def _read_all(config: PreTrainedConfig, names: Sequence[str]) -> list[int]:
     """Return all layers' values of the given config names, without None and 0."""
-    parts = (config.get_text_config(), read_setting(config, "ffn_config"))  # DBRX's feed-forward has its own part
+    own = read_setting(config, "ffn_config")  # DBRX's feed-forward has its own part
+    parts = [config, own] if isinstance(own, PreTrainedConfig) else [config]
     return [value for part in parts for name in names for value in _read_layers(part, name) if value]
 
 
-def _read_layers(config: Any, name: str) -> Iterator[int | None]:
+def _read_layers(config: PreTrainedConfig, name: str) -> Iterator[int | None]:
     """Yield a config value for the layers: a single value, a list with one per layer, or one in each layer's own
     config.
     """
     try:
-        value = getattr(config, name, None)
+        value = read_setting(config, name)
     except RuntimeError:  # transformers' answer where layers differ and have configs of their own
-        yield from (getattr(layer, name, None) for layer in config.per_layer_config)
+        yield from (getattr(layer, name, None) for layer in read_setting(config, "per_layer_config"))
         return
     yield from value if isinstance(value, (list, tuple)) else (value,)
 
@@ -204,7 +205,8 @@ def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, sh
     for parameter in policy.parameters():
         module, _, kind = names.get(id(parameter), "").rpartition(".")
         is_vocabulary = parameter is embedding.weight or parameter is head.weight
-        style = "colwise" if is_vocabulary else _find_style(module, plan)
+        planned = next((style for pattern, style in plan.items() if matches_plan(module, pattern)), "")
+        style = "colwise" if is_vocabulary else planned
         parts[id(parameter)] = _cut(tuple(parameter.shape), style, kind, tensor_parallel_size)
     layers = [sum(math.prod(parts[id(p)]) for p in layer.parameters()) for layer in decoder_layers(policy)]
     return Weights(
@@ -223,11 +225,6 @@ def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, sh
 def matches_plan(module: str, pattern: str) -> bool:
     """Return whether a tensor-parallel plan's entry, in which ``*`` stands for a layer number, matches a module."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), module) is not None
-
-
-def _find_style(module: str, plan: dict[str, str]) -> str:
-    """Return the style in which tensor parallelism splits a module, by its name below the base model; "" for none."""
-    return next((style for pattern, style in plan.items() if matches_plan(module, pattern)), "")
 
 
 def _cut(shape: tuple[int, ...], style: str, kind: str, size: int) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -26,7 +25,8 @@ from rlightning.models.finite import check_finite
 from rlightning.models.quantized import QuantizedLinear
 from rlightning.models.transformers_internals import keys_left_out, weight_conversions
 from rlightning.parallel.barrier import barrier
-from rlightning.parallel.gathering import gather_into
+from rlightning.parallel.collectives import global_rank
+from rlightning.parallel.gathering import gather_into, split_by_bytes
 from rlightning.parallel.sharding import base_name, is_adapter_weight
 
 MAX_FILE_BYTES = 4 << 30
@@ -65,8 +65,9 @@ def save_policy(
         name: buffer.dtype for name, buffer in policy.named_buffers() if name in weights
     }  # a router's biases stay as they are: they decide between experts whose scores are close together
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
-    batches = plan_files(sizes, math.inf if _is_stored_converted(policy) else max_file_bytes)
-    if not dist.is_initialized() or dist.get_rank() == WRITER:
+    batch_bytes = math.inf if _is_stored_converted(policy) else max_file_bytes
+    batches = list(split_by_bytes(sizes, sizes.__getitem__, batch_bytes))
+    if global_rank() == WRITER:
         with written_aside(path) as folder:
             folder.mkdir()
             _write_weights(policy, weights, dtypes, batches, folder, max_file_bytes)
@@ -102,22 +103,6 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def plan_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
-    """Return the weight names of each file, in order, such that files stay below the size limit.
-
-    ``sizes`` are the weights' bytes; a single weight may be larger than ``max_bytes``.
-    """
-    files: list[list[str]] = [[]]
-    num_bytes = 0
-    for name, size in sizes.items():
-        if files[-1] and num_bytes + size > max_bytes:
-            files.append([])
-            num_bytes = 0
-        files[-1].append(name)
-        num_bytes += size
-    return files
-
-
 def _is_stored_converted(policy: PreTrainedModel) -> bool:
     """Return whether files store some weights in another form than transformers runs, such as one tensor an expert.
 
@@ -145,19 +130,12 @@ def _gather(
 def save_adapter(policy: PreTrainedModel, lora: LoRA, base: str, tokenizer: Tokenizer, path: Path) -> None:
     """Write a policy's adapter as PEFT does, with checksums, and rename it at the end; collective, rank 0 writes.
 
-    Args:
-        policy: has the adapter.
-        lora: what it is.
-        base: the folder or name of the model that it is added to.
-        tokenizer: goes into the same folder.
-        path: of the folder, which is replaced if it is there.
-
-    Raises:
-        WeightError: a weight is not finite; what is at ``path`` stays.
+    A WeightError if a weight is not finite; what is at ``path`` stays then. ``base`` is the folder or name of the model
+    that it is added to.
     """
     weights = {name: weight.detach() for name, weight in adapter_parameters(policy)}
     check_finite(weights.items(), f"The adapter is not saved to {path}")
-    is_writer = not dist.is_initialized() or dist.get_rank() == WRITER
+    is_writer = global_rank() == WRITER
     device = torch.device("cpu" if is_writer else "meta")
     full = {name: torch.empty(weight.shape, dtype=weight.dtype, device=device) for name, weight in weights.items()}
     gather_into(list(full.values()), list(weights.values()), destination=WRITER)
@@ -186,7 +164,8 @@ def _write_weights(
         full = _gather(policy, {name: weights[name] for name in batch}, dtypes, torch.device("cpu"))
         stored: dict[str, Tensor] = revert_weight_conversion(policy, full)
         del full
-        for names in plan_files({name: tensor.nbytes for name, tensor in stored.items()}, max_bytes):
+        stored_bytes = {name: tensor.nbytes for name, tensor in stored.items()}
+        for names in split_by_bytes(stored_bytes, stored_bytes.__getitem__, max_bytes):
             part = {name: stored.pop(name).contiguous() for name in names}
             save_file(part, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
             files.append(names)

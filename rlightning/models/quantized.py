@@ -110,13 +110,9 @@ def dequantize(codes: Tensor, scales: Tensor, values: Tensor | None, columns: in
 
 
 def quantize_layers(policy: PreTrainedModel, names: set[str], kind: QuantizedBase, device: torch.device) -> None:
-    """Replace linear layers by :class:`QuantizedLinear`, one at a time.
+    """Replace linear layers by :class:`QuantizedLinear`, one at a time; the policy may be on the host.
 
-    Args:
-        policy: has them, with or without an adapter around; they may be on the host.
-        names: of the layers in a model without an adapter.
-        kind: of the codes.
-        device: on which they are computed and held.
+    They are computed and held on ``device``. ``names`` are those in a model without an adapter.
     """
     for name, module in list(policy.named_modules()):
         if type(module) is nn.Linear and base_name(f"{name}.weight").removesuffix(".weight") in names:

@@ -33,7 +33,7 @@ def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
         OSError, ValueError: transformers cannot read it.
     """
     config: PreTrainedConfig = _load(AutoConfig.from_pretrained, model, "config.json", trust_remote_code)
-    own_classes = getattr(config, "auto_map", None) or {}
+    own_classes = vars(config).get("auto_map") or {}
     if trust_remote_code and "AutoConfig" in own_classes:
         AutoConfig.register(config.model_type, type(config), exist_ok=True)
     if trust_remote_code and "AutoModelForCausalLM" in own_classes:

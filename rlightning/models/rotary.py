@@ -1,14 +1,14 @@
 """Rotary position embeddings with scaling: the lengths and factors for which actor and engine agree."""
 
 import math
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from rlightning.models.counts import read_setting
+from rlightning.protocols import JsonObject
 
 
-def scaled_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+def scaled_ropes(config: PreTrainedConfig) -> list[JsonObject]:
     """Return the parameters of scaled rotary embeddings: one set, or one for each type of layer."""
     parameters = read_setting(config, "rope_parameters") or {}
     sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]

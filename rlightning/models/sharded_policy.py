@@ -8,21 +8,15 @@ of afterwards.
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -36,14 +30,15 @@ from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import check_head, find_weights, other_shape
 from rlightning.models.finite import find_not_finite
 from rlightning.models.layers import decoder_layers
-from rlightning.models.logprobs import compute_packed_logprobs
+from rlightning.models.logprobs import ShardedPolicy, compute_packed_logprobs
 from rlightning.models.policy import load_config, load_policy, remove_dropout
 from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
 from rlightning.models.transformers_internals import initialize_buffers_of
 from rlightning.parallel.collectives import gather_objects
-from rlightning.parallel.gathering import local_box
+from rlightning.parallel.gathering import local_box, local_part
 from rlightning.parallel.sharding import Sharding, local_tensor, named_weights
 from rlightning.torch_internals import non_persistent_buffers
+from rlightning.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -90,27 +85,28 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
     precision = MixedPrecisionPolicy(
         param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32 if is_mixed else None
     )
-    options: dict[str, Any] = {**sharding.placement, "mp_policy": precision}
     for layer in decoder_layers(policy):
-        fully_shard(layer, reshard_after_forward=sharding.reshard_after_forward, **options)
+        sharding.shard(layer, precision, reshard_after_forward=sharding.reshard_after_forward)
     # Embedding and output layer are needed first in the backward pass: they stay gathered until then.
-    fully_shard(policy, reshard_after_forward=False, **options)
+    sharding.shard(policy, precision, reshard_after_forward=False)
     policy.register_forward_hook(lambda *_: release_without_gradient(policy))
-    add_forward_method(policy, "compute_packed_logprobs", compute_packed_logprobs)
+    add_packed_logprobs(policy)
 
 
-def add_forward_method(policy: nn.Module, name: str, function: Callable[..., object]) -> None:
-    """Add ``function`` as a method for which FSDP gathers the weights, as it does for ``forward()``."""
-    setattr(policy, name, MethodType(function, policy))
+def add_packed_logprobs(policy: PreTrainedModel) -> None:
+    """Add :func:`compute_packed_logprobs` as a method for which FSDP gathers weights, as it does for ``forward()``."""
+    name = compute_packed_logprobs.__name__
+    setattr(policy, name, MethodType(compute_packed_logprobs, policy))
     register_fsdp_forward_method(policy, name)
-    gathering = getattr(policy, name)
+    assert isinstance(policy, ShardedPolicy)
+    gathering = policy.compute_packed_logprobs
 
-    def call(*args: object) -> object:
-        values = gathering(*args)
+    def compute(batch: RolloutBatch, temperature: float, needs_entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        values = gathering(batch, temperature, needs_entropy_grad)
         release_without_gradient(policy)
         return values
 
-    setattr(policy, name, call)
+    setattr(policy, name, compute)
 
 
 def release_without_gradient(policy: nn.Module) -> None:
@@ -183,7 +179,7 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
                         raise other_shape(model, name, stored.get_shape(), targets[name].shape)
                     target = local_tensor(targets[name])
                     if target.numel():  # a shard may be empty, which some versions of safetensors refuse to read
-                        own = local_slices(targets[name])
+                        own = _slices(targets[name])
                         target.copy_(stored[own] if own else file.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
@@ -211,10 +207,10 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
         device = target.device_mesh.device_type if isinstance(target, DTensor) else target.device
         weight = whole[name].to(device) if is_first else torch.empty(target.shape, dtype=target.dtype, device=device)
         dist.broadcast(weight, src=0)
-        local_tensor(target).copy_(weight[local_slices(target)])
+        local_tensor(target).copy_(local_part(weight, target))
 
 
-def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+def _slices(tensor: Tensor) -> tuple[slice, ...]:
     """Return the slices, along each dimension, of this rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)

@@ -47,7 +47,7 @@ from rlightning.module.batching import MIN_SHARED, find_long_prefixes, join_fami
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
-from rlightning.module.saved_module import Checkpoint, SavedModule
+from rlightning.module.saved_module import SavedModule
 from rlightning.optim import OptimizerStates
 from rlightning.optim.optimizer import AdamWSettings, LRSchedule
 from rlightning.parallel.collectives import all_reduce
@@ -55,6 +55,7 @@ from rlightning.parallel.device import limit_host_threads, use_expandable_segmen
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.saved_weights import check_saved_weights
 from rlightning.parallel.sharding import named_weights, rounded_vectors
+from rlightning.protocols import StateDict
 from rlightning.python_values import to_python
 from rlightning.types import RolloutBatch
 from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_prefixes
@@ -252,14 +253,14 @@ class PolicyModule(Ranks, SavedModule):
             self, self.trainer.optimizers, self.trainer.lr_scheduler_configs, max_steps=self.trainer.max_steps
         )
 
-    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         """Refuse to save weights that are not finite."""
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
         if self.adapter is not None:
             checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, self.model_path)
 
-    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Refuse a checkpoint whose adapter is of another kind or another base model."""
         adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
         super().on_load_checkpoint(checkpoint)

@@ -25,7 +25,6 @@ from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.returned_values import returned_tensor
 from rlightning.module.roles import REFERENCE
 from rlightning.module.run_folder import UnlockRun, lock_run_of
-from rlightning.module.saved_module import Checkpoint
 from rlightning.module.start_block import describe_start
 from rlightning.module.trainer_options import check_data_source, check_trainer
 from rlightning.objectives import estimate_kl, subtract_kl
@@ -36,7 +35,7 @@ from rlightning.parallel.prompt_batches import EpochStep
 from rlightning.parallel.stacks import run_folder, start_recorder
 from rlightning.parallel.stop_signal import GRACE_PERIOD, EndOnSigterm
 from rlightning.parallel.trainer_stages import LeaveEvaluation, validate_in_fit
-from rlightning.protocols import HasEnvironment, callbacks_of, has
+from rlightning.protocols import HasEnvironment, StateDict, callbacks_of, has
 from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
@@ -190,13 +189,13 @@ class RLModule(EvaluationSteps):
         if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
-    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         """Save the number of updates in the checkpoint."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
         checkpoint["num_steps_without_signal"] = self.without_signal.number
 
-    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Restore the number of updates from the checkpoint."""
         if "weight_version" not in checkpoint:
             raise ConfigError(

@@ -15,11 +15,10 @@ from rlightning.module.hyperparameters import bind_arguments, make_module, to_pl
 from rlightning.module.trainer_options import check_not_spawned
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO
 from rlightning.parallel.prompt_batches import PromptBatchModule
+from rlightning.protocols import StateDict
 
 log = logging.getLogger(__name__)
 
-Checkpoint = dict[str, Any]
-"""A checkpoint as Lightning's hooks get it; values are what ``torch.save`` can hold."""
 SETTINGS = "settings"
 """The key of a checkpoint that holds the settings that it was written with."""
 ARGUMENT_NAMES = "argument_names"
@@ -48,7 +47,7 @@ class SavedModule(PromptBatchModule):
         vars(module)["arguments"] = bind_arguments(cls, args, kwargs)
         return module
 
-    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         """Save the settings in force and the constructor's arguments, without objects and secrets."""
         checkpoint[SETTINGS] = self.settings
         checkpoint[ARGUMENT_NAMES] = list(self.arguments)
@@ -87,7 +86,7 @@ class SavedModule(PromptBatchModule):
                 f"{checkpoint_path} is no checkpoint of a run: it has no 'state_dict'. Name one that a Trainer has "
                 f"saved, or make {cls.__name__} of a model's folder."
             )
-        saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        saved: StateDict = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
         values = {name: saved[name] for name in checkpoint.get(ARGUMENT_NAMES, saved) if name in saved}
         module = make_module(cls, values, kwargs, f"The checkpoint {checkpoint_path}")
         for name in checkpoint.get(ARGUMENT_NAMES, ()):
@@ -113,7 +112,7 @@ class SavedModule(PromptBatchModule):
         concealed: AttributeDict = conceal(super().hparams_initial)
         return concealed
 
-    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Log the settings that differ from the checkpoint's; the current settings are used."""
         if self._trainer is None or self.trainer.state.fn != "fit" or not self.trainer.is_global_zero:
             return

@@ -1,6 +1,6 @@
 """AdamW whose moments are stored, between steps, in fewer bytes or in the host's memory."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,13 @@ from torch.optim import AdamW, Optimizer
 
 from rlightning.optim.moments import SIGNED, OptimizerStates, pack_moment, scale_name, unpack_moment
 from rlightning.parallel import device as platform
+from rlightning.parallel.gathering import split_by_bytes
 from rlightning.parallel.sharding import local_tensor
+from rlightning.protocols import StateDict
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.torch_internals import with_local_tensor
 
-State = dict[str, Any]
+State = dict[str, Tensor]
 """Of a parameter: its count of steps and its moments, by AdamW's names, and scales of those that are of 8 bits."""
 
 
@@ -59,7 +61,8 @@ class StoredMomentsAdamW(AdamW):
             for number, group in enumerate(groups):
                 group["num_steps"] = group.get("num_steps", 0) + 1
                 places = {parameter: f"{number} {place}" for place, parameter in enumerate(group["params"])}
-                for parameters in self._portions([p for p in group["params"] if p.grad is not None]):
+                trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+                for parameters in split_by_bytes(trained, _moment_bytes, self.bytes_at_a_time):
                     stored = {p: self.state[p] for p in parameters if self.state[p]}
                     self.state.update({p: fetch(state, p) for p, state in stored.items()})
                     self.param_groups = [{**group, "params": parameters}]
@@ -74,7 +77,7 @@ class StoredMomentsAdamW(AdamW):
                 platform.synchronize_stream(device)  # what reads the state on the host does not wait for copies
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load moments in any stored form; each is converted directly into this optimizer's form."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -82,19 +85,6 @@ class StoredMomentsAdamW(AdamW):
         for number, parameter in zip(numbers, parameters, strict=True):
             if saved := state_dict["state"].get(number):
                 self.state[parameter] = self._convert_saved(saved, parameter, seed=f"loaded {number}")
-
-    def _portions(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        portion: list[Tensor] = []
-        num_bytes = 0
-        for parameter in parameters:
-            size = 2 * local_tensor(parameter).nbytes
-            if portion and num_bytes + size > self.bytes_at_a_time:
-                yield portion
-                portion, num_bytes = [], 0
-            portion.append(parameter)
-            num_bytes += size
-        if portion:
-            yield portion
 
     def _store(self, parameter: Tensor, stored: State, seed: str) -> State:
         """Pack a step's moments into ``stored``, which is empty after the first step."""
@@ -110,7 +100,7 @@ class StoredMomentsAdamW(AdamW):
                     stored[key] = self._place(packed, parameter)
         return stored
 
-    def _convert_saved(self, saved: Mapping[str, Any], parameter: Tensor, seed: str) -> State:
+    def _convert_saved(self, saved: Mapping[str, Tensor], parameter: Tensor, seed: str) -> State:
         """Convert a saved state of any form to this optimizer's form."""
         adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts its steps where it computes
         for name in SIGNED:
@@ -137,6 +127,11 @@ class StoredMomentsAdamW(AdamW):
         return with_local_tensor(parameter.detach(), copied, (*parameter.shape[:-1], num_blocks))
 
 
+def _moment_bytes(parameter: Tensor) -> int:
+    """Return the bytes of a parameter's two moments on this rank, as they are computed with."""
+    return 2 * local_tensor(parameter).nbytes
+
+
 def fetch(state: State, parameter: Tensor) -> State:
     """Return a stored state in the form in which AdamW computes, on the parameter's device."""
     fetched = {"step": state["step"]}
@@ -147,12 +142,12 @@ def fetch(state: State, parameter: Tensor) -> State:
     return fetched
 
 
-def fetch_all(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def fetch_all(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Convert a stored state dict of any form to the parameters' dtype, for a plain AdamW to load."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    owners = dict(zip(numbers, parameters, strict=False))  # AdamW itself refuses other numbers of them
-    states = {n: fetch(state, owners[n]) for n, state in state_dict["state"].items() if state and n in owners}
+    owners = dict(zip(numbers, parameters, strict=True))
+    states = {n: fetch(state, owners[n]) for n, state in state_dict["state"].items() if state}
     return {**state_dict, "state": states}
 
 

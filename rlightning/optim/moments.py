@@ -62,17 +62,10 @@ def unpack_moment(name: str, kept: Mapping[str, Tensor]) -> Tensor:
 
 
 def round_to_bfloat16(values: Tensor, generator: Generator) -> Tensor:
-    """Round stochastically to one of the two nearest bfloat16 numbers; the nearer one is more probable.
+    """Round finite float32 numbers to one of the two nearest in bfloat16, at random; the nearer one is more probable.
 
     The lower 16 bits of a float32 say how far it is on its way to the next bfloat16, which has the upper 16 bits.
     Adding 16 random bits carries into those with that probability.
-
-    Args:
-        values: float32, finite.
-        generator: of the same device.
-
-    Returns:
-        bfloat16, of the same shape.
     """
     rounded = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     for part, target in zip(values.reshape(-1).split(CHUNK), rounded.view(-1).split(CHUNK), strict=True):
@@ -118,13 +111,7 @@ def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
-    """Return the values that :func:`quantize` rounded: float32 [..., C].
-
-    Args:
-        codes: [..., C].
-        scales: [..., S], of blocks of equal length.
-        is_signed: as it was.
-    """
+    """Return the values that :func:`quantize` rounded, of codes [..., C] and scales [..., S]: float32 [..., C]."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     known = levels(is_signed, codes.device)
     length = codes.shape[-1] // scales.shape[-1]
@@ -143,14 +130,11 @@ def block_length(num_columns: int) -> int:
 
 @cache
 def levels(is_signed: bool, device: torch.device) -> Tensor:
-    """Return the value of each code, ascending: finer towards 0, over seven powers of ten, up to the block's maximum.
+    """Return the values of the 255 codes, ascending: finer towards 0, over seven powers of ten, up to the maximum.
 
     As in arXiv:2110.02861, with two differences. There is a -1 as there is a 1: the largest magnitude is kept exactly.
     Without signs there is no 0 (arXiv:2309.01507): AdamW divides by the second moment's root, and a weight whose moment
     is far below its block's largest would take a step without measure. A block of zeros has a scale of 0.
-
-    Returns:
-        255 float32 numbers.
     """
     positive = []
     for power in range(7):

@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW, fetch_all
+from rlightning.parallel.saved_weights import check_optimizer_state
 from rlightning.parallel.sharding import local_tensor
+from rlightning.protocols import StateDict
 from rlightning.torch_internals import norms, scale_tensors
 
 log = logging.getLogger(__name__)
@@ -67,14 +69,9 @@ class AdamWSettings:
 
 
 def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies to a parameter: not to biases, norm gains and other vectors.
+    """Return whether weight decay applies to a parameter of a module: not to biases, norm gains and other vectors.
 
     The number of dimensions does not tell: experts' biases have a row an expert, a norm of queries a row a head.
-
-    Args:
-        module: that has the parameter itself.
-        name: of the parameter within ``module``.
-        parameter: whole or sharded.
     """
     is_norm = "norm" in type(module).__name__.lower() or "norm" in name
     is_excluded = bool(vars(parameter).get("_no_weight_decay"))  # set by transformers' state space models
@@ -86,12 +83,7 @@ Split = tuple[list[nn.Parameter], list[nn.Parameter]]
 
 
 def split_by_decay(network: nn.Module, *, but: Collection[nn.Parameter] = ()) -> Split:
-    """Return the trained parameters with weight decay and those without, each in the order of ``parameters()``.
-
-    Args:
-        network: has the parameters.
-        but: these are left out.
-    """
+    """Return the trained parameters with weight decay and those without, each in order, but for those in ``but``."""
     decays: dict[nn.Parameter, bool] = {}
     for module in network.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -124,7 +116,7 @@ def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bo
     else:
         optimizer = AdamW(groups, **arguments)
         optimizer.register_load_state_dict_pre_hook(fetch_all)  # of a run with other states
-    optimizer.register_load_state_dict_pre_hook(keep_settings)
+    optimizer.register_load_state_dict_pre_hook(keep_settings, prepend=True)
     return optimizer
 
 
@@ -132,10 +124,9 @@ PROGRESS = ("params", "num_steps")
 """Of an optimizer's groups, what a checkpoint decides; all else, such as ``lr``, is configured."""
 
 
-def keep_settings(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the checkpoint's state and the settings of this run's configuration."""
-    if len(state_dict["param_groups"]) != len(optimizer.param_groups):
-        return state_dict  # which torch refuses
+def keep_settings(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Return a state dict with the checkpoint's state and this run's settings; a ConfigError for another model's."""
+    check_optimizer_state(state_dict, optimizer)
     groups = [
         {**saved, **{name: value for name, value in own.items() if name not in PROGRESS}}
         for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
@@ -154,7 +145,7 @@ class ConfiguredLR(LambdaLR):
             group["lr"] = group["initial_lr"] * self.lr_lambdas[0](self.last_epoch)
             self._last_lr.append(group["lr"])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the position from ``state_dict``, and set this run's learning rate for it."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
         self._last_lr = [
@@ -167,10 +158,7 @@ class ConfiguredLR(LambdaLR):
 def make_lr_schedule(optimizer: AdamW, settings: AdamWSettings, *, max_steps: int) -> ConfiguredLR:
     """Return a schedule of linear warm-up and decay, both counted in rollout steps.
 
-    Args:
-        optimizer: whose learning rate is the peak, each group's its own.
-        settings: its schedule and warm-up.
-        max_steps: of the run; -1 if unlimited.
+    The peak is the learning rate of each of the optimizer's groups. ``max_steps`` of a run without an end is -1.
     """
     schedule, warmup_steps = settings.lr_schedule, settings.warmup_steps
     if schedule != "constant" and max_steps <= warmup_steps:

@@ -1,8 +1,8 @@
 """Mixins by which a strategy saves and loads sharded checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -29,9 +29,18 @@ from rlightning.parallel.checkpoint_folder import (
     write_tensors,
 )
 from rlightning.parallel.checkpoint_io import SUFFIX, AtomicCheckpointIO, saving_checkpoint, verify_checkpoint
-from rlightning.parallel.gathering import local_box
-from rlightning.parallel.saved_weights import Shapes, check_shapes, check_ties, find_shared, parameter_names, shapes_of
+from rlightning.parallel.gathering import local_part
+from rlightning.parallel.saved_weights import (
+    Shapes,
+    check_optimizer_state,
+    check_shapes,
+    check_ties,
+    find_shared,
+    parameter_names,
+    shapes_of,
+)
 from rlightning.parallel.sharding import local_tensor
+from rlightning.protocols import StateDict
 
 
 @runtime_checkable
@@ -54,10 +63,10 @@ class LoadsByItself(Strategy):
         """False: :meth:`load_checkpoint` restores the optimizers."""
         return False
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, object], strict: bool = True) -> None:
         """Do nothing: :meth:`load_checkpoint` has filled the model."""
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         """Do nothing: :meth:`load_checkpoint` has filled the optimizers."""
 
 
@@ -75,13 +84,13 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         state = self.lightning_module.state_dict()
         return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> StateDict:
         """Return the optimizer's state by the parameters' names."""
         assert self.lightning_module is not None
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return named_optimizer_state(inner, self.lightning_module)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
+    def save_checkpoint(self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None) -> None:
         """Write a folder under a temporary name, then rename it to rank 0's ``filepath``; collective.
 
         Raises:
@@ -106,7 +115,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
                 swap_in(partial, path)
             self.barrier("the checkpoint has its name")
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
         """Fill this rank's shards of the model and, to resume training, of the optimizers' state.
 
         Returns:
@@ -129,6 +138,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         for number, (optimizer, named) in enumerate(zip(self.optimizers, states, strict=False)):
             is_on_host = isinstance(optimizer, StateOnHost) and optimizer.is_state_on_host
             state = read_optimizer(path, stored, number, named, parameters, is_on_host=is_on_host)
+            check_optimizer_state(state, optimizer)
             optimizer.load_state_dict(state)
         return checkpoint
 
@@ -138,11 +148,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             AtomicCheckpointIO().remove_checkpoint(filepath)
 
     def _verified(self, checkpoint_path: str | Path) -> Path:
-        """Return rank 0's checkpoint path, after rank 0 has verified its checksums.
-
-        Raises:
-            DamagedError: on every rank.
-        """
+        """Return rank 0's checkpoint path, after rank 0 has verified its checksums; a DamagedError on every rank."""
         path, reason = find_saved(Path(checkpoint_path)), None
         if self.is_global_zero:
             try:
@@ -160,7 +166,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         weights: Mapping[str, Tensor],
         saved: Shapes,
         ties: Mapping[str, str],
-        is_equal: Callable[[str, str], bool] | None = None,
+        values: Mapping[str, object] | None = None,
     ) -> None:
         """Refuse a checkpoint of another model, and unless ``strict_loading`` is off, one that holds more."""
         assert self.lightning_module is not None
@@ -171,23 +177,21 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             saved = {name: shape for name, shape in saved.items() if name in own}
         what = f"ckpt_path={path}"
         check_shapes(saved, own, what)
-        check_ties({name: first for name, first in ties.items() if {name, first} <= own.keys()}, tied, what, is_equal)
+        check_ties({name: first for name, first in ties.items() if {name, first} <= own.keys()}, tied, what, values)
 
-    def _load_file(self, path: Path, weights: dict[str, Tensor], weights_only: bool | None) -> dict[str, Any]:
+    def _load_file(self, path: Path, weights: dict[str, Tensor], weights_only: bool | None) -> StateDict:
         """Load a single-file checkpoint: every rank maps it into memory and reads its own parts."""
-        checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        checkpoint: StateDict = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         if "state_dict" not in checkpoint:
             raise ConfigError(f"ckpt_path={path} is no checkpoint of a run. To start from a model, name it in model.")
         whole = checkpoint.pop("state_dict")
         assert self.lightning_module is not None
         ties = find_shared(whole, parameter_names(self.lightning_module))
-        self._check_weights(
-            path, weights, shapes_of(whole), ties, lambda name, first: torch.equal(whole[name], whole[first])
-        )
+        self._check_weights(path, weights, shapes_of(whole), ties, whole)
         for name, tensor in weights.items():
-            own = local_part(whole[name], tensor)
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)
+            local_tensor(tensor).copy_(local_part(whole[name], tensor))
         for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states", []), strict=False):
+            check_optimizer_state(state, optimizer)
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             shards = {
                 number: {key: shard_like(value, parameters[number]) for key, value in values.items()}
@@ -195,11 +199,6 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             }
             optimizer.load_state_dict({**state, "state": shards})
         return checkpoint
-
-
-def local_part(whole: Tensor, target: Tensor) -> Tensor:
-    """Return this rank's part of a full value that is to be sharded as ``target`` is."""
-    return local_box(target).of(whole) if isinstance(target, DTensor) else whole
 
 
 def shard_like(value: object, parameter: nn.Parameter) -> object:

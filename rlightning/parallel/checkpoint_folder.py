@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from rlightning.errors import ConfigError
 from rlightning.parallel.collectives import gather_objects, global_rank
 from rlightning.parallel.cpu_group import cpu_group
 from rlightning.parallel.sharding import local_tensor
+from rlightning.protocols import StateDict
 from rlightning.torch_internals import with_local_tensor
 
 META, INDEX = "meta.pt", ".metadata"
@@ -42,7 +42,7 @@ def is_checkpoint_folder(path: Path) -> bool:
     return (path / META).is_file() and (path / INDEX).is_file()
 
 
-def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> StateDict:
     """Return an optimizer's ``state_dict`` by parameter names in place of numbers, without copying tensors."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return {
@@ -53,7 +53,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
     }
 
 
-def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
+def numbered_optimizer_state(named: StateDict) -> StateDict:
     """Return a named ``state_dict`` by parameter numbers, as ``Optimizer.load_state_dict`` expects it."""
     order = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
@@ -65,7 +65,7 @@ def numbered_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
+def write_tensors(folder: Path, checkpoint: StateDict) -> Checksums:
     """Move a checkpoint's tensors to ``folder``; every rank writes its own shards and returns their checksums.
 
     Args:
@@ -92,9 +92,7 @@ def write_tensors(folder: Path, checkpoint: dict[str, Any]) -> Checksums:
     return {name: found for part in parts for name, found in part.items()}
 
 
-def write_meta(
-    folder: Path, checkpoint: dict[str, Any], tied: Mapping[str, str], files: Checksums | None = None
-) -> None:
+def write_meta(folder: Path, checkpoint: StateDict, tied: Mapping[str, str], files: Checksums | None = None) -> None:
     """Write the part of a checkpoint without tensors, the names of tied parameters and the checksums."""
     own = {"version": VERSION, "tied": dict(tied), "files": dict(files or {})}
     torch.save({**checkpoint, FORMAT: own}, folder / META)
@@ -102,11 +100,7 @@ def write_meta(
 
 
 def verify_checkpoint_folder(folder: Path) -> None:
-    """Verify all files of a checkpoint by their checksums.
-
-    Raises:
-        DamagedError: names the first file that is missing, or not what was written.
-    """
+    """Verify all files of a checkpoint by their checksums; a DamagedError names the first missing or damaged one."""
     for name in (META, INDEX):
         if not (folder / name).is_file():
             raise DamagedError(folder, f"'{name}' is missing")
@@ -118,9 +112,9 @@ def verify_checkpoint_folder(folder: Path) -> None:
     verify_files(folder, meta.get(FORMAT, {}).get("files", {}))
 
 
-def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+def read_meta(folder: Path, weights_only: bool | None = None) -> StateDict:
     """Read the file that :func:`write_meta` wrote."""
-    meta: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
+    meta: StateDict = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
     if FORMAT not in meta:
         raise ConfigError(
             f"ckpt_path={folder} was not written by rlightning's strategies. To start from a model's weights, name its "
@@ -135,7 +129,7 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
     return meta
 
 
-def saved_ties(meta: Mapping[str, Any]) -> dict[str, str]:
+def saved_ties(meta: StateDict) -> dict[str, str]:
     """Return the names of tied weights that :func:`write_meta` was given, of what :func:`read_meta` returns."""
     own = meta[FORMAT]
     ties: dict[str, str] = own["twins" if own["version"] == 1 else "tied"]
@@ -166,11 +160,11 @@ def read_optimizer(
     folder: Path,
     stored: Stored,
     number: int,
-    named: dict[str, Any],
+    named: StateDict,
     parameters: Mapping[str, Tensor],
     *,
     is_on_host: bool = False,
-) -> dict[str, Any]:
+) -> StateDict:
     """Read an optimizer's ``state_dict`` from a folder, with its tensors sharded as the parameters are.
 
     Args:
@@ -189,17 +183,23 @@ def read_optimizer(
         raise ConfigError(
             f"ckpt_path={folder} optimizes '{unknown[0]}', which this model does not have. Name its own model in model."
         )
-    prefix = f"optimizer/{number}/"
     tensors: dict[str, Tensor] = {}
-    for key, entry in stored.items():
-        if key.startswith(prefix):
-            name, what = key.removeprefix(prefix).rsplit("/", 1)
-            like = parameters[name].detach()
-            device = torch.device("cpu") if is_on_host else like.device
-            tensors[key] = empty_shard(like, entry.size, entry.properties.dtype, device)
-            named["state"].setdefault(name, {})[what] = tensors[key]
+    for key, name, what in _keys_of_optimizer(stored, number):
+        like, entry = parameters[name].detach(), stored[key]
+        device = torch.device("cpu") if is_on_host else like.device
+        tensors[key] = empty_shard(like, entry.size, entry.properties.dtype, device)
+        named["state"].setdefault(name, {})[what] = tensors[key]
     _read(folder, tensors)
     return numbered_optimizer_state(named)
+
+
+def _keys_of_optimizer(stored: Stored, number: int) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys of an optimizer's tensors, each with the parameter's name and its key in the optimizer's state."""
+    prefix = f"optimizer/{number}/"
+    for key in stored:
+        if key.startswith(prefix):
+            name, what = key.removeprefix(prefix).rsplit("/", 1)
+            yield key, name, what
 
 
 def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -224,20 +224,17 @@ def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, devi
     return with_local_tensor(parameter, torch.empty(*own.shape[:-1], num_blocks, dtype=dtype, device=device), size)
 
 
-def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+def read_whole(folder: Path, weights_only: bool | None = None) -> StateDict:
     """Return the checkpoint in Lightning's single-file form, in host memory, for strategies that do not shard."""
     meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    with _alone_on_purpose():
-        state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=True)
+    _read(folder, tensors, is_alone=True)
     weights = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
     tied = saved_ties(meta)
     del meta[FORMAT]
     meta["state_dict"] = weights | {name: weights[first] for name, first in tied.items()}
     for number, named in enumerate(meta.get("optimizer_states", [])):
-        prefix = f"optimizer/{number}/"
-        for key in [key for key in tensors if key.startswith(prefix)]:
-            name, what = key.removeprefix(prefix).rsplit("/", 1)
+        for key, name, what in _keys_of_optimizer(stored, number):
             named["state"].setdefault(name, {})[what] = tensors[key]
         meta["optimizer_states"][number] = numbered_optimizer_state(named)
     return meta
@@ -250,9 +247,9 @@ def find_tied(module: nn.Module) -> dict[str, str]:
     return {name: names[parameter] for name, parameter in everything if names[parameter] != name}
 
 
-def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Read values from a folder into the given tensors, in place."""
-    group = cpu_group()
+def _read(folder: Path, tensors: Mapping[str, Tensor], *, is_alone: bool = False) -> None:
+    """Read values from a folder into the given tensors, in place; with all ranks, unless this one ``is_alone``."""
+    group = None if is_alone else cpu_group()
     with torch.no_grad(), _alone_on_purpose():
         state_dict_loader.load(
             {key: tensor.detach() for key, tensor in tensors.items()},

@@ -20,6 +20,7 @@ from rlightning.disk import needed
 from rlightning.foreign_text import describe_error
 from rlightning.parallel.checkpoint_folder import META, is_checkpoint_folder, read_whole, verify_checkpoint_folder
 from rlightning.parallel.collectives import global_rank
+from rlightning.protocols import StateDict
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write a single file; called on rank 0 only.
-
-        Raises:
-            SaveError: the disk does not take it; an earlier file of the name stays.
-        """
+        """Write a single file, on rank 0 only; a SaveError, as for a full disk, leaves an earlier file of the name."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -52,12 +49,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a single file or a whole sharded folder, after rank 0 has verified its checksums.
-
-        Raises:
-            DamagedError: it is not what was written.
-        """
+    ) -> StateDict:
+        """Read a file or a whole sharded folder; a DamagedError if rank 0 finds other checksums than were written."""
         if "://" not in str(path):
             path = find_saved(Path(path))
             if global_rank() == 0:
@@ -82,11 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 @contextmanager
 def saving_checkpoint(path: Path) -> Iterator[None]:
-    """Context in which a disk error removes the partial checkpoint and raises a line that names the last good one.
-
-    Raises:
-        SaveError: for errors of the disk.
-    """
+    """Context in which a disk error removes the partial checkpoint and becomes a SaveError that names the last one."""
     last = newest_checkpoint(path.parent)
     kept = f"The last good one is '{last}'." if last is not None else "There is none before it."
     with needed("The checkpoint", path, f"{kept} Make room there, or name another folder, and go on from it."):
@@ -113,11 +102,7 @@ class SavedState(NamedTuple):
 
 
 def read_state(path: Path) -> SavedState | None:
-    """Read a checkpoint's step without its tensors and without unpickling its objects.
-
-    Returns:
-        None, and a log line, where it cannot be read.
-    """
+    """Read a checkpoint's step without tensors and objects; return None, and log why, where it cannot be read."""
     try:
         checkpoint = read_plain(path / META if path.is_dir() else path)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
@@ -140,8 +125,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 def verify_checkpoint(path: Path) -> None:
     """Verify a checkpoint, a file or a folder, by its checksums; once in a process, until its files change.
 
-    Raises:
-        DamagedError: it is not what was written.
+    A DamagedError if it is not what was written.
     """
     path = path.resolve()
     parts = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -249,7 +233,7 @@ class PlainUnpickler(pickle.Unpickler):
         return Inert()
 
 
-def read_plain(path: Path) -> Any:
+def read_plain(path: Path) -> StateDict:
     """Return the plain values of a pickle file; tensors and other objects become :class:`Inert`.
 
     Raises:
@@ -260,4 +244,5 @@ def read_plain(path: Path) -> Any:
         name = next((name for name in file.namelist() if name.endswith("/data.pkl")), None)
         if name is None:
             raise zipfile.BadZipFile("it has no data.pkl")
-        return PlainUnpickler(io.BytesIO(file.read(name))).load()
+        found: StateDict = PlainUnpickler(io.BytesIO(file.read(name))).load()
+        return found

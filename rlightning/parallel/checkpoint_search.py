@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -75,9 +75,8 @@ def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: st
     return str(last.path)
 
 
-def check_checkpoints(command: str, root: Path, places: Iterable[Place], ckpt_path: str | None) -> None:
+def check_checkpoints(command: str, root: Path, places: Sequence[Place], ckpt_path: str | None) -> None:
     """Raise a ConfigError if the checkpoint is missing or damaged, or if a new run would mix with an earlier one."""
-    places = list(places)
     if ckpt_path is None:
         saved = _list(places) if command == "fit" else []
         if saved:
@@ -110,7 +109,7 @@ def _check_named(path: Path) -> None:
         ) from error
 
 
-def find_last(command: str, places: Iterable[Place]) -> SavedState:
+def find_last(command: str, places: Sequence[Place]) -> SavedState:
     """Return the undamaged checkpoint of the highest step in all folders of the run.
 
     Of several ranks, rank 0 alone compares checksums, and its checkpoint is what all of them load.
@@ -119,7 +118,6 @@ def find_last(command: str, places: Iterable[Place]) -> SavedState:
         command: ``fit`` needs one with the optimizer's state.
         places: of :func:`find_places`.
     """
-    places = list(places)
     saved = _list(places)
     latest = latest_checkpoint(saved, to_resume=command == "fit", verifies=is_rank_0())
     if latest is not None:
@@ -142,11 +140,11 @@ def is_rank_0() -> bool:
     return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
 
 
-def _list(places: Iterable[Place]) -> list[Path]:
+def _list(places: Sequence[Place]) -> list[Path]:
     return [path for place in places for path in list_checkpoints(place.folder, place.depth)]
 
 
-def _saved_callbacks(root: Path) -> Iterator[tuple[Path, Any]]:
+def _saved_callbacks(root: Path) -> Iterator[tuple[Path, object]]:
     """Yield the run's folder and the callbacks of each configuration that was saved in ``root``."""
     for file in sorted(root.glob("config*.yaml")):
         try:

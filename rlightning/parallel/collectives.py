@@ -26,13 +26,13 @@ OPS = {
 
 
 def world_size() -> int:
-    """Return the number of ranks."""
-    return 1 if cpu_group() is None else dist.get_world_size()
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def global_rank() -> int:
-    """Return this process's rank."""
-    return 0 if cpu_group() is None else dist.get_rank()
+    """Return this process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str = "reduce") -> Tensor:
@@ -64,8 +64,7 @@ def gather_objects(thing: T, *, name: str) -> list[T]:
 
 def all_to_all_objects(objects_by_rank: Mapping[int, T], *, name: str) -> dict[int, T]:
     """Send each rank its object and return the objects received, by the rank that sent them."""
-    group = cpu_group()
-    own = dist.get_rank() if group is not None else 0
+    group, own = cpu_group(), global_rank()
     received = {own: objects_by_rank[own]} if own in objects_by_rank else {}
     if group is None:
         return received
@@ -101,15 +100,11 @@ def rank_in(loop: object) -> int:
     """Return the rank of this process: ``loop.global_rank``, else that of torch.distributed, else 0."""
     if isinstance(loop, HasRank) and loop.global_rank is not None:
         return loop.global_rank
-    return dist.get_rank() if _has_group() else 0
+    return global_rank()
 
 
 def num_ranks_in(loop: object) -> int:
     """Return the number of ranks: ``loop.world_size``, else that of torch.distributed, else 1."""
     if isinstance(loop, HasWorldSize) and loop.world_size is not None:
         return loop.world_size
-    return dist.get_world_size() if _has_group() else 1
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return world_size()

@@ -62,7 +62,7 @@ def barrier_timeout() -> float:
 
 def connection() -> Connection | None:
     """Return the connection of all ranks, or None in a single-process run."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     assert world is not None
@@ -108,5 +108,5 @@ def leave_groups() -> None:
     A thread of gloo's that releases its last tensor after the interpreter's end aborts the process
     (https://github.com/pytorch/pytorch/issues/190489).
     """
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()

@@ -115,8 +115,7 @@ def _allocator_settings() -> str:
 def synchronize(device: torch.device | None = None) -> None:
     """Wait until the device has finished all work that this process queued, on any stream.
 
-    Args:
-        device: None is the CUDA device that this process uses, if it uses one.
+    None is the CUDA device that this process uses, if it uses one.
     """
     if _is_used(device):
         torch.cuda.synchronize(device)
@@ -185,11 +184,7 @@ def _named_devices(trainer: object, module: object) -> Iterator[torch.device | s
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """Return a buffer in host memory for copies to and from ``device``; pinned for a CUDA device, for full speed.
-
-    Returns:
-        [num_bytes] uint8, uninitialised.
-    """
+    """Return uninitialised host memory, [num_bytes] uint8, for copies to and from ``device``; pinned for CUDA."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=_is_used(device))
 
 

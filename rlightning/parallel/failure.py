@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rlightning import intervals
 from rlightning.error_report import INTERRUPTED, show_error
@@ -32,12 +32,13 @@ from rlightning.parallel.rank_store import StoreError
 from rlightning.parallel.stacks import StackRecorder, record_all, start_recorder
 from rlightning.processes.liveness import Deadline
 from rlightning.processes.process_table import kill_process
+from rlightning.protocols import JsonObject
 from rlightning.rpc import LoopThread, Peer, RPCError
 from rlightning.torch_internals import nccl_backends
 
 log = logging.getLogger(__name__)
 
-SIGNAL = signal.SIGRTMIN if sys.platform == "linux" else signal.SIGUSR2
+SIGNAL = signal.SIGRTMIN
 """Wakes the main thread out of a system call; a signal without any other use."""
 
 
@@ -145,7 +146,9 @@ class FailureWatch:
                 on_leave=hang_watch.remove,
             )
             self._loop.run(self._server.start())
-            place = [own_addresses(), self._server.port, self._server.key.hex(), asdict(hang_watch.make_report())]
+            # The addresses at which other hosts may reach this one; the host name comes last.
+            addresses = [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
+            place = [addresses, self._server.port, self._server.key.hex(), asdict(hang_watch.make_report())]
             shared.store.set("failure_server", json.dumps(place))
         barrier("failure watch: listening")
         addresses, port, key, status = json.loads(shared.store.get("failure_server") or "")
@@ -156,10 +159,10 @@ class FailureWatch:
         async def rank() -> int:
             return self.rank
 
-        async def end(failure: dict[str, Any]) -> None:
+        async def end(failure: JsonObject) -> None:
             self._learn(Failure(**failure))
 
-        async def report(status: dict[str, Any]) -> None:
+        async def report(status: JsonObject) -> None:
             hang_watch.receive(0, status)
 
         async def record_stacks(reason: str) -> None:
@@ -413,11 +416,6 @@ def exit_now(code: object) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code if isinstance(code, int) else 1)
-
-
-def own_addresses() -> list[str]:
-    """Return the addresses at which other hosts may reach this process (rank 0); the host name comes last."""
-    return [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
 
 
 def abort_device_groups(deadline: Deadline) -> None:

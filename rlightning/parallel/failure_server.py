@@ -19,10 +19,10 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
 
 from rlightning import intervals
 from rlightning.parallel.failures import Failure
+from rlightning.protocols import JsonObject
 from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server
 from rlightning.rpc import connect as connect_url
 from rlightning.rpc.peer import Method
@@ -56,7 +56,7 @@ class FailureServer:
         *,
         on_first: Callable[[Failure], None],
         find_cause: Callable[[int], Awaitable[str]],
-        on_report: Callable[[int, dict[str, Any]], None],
+        on_report: Callable[[int, JsonObject], None],
         on_leave: Callable[[int], None],
     ) -> None:
         self._ranks, self._left = range(world_size), set[int]()
@@ -75,7 +75,7 @@ class FailureServer:
         self._reported: Failure | None = None
         self._first: Failure | None = None
         self._is_decided = False
-        self._own_status: dict[str, Any] | None = None
+        self._own_status: JsonObject | None = None
         methods = (self.fail, self.clean_up, self.report, self.relay, self.leave)
         self._methods: dict[str, Method] = {method.__name__: method for method in methods}
 
@@ -102,7 +102,7 @@ class FailureServer:
 
     # What ranks call
 
-    async def fail(self, rank: int, failure: dict[str, Any]) -> None:
+    async def fail(self, rank: int, failure: JsonObject) -> None:
         """Accept a failure as the first, unless a rank's death turns out to be its cause."""
         found = Failure(**failure)
         if found.rank == rank:
@@ -117,7 +117,7 @@ class FailureServer:
         """Record that a rank has reacted to the first failure."""
         self.cleaning_up.add(rank)
 
-    async def report(self, rank: int, status: dict[str, Any]) -> None:
+    async def report(self, rank: int, status: JsonObject) -> None:
         """Receive a rank's heartbeat and answer it."""
         if rank == 0:
             self._own_status = status

@@ -14,8 +14,9 @@ Letters: ``g`` ranks that hold different parts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from rlightning.torch_internals import StridedShard, copy_tensors
+
+T = TypeVar("T")
 
 GATHER_BYTES = 256 << 20
 """Bytes of full values that one collective brings, unless a single tensor is larger."""
@@ -71,6 +74,11 @@ class _Layout:
         strided = [i for i, placement in enumerate(self.placements) if isinstance(placement, StridedShard)]
         return (*plain, *strided)
 
+    @classmethod
+    def of(cls, tensor: DTensor) -> Self:
+        """Return the layout of a tensor."""
+        return cls(tensor.device_mesh, tuple(tensor.placements))
+
     def check(self) -> None:
         """Refuse placements that neither FSDP nor tensor parallelism makes."""
         for index, placement in enumerate(self.placements):
@@ -109,11 +117,31 @@ class _Layout:
 
 def local_box(tensor: DTensor) -> Box:
     """Return the part of ``tensor`` that this rank holds."""
-    layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
+    layout = _Layout.of(tensor)
     layout.check()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the tensor"
     return layout.box(coordinate, tensor.shape)
+
+
+def local_part(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a full value that is sharded as ``like`` is."""
+    return local_box(like).of(whole) if isinstance(like, DTensor) else whole
+
+
+def split_by_bytes(items: Iterable[T], size_of: Callable[[T], int], max_bytes: float) -> Iterator[list[T]]:
+    """Split items, in their order, into lists of at most ``max_bytes``; a larger item has a list of its own."""
+    part: list[T] = []
+    num_bytes = 0
+    for item in items:
+        size = size_of(item)
+        if part and num_bytes + size > max_bytes:
+            yield part
+            part, num_bytes = [], 0
+        part.append(item)
+        num_bytes += size
+    if part:
+        yield part
 
 
 @torch.no_grad()
@@ -143,7 +171,7 @@ def gather_into(
     for output, tensor in zip(outputs, tensors, strict=True):
         if isinstance(tensor, DTensor):
             # tensors that lie on the same ranks travel together, whichever of their dimensions is split
-            layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
+            layout = _Layout.of(tensor)
             sharded.setdefault(layout, []).append((output, tensor))
         elif is_wanted:
             output.copy_(tensor)
@@ -153,22 +181,13 @@ def gather_into(
         by_ranks.setdefault(tuple(rank for rank, _ in layout.holders()), []).extend(pairs)
     for ranks, pairs in by_ranks.items():
         if destination is None or destination in ranks:
-            for window in _windows(pairs, gather_bytes):
+            for window in split_by_bytes(pairs, _num_bytes, gather_bytes):
                 _gather_window(ranks, window, destination)
 
 
-def _windows(pairs: list[tuple[Tensor, DTensor]], gather_bytes: int) -> Iterator[list[tuple[Tensor, DTensor]]]:
-    window: list[tuple[Tensor, DTensor]] = []
-    num_bytes = 0
-    for output, tensor in pairs:
-        size = tensor.numel() * output.dtype.itemsize
-        if window and num_bytes + size > gather_bytes:
-            yield window
-            window, num_bytes = [], 0
-        window.append((output, tensor))
-        num_bytes += size
-    if window:
-        yield window
+def _num_bytes(pair: tuple[Tensor, DTensor]) -> int:
+    output, tensor = pair
+    return tensor.numel() * output.dtype.itemsize
 
 
 def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], destination: int | None) -> None:
@@ -203,7 +222,7 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
 
 def _boxes(tensor: DTensor) -> list[Box]:
     """Return each holder's part of ``tensor``, in the order of ranks."""
-    layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
+    layout = _Layout.of(tensor)
     return [layout.box(coordinate, tensor.shape) for _, coordinate in layout.holders()]
 
 
@@ -239,7 +258,7 @@ _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 def _group(tensor: DTensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return a process group of ``ranks`` in this order: one of the mesh, the world, or a new one."""
-    layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
+    layout = _Layout.of(tensor)
     if len(layout.split_dims) == 1:
         group = tensor.device_mesh.get_group(layout.split_dims[0])
         if tuple(dist.get_process_group_ranks(group)) == ranks:

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rlightning import intervals
 from rlightning.parallel.barrier import name_ranks
@@ -25,6 +25,7 @@ from rlightning.parallel.last_seen import find_position
 from rlightning.parallel.stacks import StackRecorder, do_nothing
 from rlightning.processes.liveness import Heartbeat
 from rlightning.processes.process_table import identify_process, kill_process
+from rlightning.protocols import JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class HangWatch(threading.Thread):
         self._over.set()
         self._recorder.forward = do_nothing
 
-    def receive(self, rank: int, status: dict[str, Any]) -> None:
+    def receive(self, rank: int, status: JsonObject) -> None:
         """Record another rank's heartbeat."""
         if rank in self._others:
             self._num_unanswered = 0

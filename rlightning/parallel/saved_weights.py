@@ -1,13 +1,14 @@
 """Whether the weights of a checkpoint are those of a module."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rlightning.errors import ConfigError
 from rlightning.parallel.sharding import local_tensor
+from rlightning.protocols import StateDict
 
 Shapes = Mapping[str, Sequence[int] | None]
 """By name; None of what is no tensor."""
@@ -15,21 +16,16 @@ OF_ACTOR = "actor."
 """How names of the actor's weights begin, which another model has other ones of."""
 
 
-def check_saved_weights(saved: Mapping[str, Any], own: Mapping[str, Any], module: nn.Module) -> None:
+def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object], module: nn.Module) -> None:
     """Refuse weights of a checkpoint that are not a module's, by the first that differs.
 
-    Args:
-        saved: the checkpoint's values by name; tied weights share memory, or are equal.
-        own: the module's.
-        module: has them.
-
-    Raises:
-        ConfigError: the module has no place for one, has others, or ties other weights.
+    A ConfigError if the module has no place for one, has others, or ties other weights: those that share memory, or are
+    equal.
     """
     what, names = "The checkpoint", parameter_names(module)
     check_shapes(shapes_of(saved), shapes_of(own), what)
     ties, own_ties = find_shared(saved, names), find_shared(own, names)
-    check_ties(ties, own_ties, what, lambda name, first: torch.equal(saved[name], saved[first]))
+    check_ties(ties, own_ties, what, saved)
 
 
 def check_shapes(saved: Shapes, own: Shapes, what: str) -> None:
@@ -56,7 +52,7 @@ def check_shapes(saved: Shapes, own: Shapes, what: str) -> None:
 
 
 def check_ties(
-    saved: Mapping[str, str], own: Mapping[str, str], what: str, is_equal: Callable[[str, str], bool] | None = None
+    saved: Mapping[str, str], own: Mapping[str, str], what: str, values: Mapping[str, object] | None = None
 ) -> None:
     """Refuse a checkpoint whose tied weights are not those of a module.
 
@@ -64,11 +60,10 @@ def check_ties(
         saved: of tied weights in the checkpoint, the first name by each other one.
         own: of the module's.
         what: the checkpoint, as an error calls it.
-        is_equal: whether two weights of the checkpoint are equal, as tied ones are that were written apart.
+        values: of the checkpoint; tied weights that were written apart have equal ones.
     """
     for name, first in own.items():
-        is_tied = saved.get(name, name) == saved.get(first, first)
-        if not is_tied and (is_equal is None or not is_equal(name, first)):
+        if saved.get(name, name) != saved.get(first, first) and not _is_equal(values or {}, name, first):
             raise ConfigError(
                 f"{what} is of another model: '{first}' and '{name}' are two weights there, and one in this module. "
                 "Name the checkpoint's own model in model.model."
@@ -81,12 +76,33 @@ def check_ties(
             )
 
 
+def _is_equal(values: Mapping[str, object], name: str, other: str) -> bool:
+    one, two = values.get(name), values.get(other)
+    return isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one, two)
+
+
+def check_optimizer_state(saved: StateDict, optimizer: Optimizer) -> None:
+    """Refuse an optimizer's state of a checkpoint that is for other numbers of parameters.
+
+    Equal weights that the checkpoint holds apart may be one parameter there, which :func:`check_ties` cannot know.
+    """
+    sizes, own_sizes = (
+        [len(group["params"]) for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)
+    )
+    if sizes != own_sizes:
+        raise ConfigError(
+            f"The checkpoint's optimizer has groups of {sizes} parameters, and this run's has groups of {own_sizes}: "
+            "its model tied other weights, or its configure_optimizers was another. To start from its weights alone, "
+            "export them by SaveHF, and name the folder in model.model."
+        )
+
+
 def parameter_names(module: nn.Module) -> set[str]:
     """Return the names of parameters, all those of tied ones; buffers that share memory are apart on another device."""
     return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
-def find_shared(state: Mapping[str, Any], names: Set[str]) -> dict[str, str]:
+def find_shared(state: Mapping[str, object], names: Set[str]) -> dict[str, str]:
     """Return those of the names whose tensor is an earlier one too, in the same memory, and the earlier name."""
     firsts: dict[object, str] = {}
     shared: dict[str, str] = {}
@@ -99,6 +115,6 @@ def find_shared(state: Mapping[str, Any], names: Set[str]) -> dict[str, str]:
     return shared
 
 
-def shapes_of(state: Mapping[str, Any]) -> dict[str, Sequence[int] | None]:
+def shapes_of(state: Mapping[str, object]) -> dict[str, Sequence[int] | None]:
     """Return the shapes of tensors by name, and None of anything else."""
     return {name: value.shape if isinstance(value, Tensor) else None for name, value in state.items()}

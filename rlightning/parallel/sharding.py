@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlightning.torch_internals import non_persistent_buffers
@@ -36,38 +36,37 @@ class Sharding:
     reshard_after_forward: bool = True
 
     @property
-    def data_parallel_mesh(self) -> DeviceMesh:
-        """The mesh of FSDP: its last dimension shards, and with hybrid sharding one before it replicates."""
-        return self.mesh["shard"] if self.mesh["replicate"].size() == 1 else self.mesh["replicate", "shard"]
-
-    @property
     def storage_device(self) -> torch.device:
         """The device that stores shards while they are not used."""
         return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
 
-    @property
-    def placement(self) -> dict[str, Any]:
-        """The arguments of ``fully_shard`` for offloading shards."""
+    def shard(
+        self, module: nn.Module, precision: MixedPrecisionPolicy | None = None, *, reshard_after_forward: bool = True
+    ) -> None:
+        """Shard a module's parameters over the data-parallel ranks, as one group, which FSDP gathers together."""
         is_on_host = self.cpu_offload == "parameters"
-        policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if is_on_host else OffloadPolicy()
-        return {"mesh": self.data_parallel_mesh, "offload_policy": policy}
+        fully_shard(
+            module,
+            # FSDP shards over the last dimension, and keeps copies over one before it (hybrid sharding).
+            mesh=self.mesh["shard"] if self.mesh["replicate"].size() == 1 else self.mesh["replicate", "shard"],
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=precision or MixedPrecisionPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if is_on_host else OffloadPolicy(),
+        )
 
 
 def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
     """Shard the modules of ``owner`` outside its sharded models, such as a subclass's value head.
 
-    Each is gathered for its ``forward`` and again for the backward, in the dtype that it has. What has no forward, as a
-    list of modules, is looked into; parameters in none of these stay whole.
-
-    Args:
-        owner: its values are equal on all ranks.
+    Their values are equal on all ranks. Each is gathered for its ``forward`` and again for the backward, in the dtype
+    that it has. What has no forward, as a list of modules, is looked into; parameters in none of these stay whole.
     """
     parts = list(_parts(owner))
     holders = Counter(parameter for module in owner.modules() for parameter in module.parameters(recurse=False))
     for part in parts:
         within = Counter(parameter for module in part.modules() for parameter in module.parameters(recurse=False))
         if all(holders[parameter] == count for parameter, count in within.items()):  # none is tied to another part's
-            fully_shard(part, reshard_after_forward=True, **sharding.placement)
+            sharding.shard(part)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -42,8 +42,7 @@ SPAWN_RULE = (
 def spell_out(value: Any, key: str = "") -> Any:
     """Return a configuration, or its part under ``key``, with the strategy's name replaced by its class.
 
-    Raises:
-        ConfigError: the name is one that the class had before.
+    A ConfigError for a name that the class had before.
     """
     if key.removesuffix(".class_path") in KEYS and isinstance(value, str) and value in MOVED:
         raise ConfigError(f"{key}: {value} is now {MOVED[value]}.")

@@ -48,12 +48,9 @@ class LeaveEvaluation(Callback):
 
 
 def validate_in_fit(trainer: Trainer) -> list[dict[str, Tensor]]:
-    """Run validation within a fit, as Lightning does between two training batches.
+    """Run validation within a fit, as between two training batches; return the metrics of each set by name.
 
     Lightning's own run before training is a sanity check, whose results it throws away.
-
-    Returns:
-        Metrics by name, a dictionary for each validation set.
     """
     with torch.no_grad():
         trainer.validating = True

@@ -42,7 +42,7 @@ from rlightning.errors import ConfigError
 from rlightning.models import Adapter
 
 
-def queue_of(*commands: Command) -> CommandQueue:
+def queue_of(*commands: Command[object]) -> CommandQueue:
     """A queue that has got these, numbered from 0."""
     queue = CommandQueue()
     for number, command in enumerate(commands):
@@ -209,7 +209,7 @@ class Starts(SkipsEpoch):
 
 def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) -> None:
     """A checkpoint may bring a state of random numbers, which training goes on with."""
-    epochs: list[Command] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
+    epochs: list[Command[object]] = [StartEpoch(2), EndEpoch(), StartEpoch(3), EndEpoch()]
     queue, module = queue_of(Load("", None), StartTraining(2), *epochs, End()), Starts()
     feed = CommandFeed(
         queue,

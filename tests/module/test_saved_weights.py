@@ -80,6 +80,21 @@ def test_checkpoint_that_ties_other_weights_is_refused(is_tied: bool, message: s
         make_trainer(tmp_path, 2).fit(make_grpo(model), make_data(tmp_path), ckpt_path=path, weights_only=False)
 
 
+@pytest.mark.long
+def test_equal_weights_that_were_tied_are_refused_by_the_optimizer(tmp_path: Path) -> None:
+    """Of a tied checkpoint that was saved anew with a copy of each weight, the optimizer's state alone tells."""
+    saved, untied = (save_model(tmp_path / name, tie_word_embeddings=name == "tied") for name in ("tied", "untied"))
+    trainer = make_trainer(tmp_path, 1)
+    trainer.fit(make_grpo(saved), make_data(tmp_path))
+    trainer.save_checkpoint(path := tmp_path / "one.ckpt")
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["state_dict"] = {name: weight.clone() for name, weight in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, apart := tmp_path / "apart.ckpt")
+    GRPO.load_from_checkpoint(apart, model=untied)  # which has no optimizer
+    with pytest.raises(ConfigError, match=r"optimizer has groups of \[\d+, \d+\] parameters, and .*: its model tied"):
+        make_trainer(tmp_path, 2).fit(make_grpo(untied), make_data(tmp_path), ckpt_path=apart, weights_only=False)
+
+
 def make_pair(*, is_tied: bool) -> torch.nn.Module:
     """Two parameters that are one, or equal, and two buffers of the same memory, as state dicts keep them."""
     module = torch.nn.Module()

@@ -142,6 +142,16 @@ def test_lr_schedule_of_added_group_starts_at_its_own_peak() -> None:
     assert [group["lr"] for group in again.param_groups] == [0.5, 0.5, 0.2]
 
 
+@pytest.mark.parametrize("states", ["float32", "8bit"])
+def test_optimizer_state_of_other_parameters_is_refused(states: Any) -> None:
+    matrix, bias = make_parameters()
+    saved = optimize(matrix, lr=0.1, optimizer_states=states)
+    matrix.grad = torch.ones(2, 2)
+    saved.step()
+    with pytest.raises(ConfigError, match=r"has groups of \[1, 0\] parameters, and this run's has groups of \[1, 1\]:"):
+        optimize(matrix, bias, lr=0.1, optimizer_states=states).load_state_dict(saved.state_dict())
+
+
 @pytest.mark.parametrize(("schedule", "max_steps"), [("linear", -1), ("cosine", 5)])
 def test_a_schedule_needs_an_end(schedule: Any, max_steps: int) -> None:
     settings = AdamWSettings(lr=0.5, lr_schedule=schedule, warmup_steps=5)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from rlightning.parallel import gathering
-from rlightning.parallel.gathering import gather_into, local_box
+from rlightning.parallel.gathering import gather_into, local_box, split_by_bytes
 from rlightning.rollout.weights import plan_chunks
 from rlightning.rollout.weights.source import fill_bucket
 
@@ -190,3 +190,9 @@ def test_plain_tensors_are_copied_without_any_process_group() -> None:
     source = torch.randn(3, 5)
     gather_into([output := torch.empty(3, 5, dtype=torch.bfloat16)], [source])
     assert torch.equal(output, source.bfloat16())
+
+
+def test_items_are_split_by_bytes_in_their_order() -> None:
+    parts = split_by_bytes([3, 3, 5, 1, 7, 2], lambda size: size, 6)
+    assert list(parts) == [[3, 3], [5, 1], [7], [2]]
+    assert list(split_by_bytes([], int, 6)) == []

@@ -137,6 +137,8 @@ def others_on_two_ranks(folder: Path) -> None:
             for path, message in {folder / name / f"headed_{kind}.ckpt": HEAD, **others}.items():
                 with pytest.raises(ConfigError, match=f"^ckpt_path={path} .*{message}"):
                     trainer.strategy.load_checkpoint(path)
+    with pytest.raises(ConfigError, match=r"optimizer has groups of .* parameters, and .*: its model tied"):
+        trainers["untied"].strategy.load_checkpoint(folder / "tied" / "apart.ckpt")
 
 
 def test_checkpoints_of_others_are_refused_by_all_ranks(tmp_path: Path) -> None:
@@ -150,4 +152,7 @@ def test_checkpoints_of_others_are_refused_by_all_ranks(tmp_path: Path) -> None:
         save_model(tmp_path / name / "model", **size)
         write_rows(tmp_path / name)
         save_headed(tmp_path / name, "single")
+    checkpoint = torch.load(tmp_path / "tied" / "single.ckpt", weights_only=False)
+    checkpoint["state_dict"] = {name: weight.clone() for name, weight in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, tmp_path / "tied" / "apart.ckpt")
     run_ranks(others_on_two_ranks, 2, tmp_path)

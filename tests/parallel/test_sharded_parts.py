@@ -8,7 +8,6 @@ import torch.distributed as dist
 from sharded_net import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlightning.parallel.replicated import average_gradients
@@ -83,7 +82,7 @@ def train(owner: Owner, num_steps: int = 3) -> list[Tensor]:
 def train_sharded(folder: Path, expected: list[Tensor]) -> None:
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor_parallel"))
     owner, sharding = Owner(), Sharding(mesh=mesh, device=torch.device("cpu"))
-    fully_shard(owner.actor, **sharding.placement)
+    sharding.shard(owner.actor)
     for _ in range(2):  # another fit of the same module
         shard_parts(owner, sharding)
     assert {name for name, p in owner.named_parameters() if not isinstance(p, DTensor)} == WHOLE - {"tied.weight"}

@@ -10,8 +10,9 @@ from rlightning.environments.endpoint.openai_api import read_tools
 from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
-from rlightning.environments.messages import AssistantMessage, JsonObject, Message
+from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.foreign_text import cut_value
+from rlightning.protocols import JsonObject
 
 OWN = ("messages", "system", "tools", "tool_choice")
 NAMES = {"stop_sequences": "stop"}

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
-from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import describe_error
+from rlightning.protocols import JsonObject
 
 Message = MutableMapping[str, Any]
 """Of ASGI: the scope of a request, or an event."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlightning.environments.messages import JsonObject
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
+from rlightning.protocols import JsonObject
 
 TYPES = {
     400: "invalid_request_error",

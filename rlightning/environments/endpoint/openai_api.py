@@ -11,9 +11,9 @@ from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.parameters import RequestParameters, read_parameters
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, Emit, Event, EventWriter, Reply, answer
-from rlightning.environments.messages import JsonObject
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
+from rlightning.protocols import JsonObject
 
 DONE = (None, "[DONE]")
 

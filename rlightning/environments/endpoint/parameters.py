@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import BaseModel, Field, ValidationError
 
 from rlightning.environments.endpoint.errors import APIError
-from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import cut_line, cut_value
+from rlightning.protocols import JsonObject
 from rlightning.rollout import Sampling
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import TEMPERATURES

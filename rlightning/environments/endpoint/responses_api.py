@@ -10,8 +10,9 @@ from rlightning.environments.endpoint.openai_api import count_usage, read_tools
 from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
-from rlightning.environments.messages import JsonObject, Message
+from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
+from rlightning.protocols import JsonObject
 
 OWN = ("input", "instructions", "tools", "tool_choice", "previous_response_id")
 NAMES = {"max_output_tokens": "max_tokens"}

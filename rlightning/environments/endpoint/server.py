@@ -19,10 +19,10 @@ from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event, Reply
 from rlightning.environments.environment import LimitReachedError, Policy
-from rlightning.environments.messages import JsonObject
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import describe_error
+from rlightning.protocols import JsonObject
 
 log = logging.getLogger(__name__)
 

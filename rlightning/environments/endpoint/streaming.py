@@ -5,9 +5,10 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rlightning.environments.messages import AssistantMessage, JsonObject
+from rlightning.environments.messages import AssistantMessage
 from rlightning.environments.partial_message import PartialMessage
 from rlightning.environments.recorder import RecordedTurn
+from rlightning.protocols import JsonObject
 
 Event = tuple[str | None, JsonObject | str]
 """Of a stream: its name, where the API has one, and its data."""

@@ -13,7 +13,6 @@ from rlightning.environments.endpoint import Endpoint
 from rlightning.environments.endpoint.session import name_model
 from rlightning.environments.endpoint.shared_key import SharedKey
 from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
-from rlightning.environments.messages import JsonObject
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.verifiers.episode import Episode, EpisodeAssembly, Trace
 from rlightning.environments.verifiers.server import (
@@ -27,6 +26,7 @@ from rlightning.environments.worker_environment import check_interpreter
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules, did_you_mean
 from rlightning.foreign_text import cut, cut_line
 from rlightning.processes.liveness import RestartPolicy
+from rlightning.protocols import JsonObject
 from rlightning.types.trajectory import AgentTrace, Outcome, Prompt
 
 log = logging.getLogger(__name__)

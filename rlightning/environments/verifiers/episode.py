@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import cut_line
+from rlightning.protocols import JsonObject
 from rlightning.types.trajectory import Turn
 
 LISTS = ("nodes", "calls", "errors")

@@ -14,8 +14,8 @@ import socket
 import sys
 import threading
 
-from rlightning.environments.messages import JsonObject
 from rlightning.foreign_text import describe_error
+from rlightning.protocols import JsonObject
 
 GRACE = 10.0
 """Seconds of the server to end by itself, after the trainer has."""

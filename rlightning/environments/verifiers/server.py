@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import msgpack
 
 from rlightning import intervals
-from rlightning.environments.messages import JsonObject
 from rlightning.environments.worker_environment import own_search_path
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.processes.liveness import Heartbeat
 from rlightning.processes.managed_process import ManagedProcess, python_command
+from rlightning.protocols import JsonObject
 from rlightning.rpc.run_key import environment_without_key
 
 LAUNCHER = "rlightning.environments.verifiers.launcher"
