@@ -89,7 +89,7 @@ def rollout(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str
     return code, output.out, output.err
 
 
-def test_groups_are_printed_in_their_order_once_they_have_ended() -> None:
+def test_groups_are_printed_in_order_once_ended() -> None:
     prompts = [Prompt(index, "", [1], {}) for index in (4, 2, 7)]
     groups = [[Trajectory.single_turn(prompt, Sample([1], [0.0], [0], "a", "stop"))] for prompt in prompts]
     printed: list[int] = []

@@ -107,7 +107,7 @@ def test_loading_that_is_not_strict_leaves_parameters_out(checkpoints: dict[str,
 
 
 @pytest.mark.parametrize("saved", [{"actor.weight": torch.ones(1)}, [torch.ones(1)]])
-def test_file_that_is_no_checkpoint_is_refused_in_a_line(saved: object, tmp_path: Path) -> None:
+def test_file_that_is_no_checkpoint_is_one_line(saved: object, tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "weights.ckpt")
     with pytest.raises(ConfigError, match=r"weights\.ckpt is no checkpoint of a run: it has no 'state_dict'\. Name"):
         GRPO.load_from_checkpoint(tmp_path / "weights.ckpt")
