@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -173,7 +174,7 @@ def become(request: Request, files: list[int]) -> Program:
         return serve(theirs, listen())
     theirs.close()
     above = max(request.targets) + 1
-    fork_server._server = ForkServer(_moved(ours, above), server)
+    fork_server._server = ForkServer(_moved(ours, above), server, request.environment)
     held = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in files[len(request.targets) :]]
     for number in files[len(request.targets) :]:
         os.close(number)
@@ -198,8 +199,14 @@ def _set_up_interpreter(program: Program, environment: dict[str, str]) -> None:
     importlib.invalidate_caches()
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     tempfile.tempdir = None
+    encoding, _, errors = environment.get("PYTHONIOENCODING", "").partition(":")
     for stream, flushes_lines in ((sys.stdout, program.is_unbuffered or os.isatty(1)), (sys.stderr, True)):
-        stream.reconfigure(line_buffering=flushes_lines)  # type: ignore[union-attr]
+        stream.reconfigure(encoding=encoding or None, line_buffering=flushes_lines)  # type: ignore[union-attr]
+    if errors:
+        sys.stdout.reconfigure(errors=errors)  # type: ignore[union-attr]  # standard error has its own
+    if filters := environment.get("PYTHONWARNINGS"):
+        sys.warnoptions[:] = filters.split(",")
+        warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     import numpy

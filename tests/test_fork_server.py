@@ -96,6 +96,26 @@ def test_spawned_processes_are_forks_too(script: Path) -> None:
     assert run(script, source).stdout == "True None 3\n"
 
 
+@in_a_fork_and_an_interpreter
+def test_variables_for_warnings_and_encoding_are_applied(script: Path, how: dict[str, str]) -> None:
+    source = (
+        "import sys, warnings\n"
+        "print(sys.warnoptions, sys.stdout.encoding, sys.stdout.errors, sys.stderr.encoding, sys.stderr.errors)\n"
+        "warnings.warn('odd', RuntimeWarning)\n"
+    )
+    variables = {"PYTHONWARNINGS": "ignore::UserWarning,error::RuntimeWarning", "PYTHONIOENCODING": "latin-1:replace"}
+    done = run(script, source, **variables, **how)
+    expected = "['ignore::UserWarning', 'error::RuntimeWarning'] iso8859-1 replace iso8859-1 backslashreplace\n"
+    assert done.stdout.replace("latin-1", "iso8859-1") == expected
+    assert done.returncode == 1 and done.stderr.endswith("RuntimeWarning: odd\n")
+
+
+def test_program_with_its_own_hash_seed_is_no_fork(script: Path) -> None:
+    source = "import os, sys; print(hash('a'), 'vllm' in sys.modules)"
+    one, same, other = (run(script, source, PYTHONHASHSEED=seed).stdout.split() for seed in ("1", "1", "2"))
+    assert one == same != other and one[1] == other[1] == "False"
+
+
 @pytest.mark.parametrize(
     ("source", "code", "error"),
     [
