@@ -93,7 +93,7 @@ def test_spawned_processes_are_forks_too(script: Path) -> None:
         "    process.start()\n"
         "    print(answer.recv() == (os.getpid(), True, '__mp_main__'), process.join(), process.exitcode)\n"
     )
-    assert run(script, source).stdout == "True None 3\n"
+    assert run(script, source, PYTHONWARNINGS="ignore:resource_tracker").stdout == "True None 3\n"
 
 
 @in_a_fork_and_an_interpreter
