@@ -155,9 +155,9 @@ def parse_command(command: Sequence[str], environment: dict[str, str]) -> Progra
         return Program(list(command), False, [str(folder), *own_path], is_unbuffered)
     if str(executable) != sys.executable:
         return None
-    inherited = [f"-W{text}" for text in environment.get("PYTHONWARNINGS", "").split(",")]
-    rest = [word for word in command[1:] if word not in inherited]  # as multiprocessing gives on what a variable says
-    while rest and rest[0] in ("-u", "-P", "-B"):
+    inherited = [f"-W{text}" for text in environment.get("PYTHONWARNINGS", "").split(",")]  # by multiprocessing
+    rest = list(command[1:])
+    while rest and rest[0] in ("-u", "-P", "-B", *inherited):
         option = rest.pop(0)
         is_unbuffered, is_safe = is_unbuffered or option == "-u", is_safe or option == "-P"
     if rest == XDIST_WORKER or (rest[:1] == ["-c"] and rest[-1] == SPAWNED):
