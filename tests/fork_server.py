@@ -40,10 +40,8 @@ from typing import Any
 START_BY_EXEC = "START_BY_EXEC"
 """A variable of a program's environment: set, it starts in an interpreter of its own."""
 SCRIPTS = ("rlightning", "torchrun")
-APPLIED_IN_FORKS = ("PYTHONIOENCODING", "PYTHONWARNINGS")
-"""Variables of a program that a fork applies (forks.py); the fork server itself is started without them."""
 READ_AT_START = (
-    *("PYTHONHASHSEED", "PYTHONUTF8", "PYTHONOPTIMIZE", "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHONNOUSERSITE"),
+    *("PYTHONHASHSEED", "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONOPTIMIZE", "PYTHONDEVMODE", "PYTHONMALLOC"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"),
 )
 """Variables that an interpreter or a preloaded library reads only while it starts: a program for which one has another
@@ -308,7 +306,8 @@ def _find_server() -> ForkServer | None:
         command = [sys.executable, "-P", "-c", "import forks; forks.main()", str(theirs.fileno())]
         paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
         variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", START_BY_EXEC: "1"}
-        environment = {k: v for k, v in os.environ.items() if k not in APPLIED_IN_FORKS} | variables
+        # Each fork applies its own filters of warnings.
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"} | variables
         with theirs:
             process = subprocess.Popen(
                 command, env=environment, pass_fds=[theirs.fileno()],

@@ -199,11 +199,8 @@ def _set_up_interpreter(program: Program, environment: dict[str, str]) -> None:
     importlib.invalidate_caches()
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     tempfile.tempdir = None
-    encoding, _, errors = environment.get("PYTHONIOENCODING", "").partition(":")
     for stream, flushes_lines in ((sys.stdout, program.is_unbuffered or os.isatty(1)), (sys.stderr, True)):
-        stream.reconfigure(encoding=encoding or None, line_buffering=flushes_lines)  # type: ignore[union-attr]
-    if errors:
-        sys.stdout.reconfigure(errors=errors)  # type: ignore[union-attr]  # standard error has its own
+        stream.reconfigure(line_buffering=flushes_lines)  # type: ignore[union-attr]
     if filters := environment.get("PYTHONWARNINGS"):
         sys.warnoptions[:] = filters.split(",")
         warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]

@@ -101,7 +101,7 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersSa
 def sample(sampler: TransformersSampler, environment: Environment) -> list[Trajectory]:
     tokenizer = sampler.files.tokenizer
     prompt = PROMPT._replace(token_ids=tokenizer(PROMPT.text).input_ids)
-    settings = {"sampling": Sampling(max_new_tokens=6, seed=11), "max_length": 192, "timeout": 120.0}
+    settings: dict[str, Any] = {"sampling": Sampling(max_new_tokens=6, seed=11), "max_length": 192, "timeout": 120.0}
     found = attempt(environment, sampler, prompt, 2, chat_format=ChatFormat(tokenizer), **settings)
     return [replace(one, timings={}) for one in found]
 
