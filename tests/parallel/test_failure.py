@@ -27,7 +27,10 @@ import ctypes, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
 import torch, torch.distributed as dist
+from rlightning import intervals
 from rlightning.parallel.failure import FailureWatch
+
+intervals.FAILURE_ANSWER_TIMEOUT = 60  # however slow rank 0 is
 
 class TearDown:
     def __del__(self, write=os.write):

@@ -56,7 +56,7 @@ class Fails(Callback):
     def __init__(self, rank: int, how: str, others: str = "sleep"):
         self.rank, self.how, self.others = rank, how, others
         if others == "sleep":
-            intervals.STUCK_GRACE = 60  # no rank counts as stuck, however slow
+            intervals.STUCK_GRACE = intervals.FAILURE_ANSWER_TIMEOUT = 60  # no rank counts as stuck, however slow
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx != 1:
