@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_data, make_grpo, make_trainer, save_model
+from tiny import make_data, make_grpo, make_trainer, save_model, share_of_ones
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
@@ -21,7 +21,7 @@ class WithHead(GRPO):
 
 
 def headed(model: str) -> GRPO:
-    return WithHead(model, rewards="rlightning.rewards.exact_match", prompts_per_step=4, samples_per_prompt=2)
+    return WithHead(model, rewards=[share_of_ones], prompts_per_step=4, samples_per_prompt=2)
 
 
 @pytest.fixture(scope="module")
