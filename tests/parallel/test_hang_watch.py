@@ -76,7 +76,8 @@ with FailureWatch(grace=60, folder=folder):
     (folder / f"ready-{rank}").touch()
     while not (folder / "begin").exists():
         time.sleep(0.02)
-    intervals.HEARTBEAT_INTERVAL, intervals.SILENT_AFTER, intervals.HANG_GRACE = 0.1, 2, 1
+    intervals.HEARTBEAT_INTERVAL, intervals.HANG_GRACE = 0.1, 1
+    intervals.SILENT_AFTER = 2 if how == "stop" else 60  # one that runs may be kept from a heartbeat for as long
     intervals.WAIT_REPORT_DELAY, intervals.MIN_STORE_TIMEOUT = 2, 2
     set_barrier_timeout({"wait": 600, "work": 5}.get(how, 7))
     try:
