@@ -199,7 +199,7 @@ def test_own_work_goes_on_own_error_shows(tmp_path: Path) -> None:
     codes, errors = outcomes[work]
     assert codes == [0, 0, 0], errors
     all_lines = "".join(errors)
-    assert "Waiting: rank 0 has been 2 s in await_engine (" in all_lines
+    assert re.search(r"Waiting: rank 0 has been [2-9] s in await_engine \(", all_lines)
     assert ", perhaps waiting for ranks 1 and 2: rank 1 is in await_rewards (" in all_lines
     assert "hangs" not in all_lines and sections(work) == []
 
