@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import child_processes
 import fork_server
 import pytest
 from left_out import describe_left_out, why_left_out
@@ -239,9 +241,33 @@ def _nothing_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+def _no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a child process, unless a fixture that lives on may have started it."""
+    may_start = request.node.get_closest_marker("processes") and "starts_processes" not in request.fixturenames
+    with child_processes.none_are_left() if may_start else nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_is_left_by_fixtures() -> Iterator[None]:
+    """The same of the fixtures that a file's tests share; fails the last of these tests."""
+    with child_processes.none_are_left():
+        yield
+
+
+def pytest_runtest_logstart() -> None:
+    """Begin to count the processes that a test and its fixtures start."""
+    fork_server.num_started = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """In `make test-fast`, fail a test that starts a Python process: the marker that leaves it out is missing."""
-    before = fork_server.num_started
-    yield
-    if "not processes" in request.config.getoption("-m") and fork_server.num_started > before:
-        pytest.fail("This test starts a process: mark it by @pytest.mark.processes.", pytrace=False)
+    report = yield
+    if report.passed and fork_server.num_started and "not processes" in item.config.getoption("-m"):
+        report.outcome, fork_server.num_started = "failed", 0
+        report.longrepr = (
+            f"The {report.when} of this test starts a process: mark it by @pytest.mark.processes, "
+            "or let the fixture that does ask for starts_processes."
+        )
+    return report

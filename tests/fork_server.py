@@ -7,7 +7,8 @@ forks, and the fork sets up what a fresh interpreter would have: arguments, envi
 session, ``sys.path``, ``__main__``. The new process is the caller's child (it can be waited for and killed, and dies
 with its parent where it asks for that), and has a fork server of its own, so that what it starts is forked, too.
 
-Programs given by ``-c``, and those with ``START_BY_EXEC`` in their environment, start as always; but for the workers of
+Programs given by ``-c``, those with ``START_BY_EXEC`` in their environment, and those for which a variable of
+:data:`READ_AT_START` has another value start as always; but for the workers of
 pytest-xdist, so that the heavy modules are imported once for all of them, and what multiprocessing spawns. Ray's
 raylet, which is no Python program, starts its workers by :data:`STAND_IN`, a small script in place of the interpreter:
 it has the fork server of the raylet's parent start the worker, and ends with it.
@@ -22,6 +23,7 @@ import inspect
 import json
 import multiprocessing.util
 import os
+import re
 import runpy
 import signal
 import socket
@@ -38,6 +40,14 @@ from typing import Any
 START_BY_EXEC = "START_BY_EXEC"
 """A variable of a program's environment: set, it starts in an interpreter of its own."""
 SCRIPTS = ("rlightning", "torchrun")
+READ_AT_START = (
+    *("PYTHONHASHSEED", "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONOPTIMIZE", "PYTHONDEVMODE", "PYTHONMALLOC"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"),
+)
+"""Variables that an interpreter or a preloaded library reads only while it starts: a program for which one has another
+value than for the fork server starts in an interpreter of its own."""
+PYTHON = r"python[\d.]*"
+"""Names of interpreters."""
 XDIST_WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """How execnet starts a worker."""
 SPAWNED = "--multiprocessing-fork"
@@ -143,8 +153,9 @@ def parse_command(command: Sequence[str], environment: dict[str, str]) -> Progra
         return Program(list(command), False, [str(folder), *own_path], is_unbuffered)
     if str(executable) != sys.executable:
         return None
+    inherited = [f"-W{text}" for text in environment.get("PYTHONWARNINGS", "").split(",")]  # by multiprocessing
     rest = list(command[1:])
-    while rest and rest[0] in ("-u", "-P", "-B"):
+    while rest and rest[0] in ("-u", "-P", "-B", *inherited):
         option = rest.pop(0)
         is_unbuffered, is_safe = is_unbuffered or option == "-u", is_safe or option == "-P"
     if rest == XDIST_WORKER or (rest[:1] == ["-c"] and rest[-1] == SPAWNED):
@@ -172,13 +183,19 @@ class ForkServer:
 
     Attributes:
         pid: of the server.
+        environment: the variables that it was started with.
         owner: the process that it starts children of.
     """
 
     connection: socket.socket
     pid: int
+    environment: dict[str, str]
     owner: int = field(default_factory=os.getpid)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def suits(self, environment: dict[str, str]) -> bool:
+        """Whether a fork would be what an interpreter with these variables is."""
+        return all(environment.get(name) == self.environment.get(name) for name in READ_AT_START)
 
     def start(self, request: Request, files: Sequence[int]) -> int:
         """Start a child of this process; its id.
@@ -228,7 +245,7 @@ def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     environment = dict(os.environ)
     program = None if START_BY_EXEC in environment else parse_command([os.fsdecode(word) for word in args], environment)
     server = _find_server() if program is not None and SPAWNED in args else None
-    if program is None or server is None:
+    if program is None or server is None or not server.suits(environment):
         return _exec_spawned(path, args, passfds)
     files = sorted({0, 1, 2, *map(int, passfds)})
     request = Request(
@@ -247,7 +264,7 @@ def _execute_child(*values: Any) -> None:
     given = _CHILD.bind(*values).arguments
     self, args, env, cwd = (given[name] for name in ("self", "args", "env", "cwd"))
     first = Path(os.fsdecode(args if isinstance(args, str | bytes | os.PathLike) else args[0]))
-    num_started += str(first) == sys.executable or first.name in (*SCRIPTS, "raylet")
+    num_started += re.fullmatch(PYTHON, first.name) is not None or first.name in (*SCRIPTS, "raylet")
     if first.name == "raylet" and (server := _find_server()) is not None:
         option = f"--python_worker_command={sys.executable} "
         by_stand_in = option.replace(sys.executable, write_stand_in())
@@ -259,7 +276,7 @@ def _execute_child(*values: Any) -> None:
     is_plain = is_plain and not isinstance(args, str | bytes | os.PathLike)
     program = parse_command([os.fsdecode(word) for word in args], environment) if is_plain else None
     server = _find_server() if program else None
-    if program is None or server is None:
+    if program is None or server is None or not server.suits(environment):
         return _exec_child(**given)
     pipes = [given[name] for name in PIPES]
     streams = [number if pipes[at] == -1 else pipes[at] for number, at in enumerate((0, 3, 5))]  # -1: this process's
@@ -289,13 +306,20 @@ def _find_server() -> ForkServer | None:
         command = [sys.executable, "-P", "-c", "import forks; forks.main()", str(theirs.fileno())]
         paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
         variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", START_BY_EXEC: "1"}
+        # Each fork applies its own filters of warnings.
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"} | variables
         with theirs:
             process = subprocess.Popen(
-                command, env={**os.environ, **variables}, pass_fds=[theirs.fileno()],
+                command, env=environment, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
-        _server = ForkServer(ours, process.pid)
+        _server = ForkServer(ours, process.pid, environment)
     return _server if _server.owner == os.getpid() else None
+
+
+def server_pid() -> int:
+    """The id of this process's fork server; 0 if there is none yet."""
+    return 0 if _server is None else _server.pid
 
 
 def write_stand_in() -> str:

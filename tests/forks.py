@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -173,7 +174,7 @@ def become(request: Request, files: list[int]) -> Program:
         return serve(theirs, listen())
     theirs.close()
     above = max(request.targets) + 1
-    fork_server._server = ForkServer(_moved(ours, above), server)
+    fork_server._server = ForkServer(_moved(ours, above), server, request.environment)
     held = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in files[len(request.targets) :]]
     for number in files[len(request.targets) :]:
         os.close(number)
@@ -200,6 +201,9 @@ def _set_up_interpreter(program: Program, environment: dict[str, str]) -> None:
     tempfile.tempdir = None
     for stream, flushes_lines in ((sys.stdout, program.is_unbuffered or os.isatty(1)), (sys.stderr, True)):
         stream.reconfigure(line_buffering=flushes_lines)  # type: ignore[union-attr]
+    if filters := environment.get("PYTHONWARNINGS"):
+        sys.warnoptions[:] = filters.split(",")
+        warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     import numpy

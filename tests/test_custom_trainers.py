@@ -67,7 +67,7 @@ def test_callbacks_work_without_changing_custom_loop_training(script: str, monke
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_two_processes(script: str, tmp_path: Path) -> None:
+def test_two_processes_learn(script: str, tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = run_python(*launch, FOLDER / script, environment=environment)

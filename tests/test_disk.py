@@ -142,7 +142,7 @@ def test_loggers_keep_their_class_and_their_other_errors(tmp_path: Path, caplog:
 
 
 @pytest.mark.long
-def test_full_disk_at_a_checkpoint_ends_the_run_in_a_line(full_disk: Disk, tmp_path: Path) -> None:
+def test_full_disk_at_checkpoint_ends_run_in_a_line(full_disk: Disk, tmp_path: Path) -> None:
     checkpoints = ModelCheckpoint(full_disk.folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(tmp_path, 100, checkpoints, enable_checkpointing=True, plugins=[AtomicCheckpointIO()])
     with pytest.raises(SaveError) as caught:
@@ -155,7 +155,7 @@ def test_full_disk_at_a_checkpoint_ends_the_run_in_a_line(full_disk: Disk, tmp_p
     assert sorted(full_disk.folder.iterdir()) == sorted(full_disk.folder / f"step={n}.ckpt" for n in range(1, step))
 
 
-def test_checkpoint_keeps_its_predecessor_where_the_folder_is_read_only(tmp_path: Path) -> None:
+def test_checkpoint_in_read_only_folder_keeps_its_predecessor(tmp_path: Path) -> None:
     with made_disk(tmp_path, "read-only") as disk:
         path = disk.folder / "last.ckpt"
         AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
@@ -210,7 +210,7 @@ def test_predictions_go_on_after_a_full_disk(full_disk: Disk) -> None:
     assert len(path.read_text().splitlines()) == 3 and os.listdir(full_disk.folder) == ["predictions.jsonl"]
 
 
-def test_configuration_on_a_full_disk_is_one_line_and_no_half_of_a_file(full_disk: Disk) -> None:
+def test_configuration_on_full_disk_leaves_no_half_file(full_disk: Disk) -> None:
     parser = LightningArgumentParser()
     parser.add_argument("--text", type=str)
     full_disk.break_down()
@@ -222,7 +222,7 @@ def test_configuration_on_a_full_disk_is_one_line_and_no_half_of_a_file(full_dis
     assert [file.name for file in full_disk.folder.iterdir()] == ["full"]
 
 
-def test_bare_name_of_a_logger_stays_unique_after_a_run(tmp_path: Path) -> None:
+def test_loggers_bare_name_stays_unique_after_run(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     adapt_loggers([logger])
     assert type(logger) is not CSVLogger and isinstance(logger, CSVLogger)

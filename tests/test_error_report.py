@@ -55,7 +55,7 @@ def test_error_of_ours_is_foreseen(kind: type[RunError]) -> None:
     assert exit_code(error) == (2 if issubclass(kind, ConfigError) else 1)
 
 
-def test_foreseen_error_is_one_line_and_its_trace_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreseen_error_is_one_line_with_trace_in_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     set_run_folder(tmp_path / "run")
     error = RewardError("3 of 4 samples\nhave no reward. Correct the function.", "Traceback of the function's")
     show_error(raised(error, KeyError("inner")))

@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_failures_in_a_refill_are_a_share_of_the_step(model: str, tmp_path: Path) -> None:
+def test_refills_failures_are_share_of_the_step(model: str, tmp_path: Path) -> None:
     # 2 of 16: a quarter of the refill, an eighth of the step
     make_trainer(tmp_path, 1).fit(make_dapo(model, max_failed_share=0.13), make_data(tmp_path))
     with pytest.raises(
@@ -71,7 +71,7 @@ def validate(
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_failure_in_a_last_batch_is_a_share_of_the_set(model: str, tmp_path: Path) -> None:
+def test_last_batchs_failure_is_share_of_set(model: str, tmp_path: Path) -> None:
     validate(model, tmp_path, 0.0625)  # 1 of 16
     with pytest.raises(
         RewardError, match=r"^at least 1 of 16 samples of the validation set 'sums' have no reward.*0\.06 allows"
@@ -80,7 +80,7 @@ def test_failure_in_a_last_batch_is_a_share_of_the_set(model: str, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_share_of_a_limited_validation_is_of_what_was_validated(model: str, tmp_path: Path) -> None:
+def test_limited_validations_share_is_of_validated_rows(model: str, tmp_path: Path) -> None:
     async def fail_first(prompt: str) -> float:
         if prompt == "0+0=":
             raise ValueError("no answer")
@@ -114,7 +114,7 @@ def validate_rank(folder: Path, model: str) -> None:
 
 
 @pytest.mark.processes
-def test_failures_of_one_rank_are_a_share_of_all_ranks(model: str, tmp_path: Path) -> None:
+def test_one_ranks_failures_are_share_of_all(model: str, tmp_path: Path) -> None:
     # Rank 0 has 3, 3, 3 and 1 of the sixteen prompts, the last one among them.
     finish(start_calls(validate_rank, 2, tmp_path, model))
 

@@ -93,7 +93,24 @@ def test_spawned_processes_are_forks_too(script: Path) -> None:
         "    process.start()\n"
         "    print(answer.recv() == (os.getpid(), True, '__mp_main__'), process.join(), process.exitcode)\n"
     )
-    assert run(script, source).stdout == "True None 3\n"
+    assert run(script, source, PYTHONWARNINGS="ignore:resource_tracker").stdout == "True None 3\n"
+
+
+@in_a_fork_and_an_interpreter
+def test_filters_of_warnings_are_applied(script: Path, how: dict[str, str]) -> None:
+    source = "import sys, warnings; print(sys.warnoptions, flush=True); warnings.warn('odd', RuntimeWarning)"
+    done = run(script, source, PYTHONWARNINGS="ignore::UserWarning,error::RuntimeWarning", **how)
+    assert done.stdout == "['ignore::UserWarning', 'error::RuntimeWarning']\n"
+    assert done.returncode == 1 and done.stderr.endswith("RuntimeWarning: odd\n")
+
+
+@pytest.mark.parametrize(("name", "values"), [("PYTHONHASHSEED", ("1", "2")), ("PYTHONIOENCODING", ("utf-8", "ascii"))])
+def test_variable_read_at_start_has_its_value(script: Path, name: str, values: tuple[str, str]) -> None:
+    source = "import sys; print('vllm' in sys.modules, hash('a'), sys.stdout.encoding)"
+    first, same, other = (run(script, source, **{name: value}).stdout.split() for value in (*values[:1], *values))
+    place = 1 if name == "PYTHONHASHSEED" else 2
+    assert first[place] == same[place] != other[place]
+    assert first[0] == other[0] == "False"
 
 
 @pytest.mark.parametrize(

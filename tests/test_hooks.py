@@ -95,7 +95,7 @@ def around(*hooks: str) -> list[str]:
     return ["on_train_batch_start", *hooks, "on_train_batch_end"]
 
 
-def test_order(model_folder: str, tmp_path: Path) -> None:
+def test_hooks_come_in_order(model_folder: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_rollout": 2}
     recorder = record(GRPO(model_folder, rewards=[RewardFunction(length)], **arguments), tmp_path, 2)
     assert recorder.calls == around(*SYNCED_ROLLOUT, *UPDATE) * 2
@@ -120,7 +120,7 @@ class TwoRefills(GRPO):
 
 
 @pytest.mark.long
-def test_order_with_refills(model_folder: str, tmp_path: Path) -> None:
+def test_refills_repeat_the_rollout_hooks(model_folder: str, tmp_path: Path) -> None:
     module = TwoRefills(model_folder, rewards=[RewardFunction(length)], prompts_per_step=4, samples_per_prompt=2)
     recorder = record(module, tmp_path, 2)
     assert recorder.calls == around(*SYNCED_ROLLOUT, *ROLLOUT, *ROLLOUT, *UPDATE) * 2

@@ -6,7 +6,7 @@ from left_out import LEFT_OUT, OTHERS, describe_left_out, why_left_out
 FAST = "not slow and not processes and not long"
 
 
-def test_deselected_test_is_counted_by_its_first_marker_that_is_not_chosen() -> None:
+def test_deselected_test_counts_by_first_unchosen_marker() -> None:
     assert why_left_out({"processes", "slow"}, FAST) == LEFT_OUT["slow"]
     assert why_left_out({"processes", "slow"}, "not processes") == LEFT_OUT["processes"]
     assert why_left_out({"slow"}, "") == why_left_out({"gpu"}, FAST) == why_left_out(set(), FAST) == OTHERS

@@ -239,7 +239,7 @@ class Look(Callback):
 
 
 @pytest.mark.processes
-def test_fit_of_a_script_has_its_folder_while_it_runs(model_folder: str, tmp_path: Path) -> None:
+def test_scripts_fit_locks_its_folder_while_running(model_folder: str, tmp_path: Path) -> None:
     look = Look()
     for max_steps, others in ((1, [RunReport()]), (2, [])):  # a checkpoint alone is enough
         trainer = make_trainer(tmp_path, max_steps, look, *others, ModelCheckpoint(tmp_path), enable_checkpointing=True)

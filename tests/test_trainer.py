@@ -72,7 +72,7 @@ def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fit_run(tmp_path_factory.mktemp("runs"), model_folder)
 
 
-def test_run_has_a_line_a_step_and_one_first_validation(run: Run) -> None:
+def test_run_logs_each_step_and_first_validation(run: Run) -> None:
     steps = [re.match(r"step (\d/\d) \| reward [\d.]+ \| length", line) for line in run.lines]
     assert [match[1] for match in steps if match] == ["1/2", "2/2"]
     first = [line for line in run.lines if line.startswith("validation at step 0 | sums | reward ")]
@@ -101,7 +101,7 @@ def test_same_trainer_validates_and_fits_again(model_folder: str, tmp_path: Path
 
 
 @pytest.mark.long
-def test_folder_of_a_run_takes_no_other_but_goes_on(model_folder: str, tmp_path: Path) -> None:
+def test_runs_folder_takes_no_other_but_resumes(model_folder: str, tmp_path: Path) -> None:
     run = fit_run(tmp_path, model_folder)
     other, data = make_trainer(run.folder, max_steps=3), run.data
     with pytest.raises(ConfigError, match=r"holds a run's checkpoints already.*fit\(\.\.\., ckpt_path='last'\)"):

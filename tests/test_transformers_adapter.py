@@ -112,9 +112,7 @@ def test_completions_of_a_step_are_in_one_file(model_folder: str, tmp_path: Path
 
 
 @pytest.mark.long
-def test_model_is_saved_at_the_end_or_refused_at_the_start(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_is_saved_or_refused_at_start(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^Qwen3ForCausalLM has no save_hf"):
         train(model_folder, tmp_path, SaveHF())
     monkeypatch.setattr(Qwen3ForCausalLM, "save_hf", Qwen3ForCausalLM.save_pretrained, raising=False)

@@ -36,6 +36,13 @@ def in_event_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
     return run
 
 
+def put_clock_forward(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    """Let so much time go by on an event loop's clock at once; any thread may call it."""
+    time_before = loop.time
+    loop.time = lambda: time_before() + seconds  # type: ignore[method-assign]
+    loop.call_soon_threadsafe(lambda: None)  # it may be waiting for what is due now
+
+
 def is_running(pid: int) -> bool:
     """Whether a process goes on; one that ended and was not waited for does not."""
     try:

@@ -78,7 +78,7 @@ CENTRED = [0.5, -0.5, 0.0, 0.0, 0.0]
         (REINFORCEPlusPlusBaseline, {}, whitened(CENTRED)),
     ],
 )
-def test_advantages_by_hand(
+def test_advantages_equal_hand_computed_ones(
     algorithm: type[RLModule], arguments: dict[str, Any], expected: list[float], model_folder: str
 ) -> None:
     batch = make_batch()
@@ -191,7 +191,9 @@ def test_the_papers_numbers_decide_who_is_clipped(model_folder: str) -> None:
         (SFT, {"generates": False, "completion_column": "completion", "loss_aggregation": "token_mean"}),
     ],
 )
-def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_folder: str) -> None:
+def test_algorithm_has_its_papers_defaults(
+    algorithm: type[RLModule], defaults: dict[str, Any], model_folder: str
+) -> None:
     module = algorithm(model_folder)
     objective = module.policy_objective
     assert {name: getattr(objective, name, getattr(module, name, None)) for name in defaults} == defaults
@@ -213,7 +215,9 @@ def test_defaults(algorithm: type[RLModule], defaults: dict[str, Any], model_fol
         (GRPO, {"turn_discount": 1.5}, r"^turn_discount=1\.5 must be in \[0, 1\]\."),
     ],
 )
-def test_misuse(algorithm: type[RLModule], arguments: dict[str, Any], message: str, model_folder: str) -> None:
+def test_wrong_algorithm_arguments_are_refused(
+    algorithm: type[RLModule], arguments: dict[str, Any], message: str, model_folder: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         algorithm(model_folder, **arguments)
 

@@ -47,7 +47,7 @@ async def is_three(prompt: str) -> float:
         (SAPO, {"updates_per_rollout": 2}, {"policy/gate"}),
     ],
 )
-def test_two_steps(
+def test_two_steps_train_and_log_metrics(
     algorithm: type[RLModule], arguments: dict[str, Any], metrics: set[str], model_folder: str, tmp_path: Path
 ) -> None:
     module = algorithm(model_folder, rewards=[RewardFunction(share_of_ones)], prompts_per_step=8, lr=1e-3, **arguments)

@@ -55,7 +55,7 @@ def test_every_callback_is_in_the_matrix() -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_SAMPLER)
-def test_can_be_copied(name: str) -> None:
+def test_copy_keeps_the_state(name: str) -> None:
     """As a controller does, which sends it to its workers."""
     callback = MAKE[name]()
     assert copy.deepcopy(callback).state_dict() == callback.state_dict()
@@ -167,7 +167,7 @@ def run(name: str, callback: Any, folder: Path, clock: Clock, **kwargs: Any) -> 
 
 
 @pytest.mark.parametrize("name", OWN_LOOP)
-def test_two_runs(name: str, tmp_path: Path, clock: Clock) -> None:
+def test_second_run_starts_afresh(name: str, tmp_path: Path, clock: Clock) -> None:
     callback = MAKE[name]()
     run(name, callback, tmp_path / "first", clock)
     clock.now += 1000.0
@@ -178,7 +178,7 @@ def test_two_runs(name: str, tmp_path: Path, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_listed_twice(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_twice_is_refused_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused in one line that names it, before anything is generated, by Lightning or here."""
     errors: Any = (ConfigError, MisconfigurationException, RuntimeError)
     first, second = MAKE[name](), MAKE[name]()
@@ -312,7 +312,7 @@ def test_fits_after_an_exception(
 
 
 @pytest.mark.parametrize("name", OWN_LOOP)
-def test_micro_batches(name: str, tmp_path: Path, clock: Clock) -> None:
+def test_micro_batches_are_all_in_steps_files(name: str, tmp_path: Path, clock: Clock) -> None:
     """Two to a step, each with a rollout of its own: all of it is in the step's files."""
     callback = MAKE[name]()
     loop = run(name, callback, tmp_path, clock, num_microbatches=2)

@@ -208,7 +208,7 @@ def started_run(engine_model: str, folder: Path, scratch: Path, *options: str) -
 @pytest.mark.parametrize(
     ("number", "exit_codes"), [(signal.SIGINT, {1, 130}), (signal.SIGKILL, {-9})], ids=["SIGINT", "SIGKILL"]
 )
-def test_a_signal(
+def test_signal_leaves_nothing_behind(
     number: signal.Signals, exit_codes: set[int], engine_model: str, tmp_path: Path, scratch: Path
 ) -> None:
     with started_run(engine_model, tmp_path, scratch) as run:

@@ -211,7 +211,7 @@ def test_the_reference_model_is_moved_with_the_parameters() -> None:
     assert offload.last["memory/offloaded_gib"] == 400 / 2**30
 
 
-def test_optimizers_behind_wrappers() -> None:
+def test_wrapped_optimizers_states_are_offloaded() -> None:
     model = nn.Linear(10, 10, bias=False)
     plain = AdamW(model.parameters())
     _, wrapped = Fabric(accelerator="cpu", devices=1).setup(model, plain)

@@ -258,7 +258,7 @@ def test_where_a_mesh_is_found(make_loop: Any) -> None:
     assert heads(make_loop) == [0, 2]
 
 
-def test_a_modules_mesh() -> None:
+def test_modules_mesh_decides_the_head() -> None:
     with as_rank(1):
         callback = RemotizeOnHeadOnly()
         callback.setup(SimpleNamespace(), SimpleNamespace(device_mesh=mesh(dp=2, tp=2)), "fit")

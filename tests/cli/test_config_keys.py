@@ -53,7 +53,9 @@ from rlightning.rewards import RewardFunction
         ("--trainer.accelerator=gpuu", "trainer: You selected an invalid accelerator name"),
     ],
 )
-def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
+def test_wrong_option_is_one_line(
+    project: Path, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
     code, errors = fit_here(capsys, "--config", "run.yaml", options)
     assert code == 2
     assert errors.splitlines()[-1].startswith(f"error: {message}")
@@ -109,7 +111,9 @@ def test_a_wrong_option(project: Path, capsys: pytest.CaptureFixture[str], optio
         ),
     ],
 )
-def test_a_wrong_file(project: Path, capsys: pytest.CaptureFixture[str], right: str, wrong: str, message: str) -> None:
+def test_wrong_file_is_one_line(
+    project: Path, capsys: pytest.CaptureFixture[str], right: str, wrong: str, message: str
+) -> None:
     path = project / "run.yaml"
     assert right in path.read_text()
     path.write_text(path.read_text().replace(right, wrong))
@@ -235,7 +239,7 @@ class Watch(Callback):
 
 
 @pytest.mark.long
-def test_keys_of_ones_own_that_take_a_text_keep_paths(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_keys_that_take_text_keep_paths(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "own_keys.py").write_text(OWN_KEYS)
     (project / "rows.csv").write_text("prompt,completion\n1,2\n")
     (project / "auto").write_text("url: there\n")

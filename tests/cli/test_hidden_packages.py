@@ -19,7 +19,7 @@ print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
 """
 
 
-def test_files_named_after_what_no_run_imports_are_left_alone(tmp_path: Path) -> None:
+def test_files_named_after_unimported_modules_are_allowed(tmp_path: Path) -> None:
     for name in ("trace", "chunk", "sched", "wave"):
         (tmp_path / f"{name}.py").touch()
     check_folder(tmp_path)
@@ -32,7 +32,7 @@ def test_files_named_after_what_no_run_imports_are_left_alone(tmp_path: Path) ->
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_no_run_imports_what_a_file_may_be_named_after(tmp_path: Path) -> None:
+def test_run_imports_no_allowed_file_name(tmp_path: Path) -> None:
     done = run_python("-c", IMPORT, folder=tmp_path, environment=dict(os.environ))
     imported = set(done.stderr.splitlines()[-1].split())
     assert {"statistics", "code", "cmd", "vllm", "ray"} <= imported

@@ -26,19 +26,33 @@ from rlightning.types import Prompt, Sample, Trajectory
 ENVIRONMENT = """\
 import asyncio
 
+from waiting import put_clock_forward
+
 from rlightning.environments import Environment
 from rlightning.types import Outcome
+
+ended = []
 
 
 class Deeds(Environment):
     async def run(self, prompt, policy):
         deed = prompt.columns["deed"]
-        sample = await policy.chat()
+        if deed == "hang":
+            await policy.chat()
+            while len(ended) < 4:  # of the other rows
+                await asyncio.sleep(0.01)
+            put_clock_forward(asyncio.get_running_loop(), 1000.0)
+            await asyncio.sleep(600)
+        try:
+            return await self.do(deed, policy)
+        finally:
+            ended.append(deed)
+
+    async def do(self, deed, policy):
+        await policy.chat()
         await asyncio.sleep(0.05)
         if deed == "fail":
             raise ConnectionError("the sandbox is gone")
-        if deed == "hang":
-            await asyncio.sleep(60)
         if deed == "rewrite":
             await policy.sample([1, 2, 3])
         await policy.chat({"role": "user", "content": "more\\x1b"})
@@ -53,7 +67,7 @@ def needs_more(completion: str, deed: str) -> float:
 CONFIG = """\
 model: {class_path: GRPO, init_args: {model: model, rewards: [own_deeds.needs_more]}}
 environment: own_deeds.Deeds
-rollout: {class_path: TransformersRollout, init_args: {max_new_tokens: 4, trajectory_timeout: 2, seed: 1}}
+rollout: {class_path: TransformersRollout, init_args: {max_new_tokens: 4, trajectory_timeout: 1000, seed: 1}}
 data: {train: deeds.jsonl, max_prompt_tokens: 64}
 trainer: {accelerator: cpu, max_steps: 1, default_root_dir: run}
 """
@@ -89,7 +103,7 @@ def rollout(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str
     return code, output.out, output.err
 
 
-def test_groups_are_printed_in_their_order_once_they_have_ended() -> None:
+def test_groups_are_printed_in_order_once_ended() -> None:
     prompts = [Prompt(index, "", [1], {}) for index in (4, 2, 7)]
     groups = [[Trajectory.single_turn(prompt, Sample([1], [0.0], [0], "a", "stop"))] for prompt in prompts]
     printed: list[int] = []
@@ -110,7 +124,7 @@ def test_trajectories_are_printed_turn_by_turn(project: Path, capsys: pytest.Cap
     blocks = dict(zip(DEEDS, re.split(r"(?m)^(?=== row)", text)[1:], strict=True))
     first = blocks["go on"]
     assert first.startswith("== row 0: ") and "reward 1.5 (needs_more 1, environment 0.5)\n" in first
-    assert re.search(r"\n  2 turns, \d tokens sampled, 0\.\d\d s \(engine \d\.\d\d s, environment 0\.\d\d s\)\n", first)
+    assert re.search(r"\n  2 turns, \d tokens sampled, [\d.]+ s \(engine [\d.]+ s, environment [\d.]+ s\)\n", first)
     labels = re.findall(r"(?m)^  \[(.*)\]$", first)
     assert labels[0] == "prompt" and labels[2] == "user" and len(labels) == 4
     assert re.fullmatch(r"assistant \(\d tokens, (stop|length)\) reward 0\.2", labels[1])

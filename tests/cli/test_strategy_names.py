@@ -117,7 +117,9 @@ def test_later_files_and_options_win(project: Path, capsys: pytest.CaptureFixtur
         ),
     ],
 )
-def test_a_wrong_strategy(project: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
+def test_wrong_strategy_is_one_line(
+    project: Path, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
     code, errors = fit_here(capsys, "--config", "run.yaml", *options.split())
     assert code == 2
     assert errors.splitlines()[-1].startswith(f"error: {message}")
@@ -156,7 +158,7 @@ def test_lightnings_other_strategies_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "ddp", "fsdp2", "ray", "ddp_find_unused_parameters_true"])
-def test_these_pass(name: str) -> None:
+def test_right_strategies_pass_the_check(name: str) -> None:
     check_strategy(name)
 
 

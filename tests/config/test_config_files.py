@@ -81,7 +81,7 @@ def test_a_key_twice_in_a_file_names_both_lines(tmp_path: Path, text: str, line:
         (rb'{"a": {"b": "Hi \ud83d"}}', r"line 1: not valid YAML \(found invalid Unicode character"),
     ],
 )
-def test_file_that_is_no_yaml_is_refused_in_a_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_file_that_is_no_yaml_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"run\.yaml, {message}"):
@@ -99,21 +99,21 @@ def test_file_that_is_no_yaml_is_refused_in_a_line(tmp_path: Path, content: byte
         ),
     ],
 )
-def test_file_that_is_no_json_is_refused_in_a_line(tmp_path: Path, content: str, message: str) -> None:
+def test_file_that_is_no_json_is_one_line(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_config(str(tmp_path / "run.json"))
 
 
 @pytest.mark.parametrize("content", [b"a: 1\nb: caf\xe9\n", "a: 1\nb: é\n".encode("utf-16")])
-def test_file_that_is_not_utf_8_is_refused_in_a_line(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_utf_8_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"^--config {path}: the file is not in UTF-8\. Name a YAML file\.$"):
         read_config(str(path))
 
 
-def test_folder_in_place_of_a_file_is_refused_as_one(tmp_path: Path) -> None:
+def test_folder_in_place_of_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^--config {tmp_path} is a folder\. Name a YAML file\.$"):
         read_config(str(tmp_path))
 
@@ -174,9 +174,7 @@ def test_types_of_files_reach_the_configuration(project: Path, capsys: pytest.Ca
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["#h.jsonl", "a: b.jsonl", "a:", "[a]", "{a}", "-", "- a", "a:b"])
-def test_name_of_a_file_that_looks_like_yaml_is_a_path(
-    name: str, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_file_name_that_looks_like_yaml_is_a_path(name: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / name).write_text('{"prompt": "1+1="}\n')
     (project / "quoted.yaml").write_text(yaml.safe_dump({"data": {"validation": name, "train": name}}))
     for options in (["--data.validation", name, f"--data.train={name}"], ["--config", "quoted.yaml"]):

@@ -146,7 +146,7 @@ FOUND = (
 
 
 @pytest.mark.long
-def test_no_file_of_a_run_has_the_secret_and_it_resumes(
+def test_runs_files_lack_the_secret_and_it_resumes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

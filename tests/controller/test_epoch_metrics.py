@@ -34,7 +34,7 @@ def test_a_mean_over_ranks_is_weighed() -> None:
 
 
 @pytest.mark.parametrize(("reduction", "expected"), [("sum", 5.0), ("max", 4.0), ("min", 1.0)])
-def test_other_reductions(reduction: Any, expected: float) -> None:
+def test_other_reductions_reduce_over_workers(reduction: Any, expected: float) -> None:
     one = replace(MEAN, batch_size=1, reduction=reduction)
     assert log([one], [replace(one, value=4.0)]) == {"loss": (expected, 1, reduction)}
 

@@ -1,6 +1,7 @@
 """What becomes of a run under a controller when a worker raises or dies."""
 
 import os
+import re
 import signal
 import time
 import traceback
@@ -204,7 +205,8 @@ def test_worker_that_is_stopped_ends_the_run(outcomes: dict[str, Any]) -> None:
     """The only one, so that no other rank can tell."""
     outcome = outcomes["stop"]
     assert outcome["error"] == "WorkerDiedError" and outcome["exceptions"] == ["WorkerDiedError"]
-    assert "worker 0 of 1 hangs: its process has answered nothing for 8 s." in outcome["text"]
+    found = re.search(r"worker 0 of 1 hangs: its process has answered nothing for (\d+) s\.", outcome["text"])
+    assert found is not None and int(found[1]) >= 5  # the timeout, when it was next looked at
 
 
 def test_no_worker_is_left_behind(outcomes: dict[str, Any]) -> None:

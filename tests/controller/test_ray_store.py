@@ -66,7 +66,7 @@ def ref_of(handle: RTensor) -> Any:
     return handle.block._ref
 
 
-def test_bits_between_processes(workers: list[Any]) -> None:
+def test_tensors_cross_processes_bit_for_bit(workers: list[Any]) -> None:
     stored = ray.get(workers[0].store_samples.remote())
     owner = stored["bfloat16"].owner
     assert owner.pid == ray.get(workers[0].pid.remote()) != os.getpid() and owner.rank == 0

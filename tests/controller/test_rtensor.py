@@ -86,7 +86,7 @@ def test_device_tensor_is_fetched_to_host() -> None:
     assert torch.equal(back[0], matrix.cpu()) and torch.equal(back[1], matrix.T.cpu())
 
 
-def test_the_pages_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "rtensor.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     exec(example, {})
@@ -138,7 +138,7 @@ def test_nested_structures_keep_types_and_non_tensor_values() -> None:
     assert isinstance(stored["pair"].left, RTensor)  # what was localized is still there
 
 
-def test_a_rollout_batch() -> None:
+def test_rollout_batch_is_stored_and_fetched() -> None:
     batch = make_batch()
     batch.advantages = torch.arange(22.0)
     batch.scores = {"exact": torch.tensor([1.0, 0.0, 1.0, 0.0])}

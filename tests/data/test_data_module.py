@@ -202,7 +202,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_a_run_on_rows_in_memory_is_that_on_their_file(tmp_path: Path, train: str) -> None:
+def test_run_on_rows_equals_run_on_file(tmp_path: Path, train: str) -> None:
     rows = read_rows(train)
     whole = run_whole(tmp_path, train, refill=1)
     first = stop_after(4, tmp_path, make_data(rows), refill=1)
@@ -253,9 +253,7 @@ def test_generators_without_a_length_are_refused(
         make_trainer(tmp_path).fit(Recorder(), datamodule=make_data(**{"train": train, **data}))
 
 
-def test_prompt_limit_is_chosen_by_the_model_and_said_once(
-    tmp_path: Path, train: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_models_prompt_limit_is_said_once(tmp_path: Path, train: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*read_rows(train), {"prompt": "1" * 59}]  # 64 positions, less 6 of a completion, are 58
     data = PromptDataModule(rows, validation=rows, seed=5)
 
@@ -295,7 +293,7 @@ class UseSampling(Callback):
         self.sampling = Sampling(max_new_tokens=max_new_tokens)
 
 
-def test_validation_sets(tmp_path: Path, train: str) -> None:
+def test_validation_sets_have_own_columns_and_samples(tmp_path: Path, train: str) -> None:
     other = write_rows(tmp_path / "other.jsonl", [{"question": "9*9"}])
     data = make_data(
         train,
@@ -320,7 +318,7 @@ def test_validation_sets(tmp_path: Path, train: str) -> None:
     make_trainer(tmp_path).test(module, datamodule=data)
 
 
-def test_predict(tmp_path: Path, train: str) -> None:
+def test_predict_gives_all_rows_in_order(tmp_path: Path, train: str) -> None:
     data = PromptDataModule(predict=train, max_prompt_tokens=32, validation_batch_size=8)
     batches = make_trainer(tmp_path).predict(Recorder(), datamodule=data)
     assert batches is not None

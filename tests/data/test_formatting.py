@@ -78,7 +78,7 @@ def test_token_ids_are_those_of_the_text(build: Build) -> None:
     assert str(make_tokenizer().decode(prompt.token_ids)).replace(" ", "") == "abc"
 
 
-def test_chat_template(text_of: Callable[..., str]) -> None:
+def test_chat_template_is_applied_unless_turned_off(text_of: Callable[..., str]) -> None:
     chat = {"prompt": MESSAGES}
     own_system = {"prompt": [{"role": "system", "content": "Own."}, *MESSAGES]}
     assert text_of({"prompt": "hi"}, CHAT_TEMPLATE) == text_of(chat, CHAT_TEMPLATE) == "<|user|>hi<|assistant|>"
@@ -243,7 +243,7 @@ def test_completion_without_a_prompt_needs_a_bos(build: Build) -> None:
     assert [(prompt.token_ids, prompt.completion_ids) for prompt in prompts] == [([0, 6], [5, 1]), ([0], [7, 1])]
 
 
-def test_prompt_that_ends_within_the_completions_first_token_is_refused(build: Build) -> None:
+def test_prompt_ending_within_a_token_is_refused(build: Build) -> None:
     tokenizer = make_metaspace_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     with pytest.raises(ConfigError, match=r"line 1: the prompt ' ' ends within the completion's first token"):

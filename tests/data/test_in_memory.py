@@ -106,7 +106,7 @@ def test_rows_of_a_list_are_not_copied(is_set_large: bool, monkeypatch: pytest.M
     assert all(prompt.columns is row for prompt, row in zip(prompts, ROWS, strict=True))
 
 
-def test_rows_that_json_has_not_are_kept_in_a_large_set(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_large_set_keeps_rows_beyond_json(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     is_large(monkeypatch)
     rows = [{"prompt": "1", "check": {3, 5}, "run": print, "thing": object()} for _ in range(2)]
     assert build(rows)[1].columns is rows[1]
@@ -261,7 +261,7 @@ def test_a_wrong_row_of_several_files_is_named(
         *("How many? " * 26, "How many? " * 1000, "1/" + "2 + " * 100),
     ],
 )
-def test_prompts_in_place_of_paths_are_told_in_a_line(prompt: str) -> None:
+def test_prompts_in_place_of_paths_are_refused(prompt: str) -> None:
     with pytest.raises(ConfigError, match=r"no file.* given as \[\{'prompt': \.\.\.\}\]: texts are names") as caught:
         build([prompt, "2+2="])
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
 from stub_policy import StubPolicy
+from waiting import put_clock_forward
 
 from rlightning.environments import Environment, LimitReachedError, Message, Reply
 from rlightning.environments.chat_format import ChatFormat
@@ -16,7 +17,11 @@ from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.rollout import Sampling
 from rlightning.types import Outcome, Prompt, RolloutBatch, Sample, Trajectory
 
+T = TypeVar("T")
+
 SAMPLING = Sampling(max_new_tokens=16, seed=3)
+LATE = 1000.0
+"""Seconds of a deadline that has to pass: they go by at once on the event loop's clock."""
 END = "<|im_end|>"
 PROMPT = Prompt(3, "user: hi\nassistant: ", [1, 2], {"answer": "7"})
 
@@ -100,21 +105,40 @@ async def run_group(environment: Environment, group: RecordedGroup, prompt: Prom
     return trajectories
 
 
+async def run_late(making: Awaitable[T], is_due: Callable[[], bool], end: Callable[[], object] = lambda: None) -> T:
+    """Await something whose deadline passes once ``is_due`` holds; ``end`` is called after that."""
+    task = asyncio.ensure_future(making)
+    while not is_due():
+        assert not task.done(), task.result()
+        await asyncio.sleep(0.01)
+    put_clock_forward(asyncio.get_running_loop(), LATE)
+    await asyncio.sleep(0.01)  # due after the deadline
+    end()
+    return await task
+
+
 def play(environment: Environment, policy: CannedPolicy | None = None, prompt: Prompt = PROMPT) -> Outcome:
     """What the environment makes of one trajectory with a policy."""
     return asyncio.run(environment.run(prompt, policy or CannedPolicy()))
 
 
 def attempt(
-    environment: Environment, sampler: Any, prompt: Prompt, number: int = 1, **settings: Any
+    environment: Environment,
+    sampler: Any,
+    prompt: Prompt,
+    number: int = 1,
+    *,
+    is_due: Callable[[], bool] | None = None,
+    **settings: Any,
 ) -> list[Trajectory]:
-    """Make the trajectories of a prompt, and close the environment."""
+    """Make the trajectories of a prompt, and close the environment; with ``is_due``, as :func:`run_late` does."""
     group = make_group(sampler, prompt, number, **settings)
 
     async def run() -> list[Trajectory]:
         await environment.check()
         try:
-            return await run_group(environment, group, prompt)
+            making = run_group(environment, group, prompt)
+            return await (making if is_due is None else run_late(making, is_due))
         finally:
             await environment.close()
 

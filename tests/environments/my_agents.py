@@ -59,15 +59,6 @@ async def idle() -> None:
     """Ask nothing."""
 
 
-async def waits(client: openai.AsyncOpenAI) -> float:
-    """Take very long."""
-    import asyncio
-
-    await swallows(client)
-    await asyncio.sleep(600)
-    return 1.0
-
-
 async def no_number(client: openai.AsyncOpenAI) -> Any:
     """Return what is no reward."""
     await swallows(client)

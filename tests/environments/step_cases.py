@@ -10,6 +10,13 @@ made: list["Game"] = []
 """By this process."""
 
 
+def hang_in(folder: str) -> None:
+    """Write that this hangs, and hang until a test has written that it may end."""
+    Path(folder, "hangs").touch()
+    while not Path(folder, "may end").exists():
+        time.sleep(0.01)
+
+
 class Game:
     """A game of three turns, rewarded by 1 for each odd turn.
 
@@ -40,9 +47,7 @@ class Game:
         if self.deed == "exit":
             raise SystemExit(3)
         if self.deed == "hang":
-            if self.folder:
-                Path(self.folder, "hangs").touch()
-            time.sleep(1.0)
+            hang_in(self.folder)
         turn = len(self.messages)
         info = {"score": turn, "is_fair": True, "note": "text"}
         return self.observation, float(turn % 2), turn == 3, info
@@ -64,6 +69,7 @@ class AsyncGame(Game):
 
     async def step(self, message: Any) -> Any:
         if self.deed == "hang":
+            Path(self.folder, "hangs").touch()
             await asyncio.sleep(3600)
         return super().step(message)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import my_agents
+import openai
 import pytest
-from attempts import attempt, say
-from waiting import still_running, wait_for
+from attempts import LATE, attempt, say
+from waiting import put_clock_forward, still_running, wait_for
 
 from rlightning.environments import AgentProgram, Environment, Policy
 from rlightning.environments.agent_command import AgentCommand, _fill
@@ -111,11 +112,18 @@ def test_an_engines_failure_is_no_reward() -> None:
     assert (environment.num_begun, environment.num_cancelled) == (3, 2)
 
 
+async def wait(client: openai.AsyncOpenAI) -> None:
+    """Take longer than there is."""
+    await my_agents.swallows(client)
+    put_clock_forward(asyncio.get_running_loop(), LATE)
+    await asyncio.sleep(600)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("own", "run_s"), [(0.5, 60.0), (None, 0.5)])
+@pytest.mark.parametrize(("own", "run_s"), [(LATE, 2 * LATE), (None, LATE)])
 def test_an_agent_out_of_time_was_not_sampled(own: float | None, run_s: float) -> None:
-    (one,) = run_agent(AgentProgram(my_agents.waits, timeout=own), "1", timeout=run_s)
-    assert (one.status, one.reward) == ("timeout", None) and "took more than 0.5 s" in str(one.error)
+    (one,) = run_agent(AgentProgram(wait, timeout=own), "1", timeout=run_s)
+    assert (one.status, one.reward) == ("timeout", None) and "took more than 1000 s" in str(one.error)
     assert one.num_sampled > 0
 
 
@@ -175,13 +183,13 @@ print("x" * 300_000)
 """
 
 
-def run_program(folder: Path, code: str, **arguments: Any) -> Trajectory:
+def run_program(folder: Path, code: str, is_due: Callable[[], bool] | None = None, **arguments: Any) -> Trajectory:
     program, files = folder / "agent.py", folder / "files"
     program.write_text(PROGRAM + code)
     files.mkdir(exist_ok=True)
     (files / "notes.txt").write_text("here")
     command = [sys.executable, str(program), "{answer} is right"]
-    (one,) = run_agent(AgentProgram(command=command, folder=str(files), **arguments), "2")
+    (one,) = run_agent(AgentProgram(command=command, folder=str(files), **arguments), "2", is_due=is_due)
     assert [path.name for path in files.iterdir()] == ["notes.txt"]
     return one
 
@@ -235,10 +243,12 @@ def test_a_program_out_of_time_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
 import subprocess, time
 child = subprocess.Popen(["sleep", "600"])
-open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+with open({str(tmp_path / "writing")!r}, "w") as file:
+    file.write(f"{{os.getpid()}} {{child.pid}}")
+os.rename({str(tmp_path / "writing")!r}, {str(tmp_path / "pids")!r})
 time.sleep(600)
 """
-    one = run_program(tmp_path, code, timeout=3.0)
+    one = run_program(tmp_path, code, (tmp_path / "pids").exists, timeout=LATE)
     assert one.status == "timeout" and one.num_sampled > 0
     assert still_running(map(int, (tmp_path / "pids").read_text().split())) == []
 

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import make_group, run_group, say
+from attempts import LATE, make_group, run_group, run_late, say
 
 from rlightning.environments import AgentProgram
 from rlightning.environments.agent_function import AgentFunction
@@ -29,7 +29,7 @@ class Agents:
     def __init__(self, folder: Path) -> None:
         self.folder, self.runner = folder, asyncio.Runner()
         arguments = {"folder": str(folder)}
-        self.there = AgentProgram(DO, arguments, num_workers=1, timeout=60.0)
+        self.there = AgentProgram(DO, arguments, num_workers=1, timeout=2 * LATE)
         self.here = AgentProgram(DO, arguments, num_workers=0)
 
     def attempt(
@@ -40,15 +40,17 @@ class Agents:
         number: int = 1,
         error: Exception | None = None,
         columns: Mapping[str, Any] | None = None,
+        is_due: Callable[[], bool] | None = None,
         **settings: Any,
     ) -> list[Trajectory]:
         prompt = Prompt(3, "hi", [1, 2], {"prompt": deed, **(columns or {})})
         group = make_group(say(*["One."] * 20, error=error), prompt, number, **settings)
-        return self.runner.run(run_group(environment, group, prompt))
+        making = run_group(environment, group, prompt)
+        return self.runner.run(making if is_due is None else run_late(making, is_due))
 
 
 @pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
+def agents(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> Iterator[Agents]:
     made = Agents(tmp_path_factory.mktemp("agents"))
     yield made
     for environment in (made.there, made.here):
@@ -98,7 +100,7 @@ def test_a_dead_worker_costs_its_trajectories_at_most(agents: Agents, max_requeu
 
 
 def test_the_end_of_its_time_cancels_an_agent(agents: Agents) -> None:
-    (one,) = agents.attempt(agents.there, "wait", timeout=1.0)
+    (one,) = agents.attempt(agents.there, "wait", timeout=LATE, is_due=(agents.folder / "waits").exists)
     assert (one.status, one.reward, one.num_sampled > 0) == ("timeout", None, True)
     agents.attempt(agents.there, "ask")  # the worker goes on, and has cancelled the other before
     assert (agents.folder / "cancelled").read_text() == "One."

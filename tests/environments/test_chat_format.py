@@ -226,7 +226,7 @@ def test_calls_are_read_as_the_template_writes_them(family: str, name: str) -> N
         ("gpt-oss", "four<|return|>", "four", None),
     ],
 )
-def test_reasoning_and_content(family: str, text: str, content: str, reasoning: str | None) -> None:
+def test_reasoning_is_split_from_content(family: str, text: str, content: str, reasoning: str | None) -> None:
     message = parse(family, text)
     assert (message.content, message.reasoning, message.tool_calls, message.errors) == (content, reasoning, (), ())
 

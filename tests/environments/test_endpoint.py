@@ -10,6 +10,7 @@ import openai
 import pytest
 from agent_cases import connect, finish, run, serve, trained
 from endpoint_cases import END, MORE, SAID, USER, ask, get_refusal, make
+from waiting import PATIENCE_SECONDS
 
 from rlightning.environments.endpoint import Endpoint
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
@@ -161,7 +162,7 @@ def test_keys_sizes_and_paths_are_checked() -> None:
 
 @pytest.mark.long
 def test_a_client_that_goes_away_ends_its_request() -> None:
-    policy, sampler, tokenizer = make("Never.", "One.", "Two.", delay=60.0)
+    policy, sampler, tokenizer = make("Never.", "One.", "Two.", delay=3600.0)
 
     async def talk() -> None:
         async with serve(policy) as (session, url), connect(session, url, max_retries=0) as client:
@@ -176,7 +177,7 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
             await ask(client, [USER, SAID, MORE])
             assert (session.num_abandoned, sampler.cancelled) == (1, 1)
 
-    asyncio.run(asyncio.wait_for(talk(), 50))
+    asyncio.run(asyncio.wait_for(talk(), PATIENCE_SECONDS))
     trajectory = finish(policy)
     assert trained(trajectory, tokenizer)[-1] == f"One.{END}Two.{END}" and len(trajectory.branches) == 1
 

@@ -13,6 +13,7 @@ import tiny
 import torch
 from fork_server import START_BY_EXEC
 from programs import run_python
+from waiting import put_clock_forward
 
 from rlightning.environments import Environment, LimitReachedError, Policy
 from rlightning.environments.chat_format import ChatFormat
@@ -128,30 +129,33 @@ class Scripted(Environment):
     """Ends as the trajectory's first token says nothing of: by number of the call."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.num_ended = 0
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         self.calls += 1
         call = self.calls
         await policy.chat()
+        if call == 2:
+            while self.num_ended < 3:
+                await asyncio.sleep(0.01)
+            put_clock_forward(asyncio.get_running_loop(), 1000.0)
+            await asyncio.sleep(600)
+        self.num_ended += 1
         if call == 1:
             raise ConnectionError("the sandbox is gone")
-        if call == 2:
-            await asyncio.sleep(600)
         if call == 3:
             raise LimitReachedError("no turn is left")
         return Outcome(reward=1.0)
 
 
-@pytest.mark.long
 def test_failures_and_deadlines_are_one_trajectorys_alone(sampler: TransformersSampler, prompt: Prompt) -> None:
     request = GroupRequest(prompt, SAMPLING, 4)
-    group = RecordedGroup(sampler, ChatFormat(sampler.files.tokenizer), request, 96, timeout=2.0)
+    group = RecordedGroup(sampler, ChatFormat(sampler.files.tokenizer), request, 96, timeout=1000.0)
     outcomes = asyncio.run(Scripted().run_group(prompt, group))
     found: list[Trajectory] = group.finish(outcomes, 1.0)
     assert [one.status for one in found][:3] == ["failed", "timeout", "truncated"]
     assert found[0].error == "ConnectionError: the sandbox is gone"
-    assert found[1].error == "It took more than 2 s."
+    assert found[1].error == "It took more than 1000 s."
     assert found[3].status in ("finished", "truncated") and found[3].reward == 1.0
     assert all(one.num_sampled > 0 for one in found)
 

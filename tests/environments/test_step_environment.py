@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,13 @@ import pytest
 import step_cases
 import tiny
 import torch
-from attempts import PROMPT, CannedPolicy, CannedSampler, attempt, play
+from attempts import LATE, PROMPT, CannedPolicy, CannedSampler, attempt, make_group, play, run_group, run_late
 from chat_templates import make_tokenizer
 from engine_run import Witness, make_module, make_trainer, save_model
 from pages import find_snippets, read_environment, read_section
 from step_cases import AsyncGame, Game, GymnasiumGame
 from tiny import make_data
-from waiting import PATIENCE_SECONDS, wait_for
+from waiting import PATIENCE_SECONDS, put_clock_forward, wait_for
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.environments import Environment, Message, StepEnvironment, WorkerEnvironment
@@ -45,6 +44,7 @@ class StallsLater:
     async def step(self, message: Message) -> Any:
         self.num_turns += 1
         if self.num_turns == 3:
+            put_clock_forward(asyncio.get_running_loop(), LATE)
             await asyncio.sleep(600)
         return "on", 0.5, False, {"seen": self.num_turns}
 
@@ -101,7 +101,7 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersSa
 def sample(sampler: TransformersSampler, environment: Environment) -> list[Trajectory]:
     tokenizer = sampler.files.tokenizer
     prompt = PROMPT._replace(token_ids=tokenizer(PROMPT.text).input_ids)
-    settings = {"sampling": Sampling(max_new_tokens=6, seed=11), "max_length": 192, "timeout": 120.0}
+    settings: dict[str, Any] = {"sampling": Sampling(max_new_tokens=6, seed=11), "max_length": 192, "timeout": 120.0}
     found = attempt(environment, sampler, prompt, 2, chat_format=ChatFormat(tokenizer), **settings)
     return [replace(one, timings={}) for one in found]
 
@@ -244,15 +244,22 @@ def test_failed_game_is_closed(deed: str, error: str) -> None:
 @pytest.mark.long
 def test_rewards_until_a_timeout_are_kept() -> None:
     chat_format = ChatFormat(make_tokenizer("qwen2.5"))
-    (late,) = attempt(StepEnvironment(StallsLater), CannedSampler(), PROMPT, timeout=0.5, chat_format=chat_format)
+    (late,) = attempt(StepEnvironment(StallsLater), CannedSampler(), PROMPT, timeout=LATE, chat_format=chat_format)
     assert (late.status, late.reward, late.turn_rewards) == ("timeout", 1.0, [0.5, 0.5, 0.0])
     assert late.metrics == {"turns": 3.0, "seen": 2.0}
 
 
-@pytest.mark.long
+def attempt_late(environment: StepEnvironment, is_due: Callable[[], bool], end: Callable[[], object]) -> Trajectory:
+    """Make a trajectory whose time is over once that holds; ``end`` is called after that."""
+    group = make_group(CannedSampler(), PROMPT, timeout=LATE)
+    (trajectory,) = asyncio.run(run_late(run_group(environment, group, PROMPT), is_due, end))
+    return trajectory
+
+
 @pytest.mark.parametrize(("game", "num_turns"), [(Game, 1), (AsyncGame, 0)])
-def test_late_game_is_closed_after_its_step(game: type[Game], num_turns: int) -> None:
-    (one,) = attempt(StepEnvironment(game, {"deed": "hang"}), CannedSampler(), PROMPT, timeout=0.2)
+def test_late_game_is_closed_after_its_step(game: type[Game], num_turns: int, tmp_path: Path) -> None:
+    environment = StepEnvironment(game, {"deed": "hang", "folder": str(tmp_path)})
+    one = attempt_late(environment, (tmp_path / "hangs").exists, (tmp_path / "may end").touch)
     assert one.status == "timeout"
     assert [(game.num_closed, game.num_turns_at_close) for game in step_cases.made] == [(1, num_turns)]
 
@@ -260,35 +267,41 @@ def test_late_game_is_closed_after_its_step(game: type[Game], num_turns: int) ->
 @pytest.mark.long
 def test_hanging_step_costs_the_grace_period_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.intervals.CANCEL_GRACE", 0.1)
-    may_return = threading.Event()
+    hangs, may_return = threading.Event(), threading.Event()
 
     class Stuck(Game):
         def step(self, message: Any) -> Any:
+            hangs.set()
             may_return.wait(PATIENCE_SECONDS)
             return super().step(message)
 
-    (one,) = attempt(StepEnvironment(Stuck), CannedSampler(), PROMPT, timeout=0.1)
+    one = attempt_late(StepEnvironment(Stuck), hangs.is_set, lambda: None)
     assert one.status == "timeout" and not step_cases.made[0].messages
     may_return.set()
     wait_for(lambda: step_cases.made[0].num_closed > 0)  # although the event loop is gone
     assert step_cases.made[0].num_turns_at_close == 1
 
 
-@pytest.mark.long
+async def cancel_amid(running: "asyncio.Future[Outcome]", folder: Path) -> None:
+    """Cancel a trajectory once its game hangs, and let that end."""
+    while not (folder / "hangs").exists():
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.sleep(0)
+    (folder / "may end").touch()
+    await asyncio.wait([running])
+
+
 @pytest.mark.parametrize("is_made_slowly", [False, True])
 def test_cancelled_game_is_closed(tmp_path: Path, is_made_slowly: bool) -> None:
     def make() -> Game:
         if is_made_slowly:
-            (tmp_path / "hangs").touch()
-            time.sleep(0.5)
+            step_cases.hang_in(str(tmp_path))
         return Game(deed="hang", folder=str(tmp_path))
 
     async def work() -> None:
         running = asyncio.ensure_future(StepEnvironment(make).run(PROMPT, CannedPolicy()))
-        while not (tmp_path / "hangs").exists():
-            await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.wait([running])
+        await cancel_amid(running, tmp_path)
         assert running.cancelled()
 
     asyncio.run(work())
@@ -305,9 +318,7 @@ def test_cancelled_game_is_closed_in_its_worker(tmp_path: Path, game: str, num_t
         environment = WorkerEnvironment("rlightning.environments.StepEnvironment", own)
         await environment.check()
         running = asyncio.ensure_future(environment.run(PROMPT, CannedPolicy()))
-        await asyncio.sleep(0.5)
-        running.cancel()
-        await asyncio.wait([running])
+        await cancel_amid(running, tmp_path)
         await environment.close()
 
     asyncio.run(work())

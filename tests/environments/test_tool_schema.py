@@ -98,7 +98,7 @@ GOOD = {
         ({"more": 1}, "There is no argument 'more': it takes text, number, flag"),
     ],
 )
-def test_mistakes_in_arguments(changes: dict[str, Any], mistake: str | None) -> None:
+def test_mistakes_in_arguments_are_found(changes: dict[str, Any], mistake: str | None) -> None:
     schema = describe_tool(many, "tools")["function"]["parameters"]
     found = find_mistakes(schema, GOOD | changes)
     assert found is None if mistake is None else str(found).startswith(mistake)

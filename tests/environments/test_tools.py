@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import tool_cases
 from attempts import END, answers, attempt, say, write_call
 from chat_templates import make_tokenizer
 from test_chat_format import get_tokenizer
+from waiting import PATIENCE_SECONDS
 
 from rlightning.environments import Environment, Tools, WorkerEnvironment
 from rlightning.environments.chat_format import ChatFormat
@@ -56,13 +58,20 @@ def test_a_call_is_answered_and_the_answer_read() -> None:
     assert sampled == [token for sample in trajectory.samples for token in sample.token_ids]
 
 
-@pytest.mark.long
 def test_calls_run_at_once_answered_in_order() -> None:
-    both = f"{write_call('nap', seconds=0.4)}\n{write_call('nap', seconds=0.2)}\n{write_call('greet', name='Ä')}"
-    trajectory = play(Tools([tool_cases.nap, tool_cases.greet]), both, "done")
-    assert answers(trajectory) == ["slept", "slept", '{"greeting": "Hi Ä"}']
-    first, second, *woke = [moment for _, moment in tool_cases.RAN]
-    assert max(first, second) < min(woke)
+    are_there, has_second_ended = threading.Barrier(2), threading.Event()
+
+    def meet(number: int) -> str:
+        """Return when both calls have begun, the first one after the second."""
+        are_there.wait(PATIENCE_SECONDS)
+        if number == 1:
+            has_second_ended.wait(PATIENCE_SECONDS)
+        has_second_ended.set()
+        return f"met {number}"
+
+    both = f"{write_call('meet', number=1)}\n{write_call('meet', number=2)}\n{write_call('greet', name='Ä')}"
+    trajectory = play(Tools([meet, tool_cases.greet]), both, "done")
+    assert answers(trajectory) == ["met 1", "met 2", '{"greeting": "Hi Ä"}']
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,8 @@ def test_calls_run_at_once_answered_in_order() -> None:
 @pytest.mark.long
 def test_failure_of_a_call_is_its_answer(text: str, answer: str) -> None:
     names = ("add", "greet", "fail", "nap")
-    environment = Tools([f"tool_cases.{name}" for name in names], tool_timeout=0.3)
+    timeout = 0.3 if "nap" in text else PATIENCE_SECONDS
+    environment = Tools([f"tool_cases.{name}" for name in names], tool_timeout=timeout)
     trajectory = play(environment, text, "sorry")
     (found,) = answers(trajectory)
     assert found.startswith(answer)

@@ -57,7 +57,7 @@ class Attempts:
 
 
 @pytest.fixture(scope="module")
-def make(python: str) -> Iterator[Attempts]:
+def make(python: str, starts_processes: None) -> Iterator[Attempts]:
     attempts = Attempts(python)
 
     async def close() -> None:

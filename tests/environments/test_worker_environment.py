@@ -18,9 +18,18 @@ import pytest
 import yaml
 from attempts import CannedPolicy, CannedSampler, make_group, run_group
 from pages import DOCS, find_snippets
-from waiting import still_running, wait_for
+from waiting import put_clock_forward, still_running, wait_for
 
-from rlightning.environments import AskLimitError, LimitReachedError, Message, Reply, WorkerEnvironment, clock, timing
+from rlightning.environments import (
+    AskLimitError,
+    LimitReachedError,
+    Message,
+    Policy,
+    Reply,
+    WorkerEnvironment,
+    clock,
+    timing,
+)
 from rlightning.environments.environment import TrajectoryLostError
 from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
@@ -217,20 +226,28 @@ def test_cancelled_trajectory_ends_in_its_worker(tmp_path: Path, deed: str) -> N
     run(work())
 
 
-def test_more_trajectories_than_places_wait_without_timing_out(tmp_path: Path) -> None:
-    """Twenty of half a second in four places take two and a half, and each may take two."""
+def test_more_trajectories_than_places_wait_without_timing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four at a time; 100 s go by at the end of each, which may take 1000 s, and the last ones wait for 1600 s."""
 
     async def work() -> None:
         environment = make(tmp_path, num_workers=2, max_trajectories=2)
         await environment.check()
-        prompt = make_prompt("slow")
-        found = await run_group(environment, make_group(CannedSampler(), prompt, 20, timeout=2.0), prompt)
+        run_one = environment.run
+
+        async def run_and_advance(prompt: Prompt, policy: Policy) -> Outcome:
+            outcome = await run_one(prompt, policy)
+            put_clock_forward(asyncio.get_running_loop(), 100.0)
+            return outcome
+
+        monkeypatch.setattr(environment, "run", run_and_advance)
+        prompt = make_prompt("meet")
+        found = await run_group(environment, make_group(CannedSampler(), prompt, 20, timeout=1000.0), prompt)
         assert [one.status for one in found] == ["finished"] * 20
         assert len({one.metrics["pid"] for one in found}) == 2
         assert max(one.metrics["num_running"] for one in found) == 2
         await environment.close()
 
-    run(work())
+    asyncio.run(work())
 
 
 def test_workers_ending_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ async def do(client: openai.AsyncOpenAI, base_url: str, api_key: str, prompt: Pr
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
     if deed == "wait":
+        (Path(folder) / "waits").touch()
         try:
             await asyncio.sleep(600)
         except asyncio.CancelledError:

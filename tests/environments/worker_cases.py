@@ -33,10 +33,10 @@ class Deeds(Environment):
         sample = await policy.chat()
         await self.harm_the_worker(deed)
         num_running = 0
-        if deed == "slow":
+        if deed in ("slow", "meet"):
             self.num_running += 1
             num_running = self.num_running
-            await asyncio.sleep(0.5)
+            await (asyncio.sleep(0.5) if deed == "slow" else self.meet(4))
             self.num_running -= 1
         elif deed == "print":
             sys.stdout.write("a line of the environment's\n")
@@ -76,6 +76,13 @@ class Deeds(Environment):
             },
             traces=[AgentTrace("me", 0.5, [0])],
         )
+
+    async def meet(self, number: int) -> None:
+        """Return when so many have begun that do this, and as many for each that number of earlier ones."""
+        earlier = len(list(self.folder.glob("met *")))
+        (self.folder / f"met {os.getpid()} {time.monotonic_ns()}").touch()
+        while len(list(self.folder.glob("met *"))) < number * (earlier // number + 1):
+            await asyncio.sleep(0.01)
 
     async def harm_the_worker(self, deed: str) -> None:
         """Do what costs the process, or what it must be ended for."""

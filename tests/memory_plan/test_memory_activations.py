@@ -179,7 +179,7 @@ def test_experts_and_layers_of_other_kinds_run_without_values(kind: str, is_comp
 
 
 @pytest.mark.long
-def test_layers_that_cannot_be_fewer_are_said_in_a_line() -> None:
+def test_layers_that_cannot_be_fewer_are_named() -> None:
     """Gemma 4 has the last one see all tokens, whatever its kind."""
     decoder = Decoder(dtype=torch.bfloat16, is_autocast=False, gradient_checkpointing=False)
     with pytest.raises(ConfigError, match=r"The memory of a gemma4_text cannot be planned: .*Measure it on a GPU"):

@@ -31,7 +31,7 @@ def adapter_of(config: object, **kwargs: int) -> LoRA:
     return resolve_adapter(Adapter(**kwargs), "model", config)  # type: ignore[arg-type]
 
 
-def test_the_base_has_bfloat16_alone_and_the_adapter_the_rest() -> None:
+def test_base_has_bfloat16_alone_adapter_the_rest() -> None:
     lora = adapter_of(SMALL)
     # a layer: q 1024 + 2048, k and v 1024 + 1024, o 2048 + 1024, gate and up 1024 + 3072, down 3072 + 1024
     assert lora.num_parameters == 28 * 32 * (3072 + 2 * 2048 + 3072 + 3 * 4096)
@@ -115,7 +115,7 @@ def test_plan_reads_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_8b_fits_into_80_gb_where_full_training_does_not() -> None:
+def test_8b_adapter_fits_80_gb_unlike_full_training() -> None:
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
     config = type(LARGE)(**LARGE.to_dict() | sizes)
     device = read_device_memory("80GB")

@@ -158,7 +158,7 @@ def test_the_weight_bucket_and_the_window_beside_it() -> None:
     assert four.gathering_window() == int(1.25 * 2 * 151936 * 1024)  # the embedding is larger than 256 MiB
 
 
-def test_vllms_arithmetic() -> None:
+def test_engine_memory_follows_vllms_arithmetic() -> None:
     engine = filling().engine
     assert engine.token == 2 * 28 * 8 * 128 * 2
     assert engine.sequence == 1280 * engine.token
@@ -375,14 +375,14 @@ def test_a_critic_counts_its_weights_moments_gradients_and_activations() -> None
     assert frozen.update().frozen_models == 2 * size and frozen.update().parameters == before.parameters
 
 
-def test_a_role_without_a_config_is_named_as_not_counted() -> None:
+def test_role_without_config_is_named_as_uncounted() -> None:
     unknown = RoleMemory(name="critic", config=None, optimizer_states="float32")
     work = replace(FSDP_ALONE, others=(unknown,), gradient_checkpointing=True)
     assert TrainerMemory(work).parameters() == TrainerMemory(FSDP_ALONE).parameters()
     assert describe(MemoryPlan(work, H200)).endswith("gradient_checkpointing: true\nnot counted: critic")
 
 
-def test_a_sampler_in_the_trainers_process_takes_what_it_needs() -> None:
+def test_sampler_in_trainers_process_takes_what_it_needs() -> None:
     engine = replace(engine_of(SMALL, share=0.0), num_engines=0, kv_cache_bytes=20 * GIB)
     plan = MemoryPlan(replace(COLOCATED, rollout=RolloutMemory(engine=engine, bucket_bytes=0)), H200)
     assert plan.update().contexts == CONTEXT_BYTES and plan.update().weight_bucket == 0

@@ -20,7 +20,7 @@ def test_every_weight_is_counted_once(kind: str, is_tied: bool) -> None:
     assert weights.layer == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
 
 
-def test_the_published_sizes() -> None:
+def test_weights_count_to_the_published_sizes() -> None:
     assert count_weights(SMALL).total == 596_049_920
     assert count_weights(MIDDLE).total == 1_720_574_976
 

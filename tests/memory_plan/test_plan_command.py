@@ -20,7 +20,7 @@ from rlightning.parallel.device import GIB
 @pytest.mark.parametrize(
     ("text", "gib"), [("80GB", 74.506), ("79.1 GiB", 79.1), ("h100", 79.1), ("A100-40GB", 39.4), ("1024MiB", 1.0)]
 )
-def test_sizes_of_devices(text: str, gib: float) -> None:
+def test_device_sizes_are_read_in_gib(text: str, gib: float) -> None:
     assert read_device_memory(text) / GIB == pytest.approx(gib, abs=1e-3)
 
 
@@ -120,7 +120,7 @@ def test_sft_has_no_engine(project: Path) -> None:
 
 
 @pytest.mark.long
-def test_prompts_without_a_limit_are_planned_by_the_models_positions(project: Path) -> None:
+def test_unlimited_prompts_are_planned_by_models_positions(project: Path) -> None:
     change_config(project / "model", max_position_embeddings=1100)
     options = ["--config", "run.yaml", "--data.max_prompt_tokens", "null"]
     assert parse_work(["fit", *options]).longest == 1100  # 76 of a prompt, 1,024 of a completion

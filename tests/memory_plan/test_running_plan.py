@@ -111,7 +111,7 @@ def test_a_limit_of_pytorchs_makes_the_device_smaller(run: tuple[Any, Any], monk
 
 
 @pytest.mark.long
-def test_start_of_a_run_says_the_memory_of_each_phase(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_start_logs_memory_of_each_phase(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, module = run
     assert describe_memory(trainer, module) == ""  # a CPU has no plan
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
@@ -167,7 +167,7 @@ def test_a_run_plans_the_roles_of_its_module(model_folder: str, tmp_path: Path) 
     assert MemoryPlan(work, 1 << 40).sync().weight_bucket == 0
 
 
-def test_plan_of_a_configuration_names_roles_that_it_cannot_count() -> None:
+def test_configurations_plan_names_roles_it_cannot_count() -> None:
     arguments = {"model": "m", "kl_coef": 0.0}
     assert list(read_roles(GRPO, arguments)) == []
     (role,) = read_roles(CriticGRPO, arguments)

@@ -120,9 +120,7 @@ def test_a_base_is_the_same_in_other_files(model: str, tmp_path: Path) -> None:
     assert base_digest(str(tmp_path / "one")) == base_digest(str(tmp_path / "many"))
 
 
-def test_dropout_of_a_folder_is_left_out_with_a_line(
-    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folders_dropout_is_left_out_with_a_line(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_peft(model, tmp_path, lora_dropout=0.1)
     resolve(model, path=tmp_path)
     [line] = [record.getMessage() for record in caplog.records if "lora_dropout" in record.getMessage()]
@@ -173,7 +171,7 @@ def test_a_folder_of_pefts_computes_as_in_peft(model: str, tmp_path: Path, kwarg
 
 
 @pytest.mark.long
-def test_merged_weights_and_forward_are_those_of_the_adapted_model(model: str, tmp_path: Path) -> None:
+def test_merged_weights_and_forward_equal_adapted_models(model: str, tmp_path: Path) -> None:
     save_peft(model, tmp_path / "adapter", target_modules="all-linear")
     policy = load_adapted(model, resolve(model, path=tmp_path / "adapter"))
     with_adapter, base = logprobs(policy), logprobs(load_policy(model))
@@ -201,7 +199,7 @@ def test_merged_weights_are_rounded_once_under_autocast(model: str, tmp_path: Pa
     assert torch.equal(got, expected.bfloat16().T)
 
 
-def test_a_perturbed_adapter_has_a_fifth_of_the_bases_norm(model: str) -> None:
+def test_perturbed_adapter_has_fifth_of_bases_norm(model: str) -> None:
     policy = load_adapted(model, resolve(model))
     before = {name: weight.clone() for name, weight in adapter_parameters(policy)}
     with perturbed_adapter(policy), torch.no_grad():

@@ -62,7 +62,7 @@ def test_an_adapter_comes_back_from_its_folders(tmp_path: Path) -> None:
     assert merged.num_parameters() == load_policy(model).num_parameters()
 
 
-def test_an_adapter_of_a_base_with_other_values_is_refused(tmp_path: Path) -> None:
+def test_adapter_of_base_with_other_values_is_refused(tmp_path: Path) -> None:
     model, other = save_model(tmp_path / "one" / "model"), save_model(tmp_path / "two" / "model", seed=1)
     lora = resolve(model)
     save_adapter(load_adapted(model, lora), lora, model, load_tokenizer(model), tmp_path / "adapter")

@@ -135,7 +135,7 @@ LONGROPE: dict[str, Any] = {
 }
 
 
-def test_a_longrope_model_takes_sequences_up_to_its_original_length() -> None:
+def test_longrope_takes_sequences_to_its_original_length() -> None:
     config = tiny_config("phi3", **LONGROPE)
     assert config.max_position_embeddings == 64
     assert max_model_length(config) == 16
@@ -144,7 +144,7 @@ def test_a_longrope_model_takes_sequences_up_to_its_original_length() -> None:
     assert (max_model_length(plain), describe_length_limit(plain)) == (64, "")
 
 
-def test_a_longrope_sequence_is_the_same_in_any_pack_of_allowed_lengths(tmp_path: Path) -> None:
+def test_longrope_sequence_is_same_in_any_allowed_pack(tmp_path: Path) -> None:
     policy = load_policy(save_tiny("phi3", tmp_path, **LONGROPE))
     first, second, long = (torch.arange(3, 3 + length) for length in (5, 16, 17))
     alone, packed, beside_longer = (

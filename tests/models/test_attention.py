@@ -88,7 +88,7 @@ def attend(window: int | None) -> Tensor:
     return out[0, :, 0]
 
 
-def test_weights_by_hand() -> None:
+def test_attention_equals_hand_computed_weights() -> None:
     third, half = 1 / 3, 1 / 2
     first = [[1, 0, 0, 0, 0], [half, half, 0, 0, 0], [third, third, third, 0, 0]]
     second = [[0, 0, 0, 1, 0], [0, 0, 0, half, half]]

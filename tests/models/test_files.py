@@ -40,7 +40,7 @@ def test_stored_dtype_is_that_of_most_numbers(tmp_path: Path) -> None:
     assert stored_dtype(find_weights(str(tmp_path))) is None
 
 
-def test_an_output_layer_of_its_own_under_a_tied_config_is_refused(tmp_path: Path) -> None:
+def test_own_output_layer_under_tied_config_is_refused(tmp_path: Path) -> None:
     folder = save_with_head(tmp_path, 2.0)
     message = r"tie_word_embeddings=true in config\.json, but its files hold 'lm_head\.weight'.*Write tie_word_emb"
     with refused(message):
@@ -49,7 +49,7 @@ def test_an_output_layer_of_its_own_under_a_tied_config_is_refused(tmp_path: Pat
         load_policy(folder)
 
 
-def test_an_output_layer_of_its_own_is_trained_where_the_config_says_so(tmp_path: Path) -> None:
+def test_own_output_layer_is_trained_if_config_agrees(tmp_path: Path) -> None:
     folder = save_with_head(tmp_path, 2.0, tie_word_embeddings=False)
     check_head(folder, load_config(folder), find_weights(folder))
     weights = dict(load_policy(folder).named_parameters())
@@ -81,7 +81,7 @@ def save_as_several(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("convert", [None, save_as_bin, save_as_several])
-def test_a_missing_output_layer_is_refused_before_weights_are_loaded(convert: Any, tmp_path: Path) -> None:
+def test_missing_output_layer_is_refused_before_loading(convert: Any, tmp_path: Path) -> None:
     save_model(tmp_path)
     change_config(tmp_path, tie_word_embeddings=False)
     if convert:
@@ -90,7 +90,7 @@ def test_a_missing_output_layer_is_refused_before_weights_are_loaded(convert: An
         SFT(str(tmp_path))
 
 
-def test_a_bin_with_an_output_layer_of_its_own_is_refused_by_its_names(tmp_path: Path) -> None:
+def test_bin_with_own_output_layer_is_refused(tmp_path: Path) -> None:
     save_with_head(tmp_path, 2.0)
     save_as_bin(tmp_path)
     module = SFT(str(tmp_path))
@@ -123,7 +123,7 @@ def test_layers_beyond_the_configs_are_counted(convert: Any, tmp_path: Path, cap
         ('{"weight_map": {"a": "1.safetensors"}}', r"lacks 1 of its 1 files of weights, such as '1\.safetensors'"),
     ],
 )
-def test_an_index_that_is_none_is_refused_in_a_line(index: str, message: str, tmp_path: Path) -> None:
+def test_index_that_is_none_is_one_line(index: str, message: str, tmp_path: Path) -> None:
     save_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -152,7 +152,7 @@ def test_a_single_file_counts_before_an_index(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, r"no readable config\.json: .*Missing required keys.*'factor'"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused_in_a_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_config_that_does_not_fit_is_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8, tie_word_embeddings=False)
     change_config(folder, **change)
     with refused(message):
@@ -172,7 +172,7 @@ def test_weights_that_are_not_finite_are_named(value: float, name: str, tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_export_has_the_dtype_of_the_weights_not_of_the_config(dtype: str, tmp_path: Path) -> None:
+def test_export_has_weights_dtype_not_configs(dtype: str, tmp_path: Path) -> None:
     folder = Path(save_model(tmp_path / "model"))
     path = folder / "model.safetensors"
     weights = {name: weight.to(getattr(torch, dtype)) for name, weight in load_file(path).items()}

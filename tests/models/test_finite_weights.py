@@ -42,7 +42,7 @@ def test_weights_that_are_not_finite_are_not_saved(value: float, model_folder: s
     assert state is not None and state.step == 1
 
 
-def test_export_of_weights_that_are_not_finite_keeps_the_last(model_folder: str, tmp_path: Path) -> None:
+def test_export_of_non_finite_weights_keeps_the_last(model_folder: str, tmp_path: Path) -> None:
     module = make_grpo(model_folder)
     module.configure_model()
     module.save_hf(tmp_path / "hf")

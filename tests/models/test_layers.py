@@ -152,7 +152,7 @@ def test_a_compiled_run_is_the_eager_run(tmp_path: Path, caplog: pytest.LogCaptu
     ]
 
 
-def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_compiled_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setenv("CC", "true")
     assert [should_compile(wanted, cuda, 1)[0] for wanted in (None, True, False)] == [True, True, False]

@@ -105,14 +105,14 @@ def test_dropout_is_gone(tmp_path: Path) -> None:
         ("{folder}/empty", r"has no readable config\.json: Unrecognized model"),
     ],
 )
-def test_no_model(model: str, message: str, tmp_path: Path) -> None:
+def test_missing_model_is_refused(model: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "empty").mkdir()
     with refused(message):
         load_config(model.format(folder=tmp_path))
 
 
-def test_near_folder_of_a_path_is_named_without_the_hubs_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_folder_is_named_without_hubs_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
 
@@ -147,7 +147,7 @@ def test_near_folders_are_named_not_all(tmp_path: Path) -> None:
     assert listed.endswith(", and 24 more.") and len(listed.split(", ")) == 9
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     with refused(f"model='{folder}' has no readable tokenizer: "):
         load_tokenizer(folder)
@@ -181,7 +181,7 @@ def test_missing_and_broken_weights(tmp_path: Path) -> None:
         load_policy(folder)
 
 
-def test_max_model_length(tmp_path: Path) -> None:
+def test_max_model_length_is_the_configs_positions(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     assert max_model_length(load_config(folder)) == 64
     assert max_model_length(BloomConfig()) > 1_000_000  # ALiBi has no limit
@@ -199,7 +199,7 @@ def test_layers_add_up_in_the_dtype_of_the_forward(is_autocast: bool, tmp_path: 
     assert all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in policy.parameters())
 
 
-def test_biases_of_a_router_are_weights_and_keep_their_dtype(tmp_path: Path) -> None:
+def test_routers_biases_are_weights_of_their_dtype(tmp_path: Path) -> None:
     """Rounded to bfloat16, 1.001 and 1 would be the same expert's."""
     policy = load_policy(save_tiny("glm4_moe", tmp_path / "source"))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -82,7 +82,7 @@ def assert_alike(
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.5, None), (2.0, 1.5)])
 @pytest.mark.parametrize("needs_entropy_grad", [False, True])
-def test_value_and_gradient(
+def test_chunked_logprobs_equal_torchs_value_and_gradient(
     chunk: int, temperature: float, softcap: float | None, needs_entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eleven tokens: in chunks of four at most, that is three of 4, 4 and 3."""

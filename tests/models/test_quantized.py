@@ -51,7 +51,7 @@ def test_a_layer_computes_with_the_matrix_of_its_codes(kind: int) -> None:
         assert layer(x).dtype == torch.bfloat16
 
 
-def test_names_and_parts_of_files_are_those_of_a_matrix() -> None:
+def test_files_names_and_parts_are_a_matrixs() -> None:
     module = nn.Sequential(layers()[0][0], nn.Linear(2, 3))
     assert [(name, tuple(weight.shape)) for name, weight in named_weights(module)] == [
         ("0.weight", (2, 2)),
@@ -61,7 +61,7 @@ def test_names_and_parts_of_files_are_those_of_a_matrix() -> None:
     ]
 
 
-def test_bytes_of_codes() -> None:
+def test_coded_bytes_count_codes_and_scales() -> None:
     assert coded_bytes("int8", 128, 64, 2) == 128 * 64 + 4 * 128
     assert coded_bytes("nf4", 128, 64, 2) == 128 * 64 // 2 + 2 * 128
 
@@ -90,7 +90,7 @@ def load(model: str, kind: QuantizedBase | None) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.01), ("nf4", 0.15)])
-def test_the_base_is_near_the_models_and_what_engines_get(kind: QuantizedBase, error: float, model_folder: str) -> None:
+def test_base_is_near_models_and_engines_weights(kind: QuantizedBase, error: float, model_folder: str) -> None:
     module = load(model_folder, kind)
     base, held = load_policy(model_folder), dict(module.base_weights())
     assert [*held] == [name for name, _ in named_weights(base)]
@@ -131,9 +131,7 @@ def adapted(model: str, kind: QuantizedBase | None, **kwargs: Any) -> RLModule:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_on_a_quantised_base_resumes_and_is_exported(
-    kind: QuantizedBase, model_folder: str, tmp_path: Path
-) -> None:
+def test_run_on_quantised_base_resumes_and_exports(kind: QuantizedBase, model_folder: str, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     torch.manual_seed(0)
     module = adapted(model_folder, kind)

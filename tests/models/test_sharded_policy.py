@@ -175,7 +175,7 @@ def test_tensor_parallel_plan_missing_parameter_is_refused(kind: str, left_out: 
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "phi3"])
-def test_whole_plans(kind: str) -> None:
+def test_plans_shard_attention_and_mlp(kind: str) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, pad_token_id=0))

@@ -36,12 +36,12 @@ def test_sizes_have_one_name(kind: str, config: dict[str, Any], inner: int, head
 
 
 @pytest.mark.parametrize(("kind", "numbers"), [("qwen2", [2 * 2 * 8, 2 * 8, 2 * 8]), ("deepseek_v3", [64, 64, 64])])
-def test_a_rank_caches_its_heads_or_the_whole_latent_vector(kind: str, numbers: list[int]) -> None:
+def test_rank_caches_own_heads_or_whole_latent_vector(kind: str, numbers: list[int]) -> None:
     """Of two key/value heads of 8, or of 32 latent numbers and 32 with positions."""
     assert [cached_numbers(tiny_config(kind), size) for size in (1, 2, 4)] == numbers
 
 
-def test_layers_with_heads_of_their_own_count_by_the_largest() -> None:
+def test_layers_with_own_heads_count_by_largest() -> None:
     """Gemma 4's layers that see all tokens have heads of another size."""
     config = AutoConfig.for_model("gemma4_text")
     sizes = {layer.head_dim for layer in config.per_layer_config}

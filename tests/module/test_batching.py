@@ -65,7 +65,7 @@ LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 @pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(LENGTHS, st.integers(1, 300))
-def test_microbatches(lengths: list[int], max_tokens: int) -> None:
+def test_microbatches_hold_each_sequence_once_within_limit(lengths: list[int], max_tokens: int) -> None:
     parts = split_microbatches(lengths, max_tokens)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     assert all(part == sorted(part) for part in parts)
@@ -108,7 +108,7 @@ def test_microbatches_of_equal_cost(lengths: list[int], number: int) -> None:
     assert max(sums) - min(sums) <= max(costs) + 1e-9
 
 
-def test_microbatches_by_hand() -> None:
+def test_microbatches_equal_hand_made_ones() -> None:
     assert split_microbatches([5, 4, 3, 2], 7) == [[0, 3], [1, 2]]
     assert split_microbatches([5, 5, 5], 8) == [[0], [1], [2]]
     assert split_microbatches([9, 1], 4) == [[0], [1]]
@@ -131,7 +131,7 @@ def test_as_many_microbatches_as_another_rank_makes(lengths: list[int], max_toke
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 60), st.integers(1, 8), st.integers(0, 3))
-def test_minibatches(num_groups: int, num_minibatches: int, seed: int) -> None:
+def test_minibatches_hold_each_group_once_evenly(num_groups: int, num_minibatches: int, seed: int) -> None:
     parts = split_minibatches(num_groups, num_minibatches, torch.Generator().manual_seed(seed))
     assert sorted(group for part in parts for group in part) == list(range(num_groups))
     assert len(parts) == min(num_minibatches, num_groups)

@@ -10,7 +10,7 @@ from rlightning.rollout import Sampling
 from rlightning.rollout.requests import validation_sampling
 
 
-def test_metrics_by_hand() -> None:
+def test_evaluation_metrics_equal_hand_computed_values() -> None:
     # Two prompts with four completions each, of which 1 and 2 pass
     batch = make_batch([[[0], [3, 0], [3], [0]], [[4], [5, 6, 7, 0], [0], [0]]])
     batch.rewards = torch.tensor([1.0, 0.0, math.nan, 0.5, 1.0, 1.0, 0.5, 0.0])

@@ -31,7 +31,7 @@ def test_masked_values_are_ignored_even_if_not_finite() -> None:
     assert means.compute(alone, alone) == {"a": 3.0}
 
 
-def test_means_of_nothing() -> None:
+def test_means_of_nothing_are_zero() -> None:
     means = RunningMeans()
     assert means.compute(alone, alone) == {}
     means.add({"a": torch.zeros(0)})
@@ -64,7 +64,7 @@ def test_rollout_metrics_by_hand() -> None:
     )
 
 
-def test_one_group() -> None:
+def test_one_group_without_spread_has_no_signal() -> None:
     batch = make_batch([[[0], [0]]])
     batch.rewards = torch.tensor([0.5, 0.5])
     metrics = rollout_metrics(batch, alone, alone)
@@ -79,7 +79,7 @@ def test_signal_is_of_the_compared_rewards() -> None:
     assert rollout_metrics(batch, alone, alone, compared=compared)["reward/no_signal"] == 0.5
 
 
-def test_every_reward_failed() -> None:
+def test_all_failed_rewards_give_zero_means() -> None:
     batch = make_batch([[[0], [0]], [[3]]])
     batch.rewards = torch.full((3,), NAN)
     metrics = rollout_metrics(batch, alone, alone)
@@ -97,5 +97,5 @@ def test_a_large_mean_does_not_swallow_the_deviation() -> None:
     ("samples", "passed", "k", "expected"),
     [(4, 0, 2, 0.0), (4, 4, 1, 1.0), (4, 1, 1, 1 / 4), (4, 1, 2, 1 / 2), (4, 2, 2, 5 / 6), (4, 3, 2, 1.0)],
 )
-def test_pass_at_k(samples: int, passed: int, k: int, expected: float) -> None:
+def test_pass_at_k_equals_hand_computed_value(samples: int, passed: int, k: int, expected: float) -> None:
     assert pass_at_k(samples, passed, k) == pytest.approx(expected)

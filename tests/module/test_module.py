@@ -121,7 +121,7 @@ def test_approximated_proximal_policy_without_staleness_matches_recomputed(model
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
-def test_precisions(precision: Any, model_folder: str, tmp_path: Path) -> None:
+def test_every_precision_keeps_float32_values(precision: Any, model_folder: str, tmp_path: Path) -> None:
     class Watched(ComputesAll):
         def update(self, batch: RolloutBatch) -> dict[str, float]:
             values = (batch.rewards, batch.advantages, batch.old_logprobs, batch.ref_logprobs)
@@ -227,7 +227,7 @@ def test_override_of_rewards_needs_no_function(model_folder: str, tmp_path: Path
     assert seen and all(len(lengths) and torch.equal(rewards, lengths) for rewards, lengths in seen)
 
 
-def test_no_engine(model_folder: str, tmp_path: Path) -> None:
+def test_module_without_engine_is_refused(model_folder: str, tmp_path: Path) -> None:
     module = GRPO(model_folder, rewards=REWARDS, **SMALL)
     trainer = make_trainer(tmp_path, 1, UseGenerator(lambda module: None))
     message = r"GRPO has nothing to generate with\. Add VLLMRollout or TransformersRollout to trainer\.callbacks\."
@@ -249,7 +249,7 @@ def test_what_a_subclass_must_define(model_folder: str) -> None:
 
 
 @pytest.mark.long
-def test_validate_and_predict(model_folder: str, tmp_path: Path) -> None:
+def test_validate_and_predict_load_the_actor_alone(model_folder: str, tmp_path: Path) -> None:
     module = GRPO(model_folder, rewards=REWARDS, **SMALL)
     path = str(tmp_path / "sums.jsonl")
     data = make_data(tmp_path, validation={"sums": ValidationSet(path, samples_per_prompt=2)}, predict=path)

@@ -125,6 +125,7 @@ def test_checkpoint_time_interval_saves_once_it_is_over(tmp_path: Path, monkeypa
             monkeypatch.setattr("time.monotonic", lambda: started + 60 * self.trainer.global_step)
 
     started = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: started)
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, train_time_interval=timedelta(seconds=150))
     fit(tmp_path, TakesTime(), 8, checkpoint)
     # Over after 3 minutes, then after 3 more; the last state is saved anyway.

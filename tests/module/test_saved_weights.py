@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_data, make_grpo, make_trainer, save_model
+from tiny import make_data, make_grpo, make_trainer, save_model, share_of_ones
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
@@ -21,7 +21,7 @@ class WithHead(GRPO):
 
 
 def headed(model: str) -> GRPO:
-    return WithHead(model, rewards="rlightning.rewards.exact_match", prompts_per_step=4, samples_per_prompt=2)
+    return WithHead(model, rewards=[share_of_ones], prompts_per_step=4, samples_per_prompt=2)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_loading_that_is_not_strict_leaves_parameters_out(checkpoints: dict[str,
 
 
 @pytest.mark.parametrize("saved", [{"actor.weight": torch.ones(1)}, [torch.ones(1)]])
-def test_file_that_is_no_checkpoint_is_refused_in_a_line(saved: object, tmp_path: Path) -> None:
+def test_file_that_is_no_checkpoint_is_one_line(saved: object, tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "weights.ckpt")
     with pytest.raises(ConfigError, match=r"weights\.ckpt is no checkpoint of a run: it has no 'state_dict'\. Name"):
         GRPO.load_from_checkpoint(tmp_path / "weights.ckpt")

@@ -125,7 +125,7 @@ def test_token_returns_of_long_sequences_match_the_recurrence() -> None:
     torch.testing.assert_close(token_returns(rewards, cu_seqlens, discount=0.9), expected)
 
 
-def test_has_signal() -> None:
+def test_has_signal_where_rewards_of_group_differ() -> None:
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.3, 0.3 + 1e-8, 1.0])
     groups = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     assert has_signal(rewards, groups).tolist() == [False, False, True, True, False, False, False]

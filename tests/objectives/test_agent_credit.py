@@ -52,7 +52,7 @@ def test_each_agent_is_compared_with_itself() -> None:
     assert left_out.tolist() == [2 * buyer, 2 * seller, -2 * buyer, -2 * seller]
 
 
-def test_several_traces_of_an_agent_leave_their_own_trajectory_out() -> None:
+def test_agents_several_traces_leave_own_trajectory_out() -> None:
     first = replace(
         make_trajectory(0, [1, 1]), reward=2.0, traces=[AgentTrace("solver", 1.0, [0]), AgentTrace("solver", 3.0, [1])]
     )

@@ -33,7 +33,7 @@ GROUP = torch.full((6,), 4)
         ("constant", (1 + 2 + 3 + 8) / (2 * 10)),
     ],
 )
-def test_by_hand(kind: Aggregation, expected: float) -> None:
+def test_aggregate_equals_hand_computed_loss(kind: Aggregation, expected: float) -> None:
     lengths: dict[str, Tensor] = {"turn_ids": TURNS, "trajectory_lengths": LENGTHS, "group_lengths": GROUP}
     result = aggregate(VALUES, MASK, CU_SEQLENS, kind, LossTotals(4, 2, 2, 1, 2), **lengths, constant=10.0)
     torch.testing.assert_close(result, torch.tensor(expected))

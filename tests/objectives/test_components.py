@@ -61,7 +61,7 @@ def test_each_component_has_its_own_weight_and_denominator() -> None:
     assert (forward.logprobs.grad[~sampled] == 0).all()
 
 
-def test_terms() -> None:
+def test_components_have_hand_computed_terms() -> None:
     batch = make_batch([[[1, 0]]])
     batch.advantages, batch.ref_logprobs = torch.full((4,), 2.0), torch.zeros(4)
     forward = make_forward(batch)

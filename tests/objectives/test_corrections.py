@@ -96,6 +96,6 @@ def test_hopeless_gaps_stay_finite_and_bfloat16_becomes_float32() -> None:
         ({"level": "tokens"}, "level='tokens' is unknown. Did you mean 'token'"),
     ],
 )
-def test_misuse(arguments: dict[str, object], message: str) -> None:
+def test_wrong_correction_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RolloutCorrection(**arguments)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ def gradient(loss: Tensor, of: Tensor) -> Tensor:
     return torch.autograd.grad(loss.sum(), of, retain_graph=True)[0]
 
 
-def test_by_hand() -> None:
+def test_kl_estimators_equal_hand_computed_values() -> None:
     logprobs, reference = torch.tensor([math.log(0.5), math.log(0.2)]), torch.tensor([math.log(0.25), math.log(0.8)])
     # Ratios reference / policy: 0.25 / 0.5 = 1/2 and 0.8 / 0.2 = 4, so d = log 2 and -log 4.
     torch.testing.assert_close(estimate_kl(logprobs, reference, "k1"), torch.tensor([math.log(2), -math.log(4)]))

@@ -103,7 +103,7 @@ class PlacedBatch(RolloutBatch):
 @settings(max_examples=60, deadline=None)
 @given(RANDOM, st.sampled_from([*KINDS, "group_mean"]))
 @pytest.mark.long
-def test_any_cut_order_and_ranks_give_the_same_loss_of_trajectories(draw: random.Random, kind: Aggregation) -> None:
+def test_any_cut_order_and_ranks_give_same_loss(draw: random.Random, kind: Aggregation) -> None:
     batch = PlacedBatch.pack(random_groups(draw))
     batch.place = torch.arange(batch.num_tokens)
     num_groups, num_turns = count_units(batch)[3:].tolist()

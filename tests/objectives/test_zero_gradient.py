@@ -121,13 +121,13 @@ def test_terms_with_a_gradient_of_their_own_are_found(term: Term) -> None:
     assert has_zero_gradient([usual, LossComponent("own", term, weight=0.0)], without_advantage())
 
 
-def test_a_rollout_that_is_not_finite_counts_as_a_gradient() -> None:
+def test_rollout_that_is_not_finite_counts_as_gradient() -> None:
     batch = without_advantage()
     batch.rollout_logprobs[4] = torch.nan
     assert not has_zero_gradient([LossComponent("loss", corrected)], batch)
 
 
-def test_a_corrected_loss_is_differentiated_where_the_correction_lets_it_through() -> None:
+def test_corrected_loss_is_differentiated_where_let_through() -> None:
     """Sequences as long as those of runs: a mean over random log-ratios is out of bounds on every one of them."""
     batch = make_batch([[(3, 4, 5) * 100, (6, 7, 8) * 100]])
     batch.advantages = torch.zeros(batch.num_tokens)

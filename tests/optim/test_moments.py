@@ -113,7 +113,7 @@ def test_blocks_fill_a_row(columns: int, length: int) -> None:
     assert (codes.shape, scales.shape) == ((2, 3, columns), (2, 3, columns // length))
 
 
-def test_an_empty_shard() -> None:
+def test_empty_shard_keeps_its_shape() -> None:
     codes, scales = quantize(torch.zeros(0, 256), is_signed=True, generator=generator())
     assert (codes.shape, scales.shape) == ((0, 256), (0, 2))
     assert dequantize(codes, scales, is_signed=True).shape == (0, 256)

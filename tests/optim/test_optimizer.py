@@ -108,7 +108,9 @@ def test_frozen_parameters_are_left_out() -> None:
         ("cosine", 0, 4, [1, (1 + 0.5**0.5) / 2, 1 / 2, (1 - 0.5**0.5) / 2, 0, 0]),
     ],
 )
-def test_lr_schedule(schedule: Any, warmup: int, max_steps: int, factors: list[float]) -> None:
+def test_lr_schedule_scales_by_expected_factors(
+    schedule: Any, warmup: int, max_steps: int, factors: list[float]
+) -> None:
     settings = AdamWSettings(lr=0.5, lr_schedule=schedule, warmup_steps=warmup)
     optimizer = optimize(*make_parameters(), lr=0.5)
     scheduler = make_lr_schedule(optimizer, settings, max_steps=max_steps)
@@ -120,7 +122,7 @@ def test_lr_schedule(schedule: Any, warmup: int, max_steps: int, factors: list[f
     assert seen == pytest.approx([0.5 * factor for factor in factors])
 
 
-def test_lr_schedule_of_added_group_starts_at_its_own_peak() -> None:
+def test_added_groups_lr_schedule_starts_at_own_peak() -> None:
     """Warm-up of two steps: a half, then all of it, in each group."""
     matrix, added = make_parameters()
     settings = AdamWSettings(lr=0.5, warmup_steps=2)
@@ -214,6 +216,6 @@ def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message:
     ("name", "hint"),
     [("quantised", "Choose from: float32, bfloat16, 8bit"), ("bf16", "Did you mean 'bfloat16'?")],
 )
-def test_unknown_optimizer_states(name: Any, hint: str) -> None:
+def test_unknown_optimizer_states_are_refused_with_a_hint(name: Any, hint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"optimizer_states='{name}' is unknown. {hint}")):
         AdamWSettings(optimizer_states=name)

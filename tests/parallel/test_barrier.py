@@ -119,7 +119,7 @@ os._exit(0)  # the group would wait for the missing at its end
 
 
 @pytest.mark.processes
-def test_living_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_barrier_of_living_ranks_names_the_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "living.py"
     script.write_text(LIVING)

@@ -112,9 +112,7 @@ def test_last_of_a_copied_run_is_its_own(is_absolute: bool, tmp_path: Path, monk
         assert find_last("fit", find_places(Path("a"), given)).path.resolve() == tmp_path / "a/ck/last.ckpt"
 
 
-def test_new_run_with_a_copied_configuration_is_refused_the_other_runs_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copied_configuration_is_refused_the_other_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save(Path("a/ck/step=6.ckpt"), 6)
     Path("b").mkdir()
@@ -125,7 +123,7 @@ def test_new_run_with_a_copied_configuration_is_refused_the_other_runs_folder(
 
 
 @pytest.mark.parametrize("dirpath", ["runs/first/ck", "kept/first"])
-def test_last_with_a_relative_dirpath_is_found_from_other_folders(
+def test_last_in_relative_dirpath_is_found_from_elsewhere(
     dirpath: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "runs/first"
@@ -206,9 +204,7 @@ def test_checkpoint_that_is_not_there_is_refused(command: str, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_users_own_config_file_in_the_runs_folder_is_no_earlier_run(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_users_config_in_runs_folder_is_no_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "config.yaml").write_text((project / "run.yaml").read_text())
     options = ("--trainer.default_root_dir", ".", "--ckpt_path", "last")
     code, errors = fit_here(capsys, "--config", "config.yaml", *options)

@@ -59,7 +59,7 @@ CONTRADICTIONS: list[tuple[Any, Any, str, Launch | None, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("requested", "declared", "accelerator", "launch", "controller", "mode"), DECISIONS)
-def test_decision(
+def test_execution_mode_is_decided_by_launch_and_accelerator(
     requested: Any, declared: Any, accelerator: str, launch: Launch | None, controller: str | None, mode: ExecutionMode
 ) -> None:
     got = decide(requested, declared=declared, accelerator=accelerator, launch=launch, controller=controller)
@@ -67,7 +67,7 @@ def test_decision(
 
 
 @pytest.mark.parametrize(("requested", "declared", "accelerator", "launch", "controller", "message"), CONTRADICTIONS)
-def test_contradiction(
+def test_contradicting_execution_modes_are_refused(
     requested: Any, declared: Any, accelerator: str, launch: Launch | None, controller: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -112,7 +112,7 @@ def test_controller_under_the_strategys_own_launcher(monkeypatch: pytest.MonkeyP
         resolve_execution_mode("controller", strategy=SimpleNamespace(world_size=2, root_device="cpu"))
 
 
-def test_resolved_once() -> None:
+def test_execution_mode_is_resolved_once() -> None:
     assert resolve_execution_mode("controller") is CONTROLLER
     assert resolve_execution_mode("controller") is CONTROLLER
     with pytest.raises(ConfigError, match="'spmd' contradicts 'controller', which this process has been resolved to"):

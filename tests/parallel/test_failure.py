@@ -27,7 +27,10 @@ import ctypes, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
 import torch, torch.distributed as dist
+from rlightning import intervals
 from rlightning.parallel.failure import FailureWatch
+
+intervals.FAILURE_ANSWER_TIMEOUT = 60  # however slow rank 0 is
 
 class TearDown:
     def __del__(self, write=os.write):
@@ -74,7 +77,7 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
                 raise ValueError("boom")
             if how == "fork" and (child := os.fork()) == 0:
                 os.closerange(0, 3)
-                time.sleep(60)  # with copies of this rank's connections
+                time.sleep(600)  # with copies of this rank's connections
                 os._exit(0)
             if how == "fork":
                 Path(__file__).with_name("child").write_text(str(child))
@@ -156,10 +159,12 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str
 @pytest.mark.processes
 def test_killed_rank_with_forked_child_ends_the_others(tmp_path: Path) -> None:
     """The child does not keep the connection to the failure watch open."""
-    codes, errors = run_ranks(tmp_path, 1, "fork", "sleep", num_ranks=2)
+    try:
+        codes, errors = run_ranks(tmp_path, 1, "fork", "sleep", num_ranks=2)
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # which is still there
     assert codes == [1, -signal.SIGKILL], errors
     assert "rank 0 ends because rank 1 is gone" in errors[0]
-    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # which is still there
 
 
 @pytest.mark.multigpu
@@ -294,10 +299,10 @@ def test_failure_server_refuses_strangers_and_ends() -> None:
 def test_failure_server_outlives_many_silent_strangers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intervals, "JOIN_TIMEOUT", 1.0)
-    hub = Hub(2)
     monkeypatch.setattr(intervals, "JOIN_TIMEOUT", 60.0)
+    hub = Hub(2)
     peers = [hub.connect(rank) for rank in range(2)]
+    monkeypatch.setattr(hub.server._server, "_timeout", 1.0)  # of those who connect from here on
     address = ("localhost", hub.server.port)
     babbler = socket.create_connection(address, 60)
     with contextlib.suppress(OSError):

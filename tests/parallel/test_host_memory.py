@@ -137,7 +137,7 @@ def test_parameters_of_a_graph_that_awaits_its_backward() -> None:
     assert model.weight.grad is not None and model.weight.grad.eq(1).all()
 
 
-def test_shards_of_fsdp(process_group: None) -> None:
+def test_fsdp_shards_in_host_memory_step_alike(process_group: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     expected = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))

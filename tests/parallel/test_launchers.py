@@ -30,6 +30,7 @@ FAILING = """\
 import os, signal, sys, time
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -55,7 +56,7 @@ class Fails(Callback):
     def __init__(self, rank: int, how: str, others: str = "sleep"):
         self.rank, self.how, self.others = rank, how, others
         if others == "sleep":
-            intervals.STUCK_GRACE = 60  # no rank counts as stuck, however slow
+            intervals.STUCK_GRACE = intervals.FAILURE_ANSWER_TIMEOUT = 60  # no rank counts as stuck, however slow
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx != 1:
@@ -68,6 +69,8 @@ class Fails(Callback):
                     sys.stderr.write(f"a collective ends after {usual.total_seconds():g} s\\n")
                     _set_pg_timeout(timedelta(seconds=2), world)  # from here on: the ranks' start takes its time
                     intervals.HEARTBEAT_INTERVAL, intervals.SILENT_AFTER, intervals.STUCK_GRACE = 0.5, 4, 1
+                    while not self.is_stopped(Path(trainer.default_root_dir, "stopped")):
+                        time.sleep(0.02)
             if self.how == "SIGINT":  # before a collective, amid which it would not hear of the signal
                 self.hurry_stop(trainer)
             if self.others == "collective":
@@ -80,9 +83,18 @@ class Fails(Callback):
         elif self.how == "mistake":
             raise ConfigError("width=3 cannot be halved. Use 4.")
         else:
+            if self.how == "SIGSTOP":
+                mark = Path(trainer.default_root_dir, "stopping")
+                mark.write_text(str(os.getpid()))
+                mark.rename(mark.with_name("stopped"))
             os.kill(os.getpid(), getattr(signal, self.how))
             if self.how == "SIGINT" and self.others == "sleep":
                 self.hurry_stop(trainer)
+
+    def is_stopped(self, mark):
+        if not mark.exists():
+            return False
+        return Path("/proc", mark.read_text(), "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def hurry_stop(self, trainer):
         stop = stop_signal(trainer)

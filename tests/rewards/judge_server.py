@@ -1,11 +1,11 @@
 """An OpenAI-compatible API that fails, is slow or answers nonsense, as the completion that it judges says."""
 
 import threading
-import time
 from collections import Counter
 from typing import Any
 
 from json_server import JSONServer
+from waiting import PATIENCE_SECONDS
 
 ANSWERS = {
     "good": "It is fine.\n**Score:** 8",
@@ -28,7 +28,7 @@ class JudgeServer(JSONServer):
 
     def __init__(self) -> None:
         self.most_at_once = self._at_once = 0
-        self._lock = threading.Lock()
+        self._lock, self._three = threading.Lock(), threading.Barrier(3)
         self._attempts: Counter[str] = Counter()
         super().__init__()
 
@@ -40,10 +40,10 @@ class JudgeServer(JSONServer):
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
         try:
-            if deed.startswith("slow"):
-                time.sleep(0.2)
+            if deed.startswith("three"):
+                self._three.wait(PATIENCE_SECONDS)
             if deed == "hangs":
-                time.sleep(3.0)
+                threading.Event().wait(PATIENCE_SECONDS)
             if deed in ERRORS:
                 return ERRORS[deed], {}, f"no judgement for {key}"
             if deed == "fails once" and attempt == 1:

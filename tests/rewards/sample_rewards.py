@@ -46,7 +46,7 @@ def misbehave(completion: str) -> object:
     if completion == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if completion == "child":
-        subprocess.run(["sleep", "61.5"], check=True)
+        subprocess.run(["sleep", "3600"], check=True)
     return {"nan": float("nan"), "inf": float("inf"), "text": "1", "none": None, "true": True}.get(completion, 1.0)
 
 
@@ -102,8 +102,8 @@ def heavy_modules(completion: str) -> int:
 
 def note_and_sleep(folder: str) -> float:
     """Leaves its process's id in ``folder``, then hangs with a child of its own."""
-    with subprocess.Popen(["sleep", "62.5"]) as child:
+    with subprocess.Popen(["sleep", "3600"]) as child:
         (Path(folder) / f"{os.getpid()}.pid").touch()
         (Path(folder) / f"{child.pid}.pid").touch()
-        time.sleep(60)
+        time.sleep(3600)
     return 0.0

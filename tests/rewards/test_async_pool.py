@@ -14,7 +14,7 @@ from rlightning.rewards import RewardFunction
 pytestmark = pytest.mark.processes
 
 
-def test_client_of_a_module_serves_all_batches_on_one_loop(make_runner: MakeRunner) -> None:
+def test_modules_client_serves_all_batches_on_one_loop(make_runner: MakeRunner) -> None:
     runner = make_runner("judges.count_loops", judges.process_id, max_failed_share=0.0)
     scores = [score(runner, ["a"] * 8) for _ in range(3)]
     assert [values(s.components["count_loops"]) for s in scores] == [[1.0] * 8] * 3
@@ -37,7 +37,7 @@ FAILURES = [
 """Deeds of ``judges.misbehave``: what the error says, a frame in it, and how often the call begins."""
 
 
-def test_call_that_ends_or_blocks_the_process_costs_its_sample(make_runner: MakeRunner, tmp_path: Path) -> None:
+def test_call_ending_or_blocking_process_costs_its_sample(make_runner: MakeRunner, tmp_path: Path) -> None:
     """One runner: its process is replaced again and again."""
     runner = make_runner(RewardFunction("judges.misbehave", timeout=3.0), judges.judge)
     for deed, message, frame, num_calls in FAILURES:
@@ -67,16 +67,14 @@ def test_functions_behind_decorators_run_on_the_one_loop(make_runner: MakeRunner
         assert values(scores.components["count_loops"]) == [1.0] * 5
 
 
-def test_object_that_cannot_be_pickled_is_sent_by_its_path(make_runner: MakeRunner) -> None:
+def test_unpicklable_object_is_sent_by_its_path(make_runner: MakeRunner) -> None:
     runner = make_runner("judges.locked.score", "judges.locked.score_async", max_failed_share=0.0)
     assert all(function.pickled for function in runner.functions)
     assert values(score(runner, ["a", "b"]).rewards) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
-def test_close_and_withdrawal_cancel_calls_and_let_them_clean_up(
-    make_runner: MakeRunner, tmp_path: Path, is_sent: bool
-) -> None:
+def test_close_and_withdrawal_let_calls_clean_up(make_runner: MakeRunner, tmp_path: Path, is_sent: bool) -> None:
     function = judges.hold_unless if is_sent else judges.unsendable(judges.hold_unless)
     runner = make_runner(RewardFunction(function, timeout=3600.0))
     trajectories = make_trajectories(["wait", "go"], folder=[str(tmp_path)] * 2)

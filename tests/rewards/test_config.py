@@ -213,7 +213,7 @@ def test_a_function_gets_what_its_signature_asks_for() -> None:
     assert mapped.select(GIVEN, {"solution": "5", **row}) == {"completion": "c", "answer": "5", "hint": 1}
 
 
-def test_names_and_kinds() -> None:
+def test_functions_have_their_names_and_kinds() -> None:
     rewards = bind_rewards(
         [
             "rlightning.rewards.exact_match",

@@ -104,7 +104,7 @@ def test_workers_run_the_source_of_the_runs_beginning(
 
 
 @pytest.mark.processes
-def test_workers_keep_every_module_that_an_object_is_made_of(
+def test_workers_keep_all_modules_of_an_object(
     folder: Path,
     make_runner: MakeRunner,
 ) -> None:

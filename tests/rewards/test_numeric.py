@@ -146,6 +146,6 @@ def test_numeric_answer_of_monstrous_formula_is_wrong(text: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("piece", ["1 + ", "1,", "(1", "\\(", "**a ", "$ a", "<answer>", "#### 5 a\n", "answer is "])
 def test_numeric_answer_of_long_completion_takes_no_time(piece: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert numeric_answer(piece * 20_000, "73") == 0.0
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20

@@ -4,7 +4,7 @@ import itertools
 import logging
 import math
 import threading
-import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 from scoring import MakeRunner, make_trajectories
 from tiny import in_this_process, make_data, make_grpo, make_trainer, share_of_ones
+from waiting import PATIENCE_SECONDS
 
 from rlightning.rewards import RewardFunction
+from rlightning.rewards import runner as reward_runner
 from rlightning.rewards.calls import Outcome
 from rlightning.rewards.repeats import Repeat, describe_repeat
 
@@ -53,7 +55,7 @@ def test_results_are_compared_over_all_ranks() -> None:
     assert line is not None and "gave all 2 completions of the first step 0.5" in line
 
 
-def test_a_step_that_takes_longer_than_others_wait_is_named() -> None:
+def test_step_longer_than_others_wait_is_named() -> None:
     values = [0.0, 1.0] * 20
     repeat = Repeat(values[:8], [Outcome(value) for value in values[:7]] + [None], 4.0)
     assert describe_repeat("judge", repeat, values, num_parallel=4, deadline=30.0) is None
@@ -64,16 +66,15 @@ def test_a_step_that_takes_longer_than_others_wait_is_named() -> None:
     )
 
 
-@pytest.mark.long
-def test_slow_and_random_functions_are_asked_for_less_than_a_second(
-    make_runner: MakeRunner, caplog: pytest.LogCaptureFixture
+def test_repeat_of_a_slow_function_is_waited_for_briefly(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     numbers = itertools.count()
 
     async def slow(completion: str) -> float:
         import asyncio
 
-        await asyncio.sleep(0 if next(numbers) < 10 else 6)
+        await asyncio.sleep(0 if next(numbers) < 10 else 3600)
         return float(len(completion))
 
     @in_this_process
@@ -85,9 +86,15 @@ def test_slow_and_random_functions_are_asked_for_less_than_a_second(
     )
     trajectories = make_trajectories(["a" * n for n in range(10)])
     scores = runner.score(trajectories).components
-    begun = time.perf_counter()
+    waits: list[float] = []
+
+    def wait_at_leisure(calls: Any, timeout: float) -> Any:
+        waits.append(timeout)
+        return wait(calls, 0.0 if len(waits) == 1 else PATIENCE_SECONDS)  # for the slow one, and for the other
+
+    monkeypatch.setattr(reward_runner, "wait", wait_at_leisure)
     runner.check_repeats(trajectories, scores, 1800.0)
-    assert time.perf_counter() - begun < 2
+    assert len(waits) == 2 and sum(waits) < 1
     lines = [record.getMessage() for record in caplog.records if "asked again" in record.getMessage()]
     assert len(lines) == 1 and lines[0].startswith("Reward 'counted': asked again, it gave 8 of 8 completions another")
     caplog.clear()
@@ -135,9 +142,12 @@ def test_late_calls_are_cancelled_and_blame_no_other_function(
     assert {function for _, function in events[16:]} == {1}
 
 
+numbers = itertools.count()
+
+
 @in_this_process
 async def noisy(completion: str) -> float:
-    return time.perf_counter()
+    return float(next(numbers))
 
 
 @pytest.mark.parametrize(("options", "is_asked"), [({}, True), ({"check_rewards": False}, False)])

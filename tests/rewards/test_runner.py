@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from scoring import MakeRunner, make_trajectories, score, values
 from waiting import is_running, still_running, wait_for
 
 from rlightning.errors import ConfigError, RewardError
+from rlightning.processes import liveness
 from rlightning.rewards import RewardFunction, RewardRunner
 from rlightning.rpc import background_loop
 
@@ -214,12 +216,24 @@ def test_many_hangs_stop_the_run_soon(make_runner: MakeRunner, tmp_path: Path) -
 
 
 @pytest.mark.processes
-def test_reward_arriving_during_trainer_stall_still_counts(make_runner: MakeRunner) -> None:
-    runner = make_runner(RewardFunction("sample_rewards.length", timeout=0.5), num_workers=1)
+def test_reward_arriving_during_trainer_stall_still_counts(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stall begins with the calls, and the clock that counts silence says that it took a day."""
+    runner = make_runner(RewardFunction("sample_rewards.length", timeout=60.0), num_workers=1)
     assert score(runner, [""]).failed == 0, "the worker is there"
     trajectories = make_trajectories(["a", "bb", "ccc"])
+    stall, is_over = threading.Event(), threading.Event()
+
+    def stall_loop() -> None:
+        stall.set()
+        is_over.wait()
+
+    background_loop().loop.call_soon_threadsafe(stall_loop)
+    assert stall.wait(60)
     runner.begin(trajectories)
-    background_loop().loop.call_soon_threadsafe(time.sleep, 2.0)
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 86400, sleep=time.sleep))
+    is_over.set()
     assert values(runner.score(trajectories).rewards) == [1.0, 2.0, 3.0]
 
 
@@ -288,7 +302,7 @@ def test_reward_import_error_in_worker_fails_its_samples(
         score(runner, ["a", "b"])
 
 
-def test_no_functions() -> None:
+def test_score_without_functions_is_refused() -> None:
     runner = RewardRunner([])
     runner.check(["prompt"], "train.jsonl")
     with pytest.raises(ConfigError, match=r"There is no reward function\. Give at least one by model\.rewards"):

@@ -75,7 +75,9 @@ class Service:
             url = f"tcp://127.0.0.1:{self.port}"
             while True:
                 with contextlib.suppress(rpc.BusyError):  # it has not noticed yet that the last one is gone
-                    return await rpc.connect(url, None, {}, timeout=10.0, heartbeat_timeout=10.0)
+                    return await rpc.connect(
+                        url, None, {}, timeout=PATIENCE_SECONDS, heartbeat_timeout=PATIENCE_SECONDS
+                    )
                 await asyncio.sleep(0.01)
 
         async def ask() -> object:

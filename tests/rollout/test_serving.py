@@ -393,7 +393,7 @@ def test_dead_served_engine_restarts_without_its_models_folder(
     assert "The model's folder 'model' is gone." in server.errors()
     assert len(witness.steps) == 3
     assert f"is connected to again, once in this step: {server.url}: The engine died (SIGKILL)" in caplog.text
-    assert in_session(killed[0]) == []
+    wait_for(lambda: in_session(killed[0]) == [])
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """The sampler in this process: exact log-probabilities, streams that no batch changes, requests that come and go."""
 
 import asyncio
+import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +16,7 @@ import pytest
 import torch
 from engine_models import Actor, Weights, assert_sampled_from, sample_all
 from tiny_models import save_tiny
+from waiting import PATIENCE_SECONDS
 
 from rlightning.errors import EngineError
 from rlightning.models import load_config
@@ -119,19 +122,42 @@ def test_cancelled_request_leaves_others_and_the_loop_alone(make: Make, actor: A
     assert completion.token_ids.tolist() == asyncio.run(sampler.sample(FIRST, sampling))[0].token_ids.tolist()
 
 
+class Pause:
+    """Holds a sampler's thread before its third step."""
+
+    def __init__(self, sampler: TransformersSampler) -> None:
+        self._numbers, self._step = itertools.count(1), sampler._step
+        self._has_begun, self._is_over = threading.Event(), threading.Event()
+        sampler._step = self.step  # type: ignore[method-assign]
+
+    def step(self) -> None:
+        if next(self._numbers) == 3:
+            self._has_begun.set()
+            assert self._is_over.wait(PATIENCE_SECONDS)
+        self._step()
+
+    async def begin(self) -> None:
+        """Return when it has begun."""
+        assert await asyncio.to_thread(self._has_begun.wait, PATIENCE_SECONDS)
+
+    def end(self) -> None:
+        self._is_over.set()
+
+
 def test_weights_that_come_meanwhile_sample_what_follows(make: Make, actor: Actor) -> None:
     sampler = make(actor, is_endless=True)
+    pause = Pause(sampler)
 
     async def run() -> list[Sample]:
-        first = asyncio.ensure_future(sampler.sample(FIRST, Sampling(max_new_tokens=1)))
-        long = asyncio.ensure_future(sampler.sample(FIRST, Sampling(max_new_tokens=250), num_samples=2))
-        await first  # so the other one has begun
+        long = asyncio.ensure_future(sampler.sample(FIRST, Sampling(max_new_tokens=8), num_samples=2))
+        await pause.begin()
         sampler.update_weights(actor, 4)
+        pause.end()
         return await long
 
     for one in asyncio.run(run()):
         versions = one.weight_versions.tolist()
-        assert versions == sorted(versions) and set(versions) == {3, 4}
+        assert versions == [3] * 2 + [4] * 6
 
 
 def test_incomplete_weights_are_refused(make: Make, actor: Actor) -> None:
@@ -147,14 +173,16 @@ def test_incomplete_weights_are_refused(make: Make, actor: Actor) -> None:
 
 def test_closed_sampler_fails_what_is_under_way(make: Make, actor: Actor) -> None:
     sampler = make(actor, is_endless=True)
+    pause = Pause(sampler)
 
     async def run() -> None:
-        first = asyncio.ensure_future(sampler.sample(FIRST, Sampling(max_new_tokens=1)))
-        under_way = asyncio.ensure_future(sampler.sample(SECOND, Sampling(max_new_tokens=250)))
-        await first
-        await asyncio.get_running_loop().run_in_executor(None, sampler.close)
+        under_way = asyncio.ensure_future(sampler.sample(SECOND, Sampling(max_new_tokens=8)))
+        await pause.begin()
+        closing = asyncio.create_task(asyncio.to_thread(sampler.close))
         with pytest.raises(EngineError, match="has been closed"):
             await under_way
+        pause.end()
+        await closing
 
     asyncio.run(run())
     sampler.close()

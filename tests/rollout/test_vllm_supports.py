@@ -31,7 +31,7 @@ def test_supports_are_tokens_above_minus_infinity() -> None:
     assert logprobs.tolist() == pytest.approx([quarter, 0.0, half], abs=1e-7)
 
 
-def test_tokens_beyond_the_limit_are_left_out_of_the_mass() -> None:
+def test_tokens_beyond_limit_do_not_count_as_mass() -> None:
     """Four equal logits at the limit of two: the sampled one is not among the two that were returned."""
     logprobs, tokens, sizes = read_supports(flat([(9, log(0.25)), (3, log(0.25)), (4, log(0.25))]), 2)
     assert tokens.tolist() == [9, 3, 4] and sizes.tolist() == [3]

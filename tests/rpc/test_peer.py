@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from waiting import in_event_loop
+from waiting import in_event_loop, put_clock_forward
 
 from rlightning.rpc import ConnectionLostError, DeadlineExceededError, Peer, RemoteError, peer
 from rlightning.rpc.peer import Method
@@ -129,9 +129,11 @@ async def test_end_of_a_wait_cancels_the_method(by_deadline: bool) -> None:
             raise
 
     async with connected({"hold": hold}) as (caller, callee):
-        call = asyncio.ensure_future(caller.call("hold", timeout=0.05 if by_deadline else None))
+        call = asyncio.ensure_future(caller.call("hold", timeout=60.0 if by_deadline else None))
         await begun.wait()
-        if not by_deadline:
+        if by_deadline:
+            put_clock_forward(asyncio.get_running_loop(), 60.0)
+        else:
             call.cancel()
         with pytest.raises(DeadlineExceededError if by_deadline else asyncio.CancelledError):
             await call

@@ -32,7 +32,7 @@ def make_batch() -> OwnBatch:
     return OwnBatch.pack(single_turns(prompts, completions))
 
 
-def test_pack() -> None:
+def test_pack_lays_branches_end_to_end() -> None:
     batch = make_batch()
     assert batch.token_ids.tolist() == [1, 2, 0, 1, 2, 5, 6, 3, 3, 7, 8, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2, 3]
@@ -53,7 +53,7 @@ def test_pack() -> None:
     assert batch.token_ids.dtype == batch.position_ids.dtype == torch.int64
 
 
-def test_pack_nothing() -> None:
+def test_pack_of_nothing_is_an_empty_batch() -> None:
     batch = RolloutBatch.pack(single_turns([], []))
     assert (batch.num_tokens, batch.num_sequences) == (0, 0)
     assert batch.lengths.tolist() == batch.completion_lengths.tolist() == []
@@ -67,7 +67,7 @@ def test_prompt_without_tokens_is_refused() -> None:
         RolloutBatch.pack(single_turns([Prompt(3, "", [], {})], [[make_completion([5])]]))
 
 
-def test_of_sequences() -> None:
+def test_of_sequences_marks_all_but_first_as_sampled() -> None:
     batch = RolloutBatch.of_sequences([[5, 6, 7], [8], [3, 4]])
     assert batch.token_ids.tolist() == [5, 6, 7, 8, 3, 4]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 6]
@@ -107,7 +107,7 @@ def assert_equal(got: RolloutBatch, expected: RolloutBatch) -> None:
             assert value == other, f.name
 
 
-def test_select() -> None:
+def test_select_takes_sequences_in_given_order() -> None:
     batch = fill(make_batch()).select([3, 0])
     assert batch.token_ids.tolist() == [3, 7, 8, 0, 1, 2, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
@@ -210,7 +210,7 @@ def test_padding_counts_for_nothing() -> None:
     assert own.is_hard is not None and own.is_hard.tolist() == [True]
 
 
-def test_pack_sets_a_field_from_the_metrics_of_its_name() -> None:
+def test_pack_fills_field_from_metric_of_its_name() -> None:
     (first, second) = single_turns([Prompt(0, "0", [1], {})], [[make_completion([5]), make_completion([6])]])[0]
     first.metrics["calls"] = 2.0
     batch = OwnBatch.pack([[first, second]])
