@@ -69,12 +69,12 @@ def test_step_longer_than_others_wait_is_named() -> None:
 def test_repeat_of_a_slow_function_is_waited_for_briefly(
     make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    numbers = itertools.count()
+    numbers, slow_calls = itertools.count(), itertools.count()
 
     async def slow(completion: str) -> float:
         import asyncio
 
-        await asyncio.sleep(0 if next(numbers) < 10 else 3600)
+        await asyncio.sleep(0 if next(slow_calls) < 10 else 3600)
         return float(len(completion))
 
     @in_this_process
