@@ -71,15 +71,15 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
 
     def on_exception(self, trainer: Loop, pl_module: object, exception: BaseException) -> None:
         """Remove the bar from the console, and discard the interrupted step."""
-        assert isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule), "setup() takes no others"
         PhaseTimer.on_exception(self, trainer, pl_module, exception)
-        RichProgressBar.on_exception(self, trainer, pl_module, exception)
+        if isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule):  # setup() has taken them
+            RichProgressBar.on_exception(self, trainer, pl_module, exception)
 
     def teardown(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Remove the bar from the console."""
-        assert isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule), "setup() takes no others"
         PhaseTimer.teardown(self, trainer, pl_module, stage)
-        RichProgressBar.teardown(self, trainer, pl_module, stage)
+        if isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule):
+            RichProgressBar.teardown(self, trainer, pl_module, stage)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw one bar for the whole run, as epochs do not matter."""

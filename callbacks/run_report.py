@@ -188,7 +188,7 @@ class RunReport(PhaseTimer):
         """Return some completions of the first and of the last finished step that a folder has files of."""
         files = {step: paths for step, paths in recorded_files(folder).items() if step <= self._step}
         shown = sorted({min(files), max(files)}) if files else []
-        rows = [[row for path in files[step] for row in read_completions(path)] for step in shown]
+        rows = [[row for path in files[step] for row in _read_readable(path)] for step in shown]
         return [spread_by_reward(found, self.num_samples) for found in rows]
 
     def _write(self, trainer: Loop, module: object, status: str) -> None:
@@ -241,3 +241,12 @@ def machine() -> dict[str, str]:
     if torch.cuda.is_initialized():
         found["GPU"] = torch.cuda.get_device_name()
     return found
+
+
+def _read_readable(path: Path) -> list[Completion]:
+    """Return the completions of a file; none of one that another program has written or a crash has cut off."""
+    try:
+        return read_completions(path)
+    except (KeyError, ValueError) as error:  # pyarrow's are ValueErrors
+        logger.warning("The report leaves '%s' out, which is no file of completions: %s", path, cut_line(str(error)))
+        return []

@@ -24,7 +24,7 @@ COMMANDS = {
     "fit": "train a model",
     "validate": "measure a model on the validation sets",
     "test": "the same, on the test sets",
-    "predict": "write completions of a prompt file to JSONL",
+    "predict": "write completions of a prompt file to JSON Lines or Parquet",
     "rollout": "a few trajectories, turn by turn: how to debug an environment",
     "serve": "an engine for trainers on other hosts",
     "plan": "what a run takes of a GPU's memory, without one",

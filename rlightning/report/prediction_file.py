@@ -139,6 +139,8 @@ class PredictionFile:
 
         A file that has the name already, because a kill came before other ranks were finished, is merged into it.
         """
+        if not self.is_open:
+            self.open()
         places: dict[int, tuple[Path, int]] = {}
         for source in (self.partial,) if self._is_parquet else (self.path, self.partial):
             place = 0

@@ -82,7 +82,7 @@ class RewardRunner:
                 )
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
-        self._opened: RewardPool | None = None  # when there are calls
+        self._opened: tuple[int, RewardPool] | None = None  # this process's, when there are calls
         # By the id() of a trajectory's turns, which the trajectory keeps: its calls, by function.
         self._submitted: dict[int, tuple[Trajectory, dict[int, Future[Outcome]]]] = {}
         self._reported: set[str] = set()
@@ -234,9 +234,9 @@ class RewardRunner:
     def close(self) -> None:
         """End the worker processes, and cancel submitted calls; later calls start new processes."""
         self._cancel_submitted()
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        if self._opened is not None and self._opened[0] == os.getpid():
+            self._opened[1].close()
+        self._opened = None
 
     def _cancel_submitted(self) -> None:
         for _, calls in self._submitted.values():
@@ -246,9 +246,9 @@ class RewardRunner:
 
     @property
     def _pool(self) -> RewardPool:
-        if self._opened is None:
-            self._opened = RewardPool(self.functions, self.sources, self.num_workers)
-        return self._opened
+        if self._opened is None or self._opened[0] != os.getpid():  # the calls of a forked process's parent are not its
+            self._opened = os.getpid(), RewardPool(self.functions, self.sources, self.num_workers)
+        return self._opened[1]
 
     def _submit(self, function: int, trajectory: "Trajectory") -> "Future[Outcome]":
         arguments = self.functions[function].select(_given(trajectory), trajectory.prompt.columns)

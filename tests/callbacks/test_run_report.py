@@ -97,6 +97,14 @@ def test_completions_are_those_that_were_recorded(tmp_path: Path) -> None:
     assert "<h2>Completions</h2>" not in text_of(tmp_path / "without.html")
 
 
+def test_a_file_that_is_no_table_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "completions" / "step_0.parquet").write_bytes(b"cut off")
+    RunReport().write(tmp_path / "report.html")
+    assert "step_0.parquet' out" in caplog.text
+    assert (tmp_path / "report.html").exists()
+
+
 def test_report_finds_the_folder_of_the_table(tmp_path: Path) -> None:
     table = CompletionsTable(path=str(tmp_path / "elsewhere"))
     make_trainer(tmp_path / "run", RunReport(), table, max_steps=2).fit(ObservedModule(), loader())

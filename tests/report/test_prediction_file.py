@@ -152,6 +152,11 @@ def test_a_whole_file_and_a_partial_one_are_merged(name: str, tmp_path: Path) ->
     file.open()
     file.finish()
     assert indices_in(path) == [1, 3, 5]
+    again = PredictionFile(path, {})
+    again.lock()
+    assert list(again.read()) == [1, 3, 5]
+    again.finish()  # the same command once more, which finds no prompt left
+    assert indices_in(path) == [1, 3, 5]
 
 
 def test_parquet_has_the_trajectories_of_each_prompt(tmp_path: Path) -> None:
