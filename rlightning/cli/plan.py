@@ -53,10 +53,10 @@ class PlanCLI(RLCLI):
         check_options(self.config[self.subcommand]["trainer"])
 
     def instantiate_classes(self) -> None:
-        """Do nothing."""
+        """Do nothing: a plan is computed from the parsed configuration, without a module or a Trainer."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing."""
+        """Do nothing: a plan starts no run."""
 
 
 def plan(options: list[str]) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
         @property
         def columns(self) -> Iterable[object]:
-            """Of pandas and polars, the names of columns."""
+            """The names of the columns, as pandas and polars have them."""
 
     PromptSource = str | Path | Iterable[str | Path | Mapping[str, Any]] | DataFrame
     """A file or another name that :func:`~rlightning.data.sources.read_rows` knows, several of them, or rows."""

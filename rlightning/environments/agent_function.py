@@ -95,7 +95,11 @@ class AgentFunction(Environment):
         await self._clients.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory in a worker; a LimitReachedError if the agent failed where there was no more room."""
+        """Call the agent in a worker for one trajectory.
+
+        Raises:
+            LimitReachedError: the agent failed because its context had no room for another turn.
+        """
         trainer = cast("RemotePolicy", policy)
         access = Access(*await trainer.open_session(wants_messages=self.wants_messages))
         try:

@@ -63,7 +63,7 @@ class RankState(Heartbeat):
         self.status, self.silent_seconds = status, silent_seconds
 
     def tick(self) -> float:
-        """Add the time since the last tick to the state's times."""
+        """Add the time since the last tick to the rank's silent time; return the silent time in seconds."""
         self.interval = intervals.HEARTBEAT_INTERVAL
         return super().tick()
 

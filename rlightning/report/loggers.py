@@ -74,7 +74,7 @@ class _Tolerant(Logger):
         self.effort.settle()
 
     def finalize(self, status: str) -> None:
-        """See Logger."""
+        """Close the logger at the end of the run."""
         self._attempt(super().finalize, status)
 
     def _attempt(self, write: Callable[..., object], *args: object, **kwargs: object) -> None:

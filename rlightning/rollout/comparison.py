@@ -77,7 +77,7 @@ def root_mean_square(differences: Floats) -> float:
 
 
 def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
-    """Find out how far back an engine is on the way from the current weights to former ones.
+    """Estimate how much of the last update an engine's weights lack, by its log-probabilities.
 
     A token's score is the step from now to before, times the side of the middle between both that a value is on, each
     in units of the token's noise and half the step, added in squares. An engine with the current weights scores as

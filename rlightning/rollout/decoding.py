@@ -111,7 +111,7 @@ def cached_attention(
     use: CacheUse | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As :func:`~rlightning.models.attention.packed_attention`, and with a cache.
+    """Compute packed attention, with a key/value cache if ``use`` is given.
 
     Args:
         module: the attention layer.
@@ -120,7 +120,7 @@ def cached_attention(
         value: [1, K, T, D].
         attention_mask: None.
         use: where keys and values go; with a mask, the T tokens are each one row's, and see what that holds.
-        kwargs: of packed attention.
+        kwargs: of :func:`~rlightning.models.attention.packed_attention`.
 
     Returns:
         [1, T, H, D], and no attention weights.

@@ -94,7 +94,7 @@ class EngineOptions:
 
     @property
     def memory_share(self) -> float:
-        """Of the device's memory, for an awake engine."""
+        """The share of the device's memory that an awake engine may use."""
         given = self.gpu_memory_utilization
         return MEMORY_SHARE[self.placement] if given is None else given
 

@@ -79,7 +79,7 @@ class RemoteEngine(EngineSampler):
 
     @property
     def files(self) -> ModelFiles:
-        """Of the model that it runs."""
+        """Return the files of the model that the engine runs."""
         return self._files
 
     async def _request(self, method: str, *arguments: object) -> object:

@@ -117,7 +117,7 @@ class MessageWriter(BlockWriter):
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
     def write(self, answers: Answers) -> JsonObject:
-        """See :class:`EventWriter`."""
+        """Return the whole response in the form of Anthropic's Messages API."""
         (turn,) = answers.turns
         sample = turn.sample
         stop = next((stop for stop in self._stops if sample.finish_reason == "stop" and stop in sample.text), None)

@@ -119,12 +119,12 @@ class CompletionWriter(EventWriter):
         """Yield the last chunks of a choice's stream."""
 
     def write(self, answers: Answers) -> JsonObject:
-        """See :class:`EventWriter`."""
+        """Return the whole response in the form of OpenAI's API."""
         choices = [self._choice(turn, index) for index, turn in enumerate(answers.turns)]
         return {**self._head, "object": self.kind, "choices": choices, "usage": count_usage(answers)}
 
     def end(self, answers: Answers) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the last events of a streamed response."""
         for index, turn in enumerate(answers.turns):
             yield from self.add(index, turn.message.reasoning or "", turn.message.content)
             yield from self._end_choice(turn, index)

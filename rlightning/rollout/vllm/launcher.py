@@ -68,7 +68,7 @@ class EngineProcess(EngineConnection):
 
     @property
     def pid(self) -> int:
-        """Of the process, which is that of its group too."""
+        """The id of the engine's process, which is also the id of its process group."""
         return self._process.pid
 
     async def _connect(self) -> Peer:

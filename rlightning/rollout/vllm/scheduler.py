@@ -65,7 +65,7 @@ class Tokens:
         self.ranks += more.ranks
 
     def as_lists(self) -> LogprobsLists:
-        """As vLLM sends them: the sampled token's column only."""
+        """Return them in the form in which vLLM sends log-probabilities, with the sampled token's column only."""
         ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
         return LogprobsLists(ids[:, None], logprobs[:, None], np.array(self.ranks, np.int64))
 
@@ -388,7 +388,7 @@ class RolloutScheduler(Scheduler):
 
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
-    """The same, for steps that are scheduled ahead of the device."""
+    """A :class:`RolloutScheduler` for vLLM's asynchronous scheduling, which schedules steps ahead of the device."""
 
     has_placeholders = True
 

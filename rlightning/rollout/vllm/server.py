@@ -23,8 +23,8 @@ from rlightning.rollout.vllm.supports import read_supports
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
 ALL_AT_ONCE = 1 << 30
-"""vLLM takes in the outputs of a step in so many pieces that nobody outside can tell when it is done with the last; in
-one piece, of this many requests, it is when there are no more steps' outputs to take."""
+"""The chunk size, in requests, in which vLLM processes the outputs of a step: in one piece, so that it has processed
+all of them once no more steps' outputs are queued. With several pieces that could not be told from outside."""
 
 
 class ArgumentsRefusedError(ValueError):
