@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 MARGIN_BYTES = 1 << 30
 """Left free beyond what the engine takes, for what the trainer gathers meanwhile."""
 NOISE_BYTES = 64 << 20
-"""By which what others hold differs from one time to the next without an engine that sleeps or wakes."""
+"""Largest change, in bytes, of other processes' use of the device that is not taken for an engine's sleep or start."""
 
 
 class MakeRoomForEngine(OffloadDuringRollout):

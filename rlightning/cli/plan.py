@@ -27,7 +27,7 @@ from rlightning.protocols import generates
 from rlightning.types.batch_plan import BatchPlan
 
 Arguments = dict[str, Any]
-"""Of a class in the configuration, by name, as the parser has checked them."""
+"""Arguments of a class in the configuration, by name, after the parser's checks."""
 
 HELP = f"""\
 usage: rlightning plan {OPTION} SIZE [--config FILE]... [--KEY VALUE]...

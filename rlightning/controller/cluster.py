@@ -29,7 +29,7 @@ START_ONE = "Start one by `ray start --head`, or leave address out to have one s
 
 
 _own_nodes: dict[str, OwnNode] = {}
-"""By Ray's session, those of clusters that this process has started; their reapers go on until it ends."""
+"""Nodes of the Ray clusters that this process started, by Ray session; their reapers run until the process ends."""
 
 
 def import_ray() -> ModuleType:

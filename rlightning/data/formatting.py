@@ -68,7 +68,7 @@ class PromptFormat:
 
 
 USUAL = PromptFormat()
-"""Of prompts that are in the column ``prompt``."""
+"""The default format: prompts are in the column ``prompt``."""
 
 
 def prompt_messages(columns: Row, prompt_format: PromptFormat, where: str) -> list[Message]:

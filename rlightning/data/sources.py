@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 MAX_BYTES_IN_MEMORY = 8 * 2**20
-"""Of a text file; rows of larger ones stay on disk."""
+"""Maximum size in bytes of a text file whose rows are read into memory; rows of larger ones stay on disk."""
 MAX_ROWS_IN_MEMORY = 10_000
-"""Of a table whose number of rows is known; rows of larger ones stay on disk."""
+"""Maximum number of rows of a table that is read into memory, if known; rows of larger tables stay on disk."""
 
 MAX_NESTING = 100
 """Levels of lists and objects in a row: pickling, with which rows reach reward functions, ends at some 300."""

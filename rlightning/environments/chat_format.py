@@ -45,7 +45,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _KEEPS_REASONING = {"clear_thinking": False, "preserve_thinking": True}
 """Arguments of some templates: of GLM, and of Qwen3.6."""
 INSTALL = "pip install --no-deps renderers prime-pydantic-config"
-"""Without dependencies: openai-harmony would overwrite files of the oss-harmony that vLLM brings along."""
+"""Command that installs renderers; its dependency openai-harmony would overwrite files of vLLM's oss-harmony."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -54,7 +54,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
-"""That templates are tried with."""
+"""An example of a tool definition, with which chat templates are rendered to find out how they write tools."""
 
 
 class ChatFormat:

@@ -30,7 +30,7 @@ from rlightning.types import Prompt, Trajectory
 T = TypeVar("T")
 
 Instruction = Literal["done", "sync weights", "deliver", "wait"]
-"""What rank 0 has all ranks do next."""
+"""What rank 0 has all ranks do next: one of four actions."""
 
 
 class StepPlan(NamedTuple):

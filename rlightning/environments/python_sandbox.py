@@ -62,7 +62,7 @@ GUARANTEES = {
     "reads": ("no access to private files of the trainer's user", "files of the trainer's user can be read"),
     "processes": ("a limit on processes", "processes beyond the limit run for some 0.1 s"),
 }
-"""What depends on the host, as the probe finds it: what holds, and else what a program can do."""
+"""Guarantees that depend on the host, each with its text if the probe finds it to hold, and if not."""
 
 
 class SandboxResult(NamedTuple):

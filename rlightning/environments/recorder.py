@@ -14,7 +14,7 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn
 
 SHARED_TOKENS = 1024
-"""That are compared at once: many sessions share the event loop."""
+"""Tokens of two sequences that are compared at once: one by one would block the event loop that sessions share."""
 
 
 @dataclass(eq=False, slots=True)

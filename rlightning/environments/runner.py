@@ -32,7 +32,7 @@ CLOSE_TIMEOUT = 10.0
 REPORT_INTERVAL = 60.0
 """Seconds between two lines about a trajectory that is waited for, and before the first."""
 COLUMN = "environment"
-"""Of a prompt set, that names the environment of each row where a run has several."""
+"""Column of a prompt set that names each row's environment, where a run has several."""
 
 
 class HasEnvironmentNames(Protocol):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 MAX_CALLS = 32
-"""Of a turn; the others are one error."""
+"""Maximum number of tool calls of a turn that are read; the others together are one error."""
 MAX_QUOTED = 200
 """Characters of a call that cannot be read, in what the policy is told of it."""
 

@@ -32,7 +32,7 @@ from rlightning.types.trajectory import Outcome, Prompt, Sample
 Made = TypeVar("Made")
 
 OLDEST_PYTHON = (3, 10)
-"""That a worker runs in."""
+"""Oldest Python version that a worker supports."""
 PROBE = "import sys; print('%d.%d' % sys.version_info[:2]); import {}"
 PROBE_TIMEOUT = 60.0
 """Seconds of an interpreter to start, from a slow disk too."""

@@ -26,7 +26,7 @@ NF4_BLOCK = 64
 NF4_SCALES = 256
 """Scales that torchao rounds together, if there are so many."""
 COMPUTING_BYTES = 8
-"""That computing a matrix takes at most for each of its numbers, the matrix included."""
+"""Maximum bytes for each number of a matrix while it is decoded, the decoded matrix included."""
 
 
 class QuantizedLinear(CodedLinear):

@@ -121,7 +121,7 @@ def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bo
 
 
 PROGRESS = ("params", "num_steps")
-"""Of an optimizer's groups, what a checkpoint decides; all else, such as ``lr``, is configured."""
+"""Keys of an optimizer's groups that a checkpoint restores; all others, such as ``lr``, are configured."""
 
 
 def keep_settings(optimizer: Optimizer, state_dict: StateDict) -> StateDict:

@@ -32,7 +32,7 @@ META, INDEX = "meta.pt", ".metadata"
 FORMAT = "rlightning_checkpoint"
 """The key in it that marks a folder of this module."""
 VERSION = 2
-"""Of such folders; grows when earlier code cannot read new ones."""
+"""Version of the folder's format, which grows when earlier code cannot read new folders."""
 
 Stored = Mapping[str, TensorStorageMetadata]
 

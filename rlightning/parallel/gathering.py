@@ -35,7 +35,7 @@ ALIGNMENT = 16
 
 
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Since torch 2.13 the old name is deprecated."""
+"""torch's all-gather into one tensor; the name of torch before 2.13 is deprecated."""
 
 
 @dataclass(frozen=True, slots=True)

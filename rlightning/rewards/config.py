@@ -18,7 +18,7 @@ from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
-"""What the runner gives every function that asks for it; columns of these names are not passed."""
+"""Arguments that the runner passes to every function with such parameters; columns of these names are not passed."""
 TURNS = "turns"
 """The messages after the prompt, as in chat APIs, which the runner gives a function with a parameter of this name."""
 

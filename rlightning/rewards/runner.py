@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_WORKERS = 8
 CHECK_SECONDS = 1.5
-"""In which reference answers are graded, after the first of them."""
+"""Maximum seconds for the grading of reference answers, after the first of them."""
 
 
 class RewardRunner:

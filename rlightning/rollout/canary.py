@@ -31,9 +31,9 @@ Score = Callable[[RolloutBatch, torch.dtype], Tensor]
 """[T] log-probabilities of a batch under the actor at temperature 1, computed in the engine's dtype."""
 
 MAX_DISTANCE = 1.2
-"""Of an engine from the actor's evaluations, as a multiple of their distance from each other."""
+"""Maximum distance of an engine from the actor's evaluations, as a multiple of their distance from each other."""
 MAX_SHARE = 0.1
-"""Of the way from the current weights back to former ones: errors of other sizes than the actor's may look like 3%."""
+"""Maximum share of an update that an engine may seem to lack: errors of a size unlike the actor's may look like 3%."""
 BEYOND = 1.5
 """Ways by which an engine is off that is not on the way back: of tokens that lead anywhere half seem to lead back."""
 MAX_ERRORS = 6.0
@@ -41,7 +41,7 @@ MAX_ERRORS = 6.0
 
 NUM_FORWARDS = 2
 NUM_COPIES = 2
-"""Of the canary in a forward pass. The product with ``NUM_FORWARDS`` is ``K``: one pass would take more memory."""
+"""Copies of the canary in a forward pass. Times ``NUM_FORWARDS`` it is ``K``: one pass would take more memory."""
 CANARY_TOKENS = 1024
 CANARY_LENGTH = 128
 LEAST_CANARY_LENGTH = 32

@@ -18,7 +18,7 @@ TRIMMED = 0.01
 MAX_SIDE = 2.0
 """A token that is further off than so many of its units counts no more."""
 LEAST_DEVIATION = 0.01
-"""Of the scores of blocks, which are all alike where the weights are far apart."""
+"""Least deviation of the scores of blocks, which are all alike where the weights are far apart."""
 LEAST_NOISE = 2e-6
 """Nats: steps of float32 near log-probabilities of -10."""
 

@@ -29,8 +29,8 @@ CACHED_ATTENTION = "rlightning_cached"
 CACHE_STEP = 64
 """The cache's rows have room for a multiple of so many tokens."""
 MIN_ROWS = 4
-"""Of a matrix product. CPUs multiply fewer by other kernels, which round otherwise: with these a sequence's numbers are
-the same in any batch."""
+"""Least number of rows of a matrix product. CPUs multiply fewer rows by other kernels, which round differently: with
+these a sequence's numbers are the same in any batch."""
 FILLER = [0] * MIN_ROWS
 """Tokens that are computed where there are fewer, and whose results are dropped."""
 

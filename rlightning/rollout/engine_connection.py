@@ -39,7 +39,7 @@ METHODS = (
     "sleep",
     "ping",
 )
-"""Of :class:`~rlightning.rollout.vllm.server.VLLMServer` that a trainer may call."""
+"""Methods of :class:`~rlightning.rollout.vllm.server.VLLMServer` that a trainer may call."""
 NAME = "the engine"
 BUSY = "it serves another trainer"
 

@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 Placement = Literal["colocated", "standalone"]
 
 MIN_HANG_TIMEOUT = 5.0
-"""Seconds."""
+"""Least value of ``rollout.hang_timeout`` in seconds."""
 DEFAULT_PROMPTS = 256
-"""That are expected at once from a module without a ``plan``."""
+"""Number of prompts in a step that is assumed for each engine of a module without a ``plan``."""
 MEMORY_SHARE = {"colocated": 0.45, "standalone": 0.9}
-"""Of a device's memory, for an engine that has to share it with an actor and for one that has not."""
+"""Default share of a device's memory for an engine: one that shares it with an actor, and one that does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ class Generator(Protocol):
     """Completes prompts; what an RLModule asks of the callback that owns the engine. Subclass it."""
 
     max_staleness: int = 0
-    """How many updates old the tokens that :meth:`collect_trajectories` gives may be."""
+    """Maximum staleness, in updates, of the tokens that :meth:`collect_trajectories` returns."""
 
     def generate(
         self,

@@ -34,7 +34,7 @@ from rlightning.rollout.weights import WeightSource
 from rlightning.types import RolloutBatch, Sample
 
 MAX_PROMPT_TOKENS = 8192
-"""That one forward pass computes, unless a single prompt is longer."""
+"""Maximum number of prompt tokens in one forward pass, unless a single prompt is longer."""
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class TransformersSampler:
         self._cache = KeyValueCache()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        """In the order of the cache's rows."""
+        """Sequences that are being generated, in the order of the cache's rows."""
         self._is_working = False
         self._queue_lock = threading.Lock()
         self._model_lock = threading.Lock()

@@ -9,7 +9,7 @@ from rlightning.foreign_text import describe_error
 from rlightning.protocols import JsonObject
 
 Message = MutableMapping[str, Any]
-"""Of ASGI: the scope of a request, or an event."""
+"""An ASGI message: the scope of a request, or an event."""
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 GONE = 499

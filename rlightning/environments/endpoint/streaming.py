@@ -11,7 +11,7 @@ from rlightning.environments.recorder import RecordedTurn
 from rlightning.protocols import JsonObject
 
 Event = tuple[str | None, JsonObject | str]
-"""Of a stream: its name, where the API has one, and its data."""
+"""An event of a stream: its name, in an API whose events have names, and its data."""
 Emit = Callable[[Event], None]
 Reply = JsonObject | None
 """A body; None where all has been emitted as events of a stream."""

@@ -28,7 +28,7 @@ from rlightning.rpc.run_key import environment_without_key
 
 LAUNCHER = "rlightning.environments.verifiers.launcher"
 KEY_VARIABLE = "RLIGHTNING_POLICY_KEY"
-"""Of the server's environment: what it authenticates with at our endpoint."""
+"""Environment variable of the server that holds the key with which it authenticates at the endpoint."""
 START_TIMEOUT = 600.0
 """Seconds in which a server must have loaded its task set."""
 MAX_ANNOUNCEMENT_BYTES = 1 << 30

@@ -56,7 +56,7 @@ _NEGATION = re.compile(
     r"(?:(?:\b(?:not|never|cannot)|n['’]t)\s+(?:think|believe|say|claim|mean|true|correct|certain|sure|the\s+case)"
     r"|\b(?:doubt|wrong|false|untrue)\s+(?:that|whether|if|to))\b(?:(?!\b(?:so|thus|hence|therefore|but)\b)[^.,;:!?\n])*$"
 )
-"""Before "the answer is", in one clause with it."""
+"""A negation or a doubt in the same clause before "the answer is"."""
 _LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|approximately|about|simply|just|equal to|exactly|option|choice|either|letter)\b[\s:]*)+",
     re.IGNORECASE,

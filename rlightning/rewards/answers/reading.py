@@ -28,7 +28,7 @@ CONDITION = re.compile(
     r"|\(\s*[a-zA-Z]\s*\\in\s*\\mathbb\{[ZN]\}[^()]*\)).*$",
     re.DOTALL,
 )
-"""What a formula's variables range over, at its end; it is no part of an answer."""
+"""The range of a formula's variables at its end, which is not part of an answer."""
 _SIGNS = {
     "=": "=",
     "<": "<",

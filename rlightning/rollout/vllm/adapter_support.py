@@ -20,7 +20,7 @@ NEEDED = {
     "vllm.lora.peft_helper": ("PEFTHelper",),
     "vllm.lora.request": ("LoRARequest",),
 }
-"""What rollout/vllm/adapters.py imports of vLLM."""
+"""Names that rollout/vllm/adapters.py imports from vLLM, by module."""
 
 
 def room_for(rank: int) -> int:

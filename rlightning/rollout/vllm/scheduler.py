@@ -40,9 +40,9 @@ from rlightning.rollout.vllm.supports import drop_cut_tokens
 log = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 32
-"""Of a sequence, in a message: the last ones, when all sequences end at once, are few."""
+"""Tokens of a sequence in a message: few, so that little is left to send when all sequences end at once."""
 TESTED_VERSIONS = "0.24.", "0.32."
-"""Of vLLM, whose schedulers are known well enough to let sequences rest."""
+"""Versions of vLLM whose schedulers are known well enough to let sequences rest."""
 MOST_IN_FLIGHT = 2
 """Steps that vLLM has scheduled and not taken in, without pipeline parallelism."""
 

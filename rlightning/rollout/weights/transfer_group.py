@@ -32,7 +32,7 @@ SENDER = 0
 """The rank."""
 
 _c10d: Any = dist
-"""Not each build of torch has NCCL, and much of what is used of it here has no types."""
+"""torch.distributed without types: not each build has NCCL, and much of what is used here has no types."""
 
 
 class TransferOverError(RuntimeError):
