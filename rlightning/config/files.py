@@ -266,7 +266,7 @@ def _construct_mapping(loader: yaml.constructor.SafeConstructor, node: yaml.Mapp
 
 
 _checked: WeakSet[yaml.MappingNode] = WeakSet()
-"""Mappings whose keys have been checked: one may stand in a file several times, by aliases."""
+"""Mappings whose keys have been checked: by aliases, one may be in a file several times."""
 
 
 def _check_keys(node: yaml.MappingNode) -> None:

@@ -30,7 +30,7 @@ from rlightning.controller.commands import (
 
 C = TypeVar("C", bound=Command[object])
 ENDLESS = 1 << 30
-"""Batches that a loader claims to have: Lightning fetches one ahead of time from a loader without a length."""
+"""A loader's reported number of batches: from a loader without a length, Lightning fetches a batch ahead."""
 
 
 class CommandFeed:

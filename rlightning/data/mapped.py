@@ -39,7 +39,7 @@ OF_PROMPT = ("text", "token_ids", "completion_ids", "temperature", "max_new_toke
 Columns = dict[str, list[Any]]
 """The values of some rows, by the names of :data:`COLUMNS`."""
 ROWS_A_PROCESS = 10_000
-"""A further process is worth its start for so many rows."""
+"""Number of rows for which the start of a further process pays off."""
 _ROWS_A_BATCH = 1000
 _VERSION = 2  # of how rows become tokens, and of what is written; files of another are not read
 

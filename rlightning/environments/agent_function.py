@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HTTPClient: TypeAlias = "DefaultAsyncHttpxClient | DefaultHttpxClient"
 GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
-"""Parameters of an agent that it is given."""
+"""Parameters of an agent whose arguments the environment passes."""
 RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
 MAX_IDLE_CLIENTS = 512
 """Maximum number of idle clients that are kept with their connections for later trajectories."""

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 SUPERVISOR = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox_process.py"))]
 GRACE = 30.0
-"""Seconds that the supervising process may take longer than its program, and to end."""
+"""Seconds that the supervising process may run longer than its program, and may take to end."""
 PREFIX = "rlightning-sandbox-"
 PROBE_PROCESSES = 4
 PROBE = """

@@ -59,7 +59,7 @@ class Recorder:
         self.turns: list[Turn] = []
         self._is_started = False
         self._reserved: set[int] = set()
-        """``id`` of branches that a request is about to extend."""
+        """Identities (``id``) of branches that a request is about to extend."""
 
     def load(self, branches: Sequence[Branch], turns: Sequence[Turn]) -> None:
         """Replace all that is recorded by these branches and turns."""

@@ -28,9 +28,9 @@ from rlightning.types.trajectory import Outcome, Prompt, Trajectory
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 10.0
-"""Seconds that an environment may take to close."""
+"""Maximum seconds for an environment to close."""
 REPORT_INTERVAL = 60.0
-"""Seconds between two lines about a trajectory that is waited for, and before the first."""
+"""Seconds before the first log line about a trajectory that is waited for, and between two of them."""
 COLUMN = "environment"
 """Column of a prompt set that names each row's environment, where a run has several."""
 

@@ -38,7 +38,7 @@ mean, and may be all there are."""
 NUM_SINGLE_TURNS = 16
 """Least number of single-turn samples that a step is compared with, besides those of earlier steps."""
 MAX_CONCURRENT = 32
-"""Sequences that are scored at once."""
+"""Maximum number of sequences that are scored at once."""
 
 
 class Gap(NamedTuple):

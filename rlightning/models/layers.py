@@ -26,8 +26,8 @@ from rlightning.errors import ConfigError
 BACKEND = "inductor"
 """Backend of ``torch.compile``."""
 OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
-"""Inductor's, where it has them. Otherwise it decides by the number of tokens how a norm's backward is fused, and has
-code of its own for each of several ranges."""
+"""Inductor's options, where its version has them. Otherwise it decides by the number of tokens how a norm's backward is
+fused, and has code of its own for each of several ranges."""
 
 T = TypeVar("T")
 

@@ -79,7 +79,7 @@ def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 Split = tuple[list[nn.Parameter], list[nn.Parameter]]
-"""Parameters that decay, and those that do not."""
+"""Parameters with weight decay, and parameters without."""
 
 
 def split_by_decay(network: nn.Module, *, but: Collection[nn.Parameter] = ()) -> Split:

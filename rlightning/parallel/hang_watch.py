@@ -30,7 +30,7 @@ from rlightning.protocols import JsonObject
 log = logging.getLogger(__name__)
 
 MAX_UNANSWERED = 8
-"""Reports to rank 0 without an answer."""
+"""Maximum number of reports to rank 0 in a row without an answer."""
 
 
 @dataclass(frozen=True)

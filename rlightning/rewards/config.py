@@ -23,7 +23,7 @@ TURNS = "turns"
 """The messages after the prompt, as in chat APIs, which the runner gives a function with a parameter of this name."""
 
 DEFAULT_TIMEOUT = 10.0
-"""Seconds that a call may take, where neither the configuration nor the function says it."""
+"""Maximum seconds of a call where neither the configuration nor the function sets a timeout."""
 
 _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
 

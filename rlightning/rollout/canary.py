@@ -46,7 +46,7 @@ CANARY_TOKENS = 1024
 CANARY_LENGTH = 128
 LEAST_CANARY_LENGTH = 32
 SEEN = 5.0
-"""Times its noise by which an actor's log-probabilities must move with other values in its adapter."""
+"""Least change of the actor's log-probabilities with other values in its adapter, as a multiple of their noise."""
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-12}
 """The relative error that the embeddings get. In half precision it is one of rounding, and has all later layers round
 otherwise. In float32 they would not: it stands for all that they lose, with room for wide and deep models."""

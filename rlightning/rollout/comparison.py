@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 BLOCK_LENGTH = 16
-"""Consecutive tokens that count as one observation: their errors may hang together."""
+"""Consecutive tokens that count as one observation: their errors may be correlated."""
 TRIMMED = 0.01
-"""The share of tokens that are left out, those that differ most: rounding may change the experts of one."""
+"""Share of tokens that are left out, those that differ most: rounding may change the experts of one."""
 MAX_SIDE = 2.0
-"""A token that is further off than so many of its units counts no more."""
+"""Limit of a token's value in its units; a token that is further off counts no more."""
 LEAST_DEVIATION = 0.01
 """Least deviation of the scores of blocks, which are all alike where the weights are far apart."""
 LEAST_NOISE = 2e-6
-"""Nats: steps of float32 near log-probabilities of -10."""
+"""Least noise in nats: steps of float32 near log-probabilities of -10."""
 
 
 class Comparison(NamedTuple):

@@ -27,12 +27,12 @@ from rlightning.models.policy import remove_dropout
 CACHED_ATTENTION = "rlightning_cached"
 """The name to build a model with: ``attn_implementation=CACHED_ATTENTION``. Without a cache it is packed attention."""
 CACHE_STEP = 64
-"""The cache's rows have room for a multiple of so many tokens."""
+"""Step in tokens by which the cache's rows grow."""
 MIN_ROWS = 4
 """Least number of rows of a matrix product. CPUs multiply fewer rows by other kernels, which round differently: with
 these a sequence's numbers are the same in any batch."""
 FILLER = [0] * MIN_ROWS
-"""Tokens that are computed where there are fewer, and whose results are dropped."""
+"""Tokens that fill a matrix product with too few rows, whose results are dropped."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ from rlightning.types import Sample
 from rlightning.types.supports import Supports
 
 Request = Callable[..., Awaitable[object]]
-"""Calls a method of :class:`~rlightning.rollout.vllm.server.VLLMServer` by its name."""
+"""A function that calls a method of :class:`~rlightning.rollout.vllm.server.VLLMServer` by its name."""
 
 
 class EngineSampler(ABC):

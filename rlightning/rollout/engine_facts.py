@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rlightning.rollout.engine_config import EngineConfig
 
 SHOWN = 5
-"""Differences that an error names."""
+"""Maximum number of differences that an error names."""
 MISSING = "nothing"
 CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rope_\w+|\w*attention\w*)")
 """Keys of a model's configuration that are compared even if only one side has them."""

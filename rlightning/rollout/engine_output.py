@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64] | NDArray[np.int32] | memoryview
-"""An array; from another process, its memory."""
+"""An array of integers; from another process, its memory."""
 Floats = NDArray[np.float32] | memoryview
 
 

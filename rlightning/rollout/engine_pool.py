@@ -23,7 +23,7 @@ from rlightning.types import Sample
 T = TypeVar("T")
 
 MAX_SESSIONS = 1 << 16
-"""Sessions whose engine is remembered: those that were used last."""
+"""Maximum number of sessions whose engine is stored: those that were used last."""
 
 
 class EngineId(NamedTuple):

@@ -11,9 +11,9 @@ from rlightning.errors import EngineStartError
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 20
-"""Free in /dev/shm: semaphores and small segments of Python's and of OpenMP."""
+"""Least free bytes in /dev/shm, for semaphores and small segments of Python's and of OpenMP."""
 MIN_SHARED_BYTES_OF_WORKERS = 64 << 20
-"""The same for an engine of several workers, which exchange what they compute through it."""
+"""Least free bytes in /dev/shm for an engine of several workers, which exchange their results through it."""
 SCARCE_SHARED_BYTES = 512 << 20
 """Free bytes of shared memory below which the error of an engine that ended without a cause mentions them."""
 MIN_OPEN_FILES = 256

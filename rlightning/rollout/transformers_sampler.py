@@ -107,7 +107,7 @@ class TransformersSampler:
         self._is_working = False
         self._queue_lock = threading.Lock()
         self._model_lock = threading.Lock()
-        """Held during a step, and while weights are written."""
+        """A lock that is held during a step, and while weights are written."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
 
     # Requests

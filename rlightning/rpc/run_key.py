@@ -7,7 +7,7 @@ import socket
 from rlightning.errors import ConfigError
 
 RUN_KEY_VARIABLE = "RLIGHTNING_RUN_KEY"
-"""The environment variable."""
+"""Environment variable with the run's key."""
 OLD_VARIABLE = "RLIGHTNING_ENGINE_TOKEN"
 
 

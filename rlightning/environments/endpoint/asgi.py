@@ -13,7 +13,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 GONE = 499
-"""The status of what a client that has gone away would be answered."""
+"""HTTP status that is recorded for a client that has disconnected."""
 
 
 class ClientGoneError(Exception):

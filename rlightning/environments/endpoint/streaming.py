@@ -14,7 +14,7 @@ Event = tuple[str | None, JsonObject | str]
 """An event of a stream: its name, in an API whose events have names, and its data."""
 Emit = Callable[[Event], None]
 Reply = JsonObject | None
-"""A body; None where all has been emitted as events of a stream."""
+"""The body of a response; None if all of it has been sent as events of a stream."""
 
 
 class Answers(NamedTuple):

@@ -17,7 +17,7 @@ from rlightning.rewards.answers.numbers import RELATIVE_TOLERANCE, Number
 DIGITS = 50
 """Significant decimal digits of the values that are compared."""
 MAX_POWER = 10**5
-"""Exponents and factorials beyond this are not computed."""
+"""Largest exponent or factorial that is computed."""
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)

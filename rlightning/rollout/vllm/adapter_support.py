@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from rlightning.protocols import AdapterSettings
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The sizes that vLLM makes room for."""
+"""Ranks of adapters for which vLLM allocates memory."""
 SUPPORTS = "SupportsLoRA"
 MODELS = "vllm.model_executor.models"
 NEEDED = {

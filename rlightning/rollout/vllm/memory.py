@@ -21,9 +21,9 @@ from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.settings import BLOCK_TOKENS
 
 CPU_CACHE_BYTES = 1 << 30
-"""The most that an engine on a CPU takes for its KV cache."""
+"""Maximum bytes of the KV cache of an engine on a CPU."""
 CPU_BLOCK_TOKENS = 128
-"""vLLM's default there."""
+"""Tokens of a KV cache block on a CPU, vLLM's default."""
 MISSED_BYTES = 1 << 30
 """Maximum bytes that this arithmetic may miss, such as the device's context and CUDA graphs, but at most a tenth of the
 KV cache.

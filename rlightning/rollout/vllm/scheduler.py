@@ -44,7 +44,7 @@ TOKENS_AT_ONCE = 32
 TESTED_VERSIONS = "0.24.", "0.32."
 """Versions of vLLM whose schedulers are known well enough to let sequences rest."""
 MOST_IN_FLIGHT = 2
-"""Steps that vLLM has scheduled and not taken in, without pipeline parallelism."""
+"""Maximum number of steps that vLLM has scheduled and not processed, without pipeline parallelism."""
 
 
 @dataclass

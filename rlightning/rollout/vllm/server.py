@@ -116,9 +116,9 @@ class VLLMServer:
 
             self._adapter = adapter_request()
         self._admission = asyncio.Lock()
-        """Held while a request is handed to vLLM, which takes several awaits, and all through a weight update."""
+        """A lock that is held while a request is handed to vLLM, in several awaits, and during a weight update."""
         self._transition = asyncio.Lock()
-        """Held while an update begins or ends."""
+        """A lock that is held while an update begins or ends."""
 
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], stream: str | None = None

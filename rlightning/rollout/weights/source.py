@@ -18,7 +18,7 @@ from rlightning.parallel.gathering import gather_into
 from rlightning.protocols import HasAdapter
 
 ALIGNMENT = 256
-"""Bytes. Each tensor starts at a multiple of this, which suits every dtype and CUDA's wide copies."""
+"""Alignment in bytes of each tensor, which suits every dtype and CUDA's wide copies."""
 
 
 class WeightSource(Protocol):

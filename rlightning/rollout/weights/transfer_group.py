@@ -29,7 +29,7 @@ from rlightning.processes.liveness import Deadline
 from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, find_own_address, join_rendezvous
 
 SENDER = 0
-"""The rank."""
+"""Rank of the sender in the process group."""
 
 _c10d: Any = dist
 """torch.distributed without types: not each build has NCCL, and much of what is used here has no types."""
