@@ -40,7 +40,7 @@ class HasEnvironmentNames(Protocol):
 
     @property
     def environment_names(self) -> dict[str, str]:
-        """By the configuration key that names each."""
+        """The names of the run's environments, by the configuration key of each."""
 
 
 class EnvironmentRunner:

@@ -36,7 +36,7 @@ FIRST_USER = 1_900_000_000
 INNER_USER = 1000
 """User id in the program's user namespace; not 0, which would keep capabilities there."""
 MEMORY_FOLDER = "/dev/shm"
-"""Where the program's folder is mounted: every Linux has it, and programs expect their shared memory there."""
+"""Mount point of the program's folder: every Linux has it, and programs expect their shared memory there."""
 OPEN_FILES = 256
 COUNT_INTERVAL = 0.1
 """Seconds between two counts of the program's processes, where the system does not limit them."""

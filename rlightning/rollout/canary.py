@@ -37,7 +37,7 @@ MAX_SHARE = 0.1
 BEYOND = 1.5
 """Ways by which an engine is off that is not on the way back: of tokens that lead anywhere half seem to lead back."""
 MAX_ERRORS = 6.0
-"""Standard errors by which an engine may be on that way: chance leads as far in less than one of 10^7 syncs."""
+"""Maximum standard errors of the lacking share: chance leads as far in less than one of 10^7 syncs."""
 
 NUM_FORWARDS = 2
 NUM_COPIES = 2
@@ -51,18 +51,18 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0
 """The relative error that the embeddings get. In half precision it is one of rounding, and has all later layers round
 otherwise. In float32 they would not: it stands for all that they lose, with room for wide and deep models."""
 TF32_ROUNDING = 2.0**-6
-"""The same for the products of TF32, which vLLM multiplies float32 matrices in on a GPU."""
+"""The relative error of TF32 products, by which vLLM multiplies float32 matrices on a GPU."""
 
 
 class Evaluation(NamedTuple):
-    """What the actor has given for the weights of a version: [K, S]."""
+    """The actor's log-probabilities [K, S] of the canary under the weights of a version."""
 
     version: int
     logprobs: Floats
 
 
 class Canary:
-    """What actors and engines score after a sync.
+    """Token sequences that actors and engines score after a sync.
 
     An engine that holds former weights has those of the sync before, or those that were verified last: what was sent
     since then may be lost.

@@ -24,7 +24,7 @@ LEAST_NOISE = 2e-6
 
 
 class Comparison(NamedTuple):
-    """How far an engine is from the actor.
+    """The distance of an engine's log-probabilities from the actor's, and the noise of the actor's own.
 
     Attributes:
         distance: of its log-probabilities from the actor's, root mean square in nats.
@@ -36,13 +36,13 @@ class Comparison(NamedTuple):
 
 
 class WayBack(NamedTuple):
-    """How far an engine is on the way from the current weights back to former ones.
+    """An estimate of how much of an update an engine's weights lack.
 
     Attributes:
         length: distance of the actor's evaluations of both, root mean square in nats.
-        share: of the way, 0 with the current weights and 1 with the former ones. Where these differ by less than can be
-            told from rounding it means nothing.
-        errors: standard errors by which it is above 0.
+        share: of the update that is lacking: 0 with the current weights, 1 with the former ones. It means nothing where
+            these differ by no more than rounding does.
+        errors: standard errors by which the share is above 0.
     """
 
     length: float

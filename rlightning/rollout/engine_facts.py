@@ -78,7 +78,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
 
 
 def _own_version() -> str:
-    """Of the installed package; a source tree that is only on the path has none."""
+    """Return the version of the installed package; a source tree that is only on the path has none."""
     try:
         return version("rlightning")
     except PackageNotFoundError:

@@ -100,15 +100,15 @@ class EngineOptions:
 
     @property
     def devices_per_engine(self) -> int:
-        """How many devices an engine spans."""
+        """The number of devices of an engine."""
         return int(self.arguments.get("tensor_parallel_size") or 1)
 
     def prompts_ahead(self, prompts_per_step: int) -> int:
-        """How many prompts are in flight beyond those of a step."""
+        """Return the number of prompts in flight beyond those of a step."""
         return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
 
     def describe(self, config: EngineConfig, num_engines: int) -> str:
-        """What runs where, in a line."""
+        """Return one line that says which engines run on which devices."""
         arguments = config.engine_args
         name = "vLLM" if config.url else f"vLLM {find_version()}".strip()
         place = "on the actor's devices" if self.placement == "colocated" else "on devices of their own"
@@ -322,7 +322,7 @@ class EngineOptions:
         return replace(engine, weights=engine.weights + places, asleep=self.num_engines * sent_bytes(adapter, itemsize))
 
     def itemsize(self, device: torch.device) -> int:
-        """Bytes of one of the engine's weights."""
+        """Return the bytes of one number of the engine's weights."""
         return torch_dtype(self.engine_dtype(device)).itemsize
 
     def engine_dtype(self, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""What a sampler's own code has of one sample, before it is a :class:`~rlightning.types.Sample`."""
+"""One sample as a sampler's own code has it, before it is a :class:`~rlightning.types.Sample`."""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict

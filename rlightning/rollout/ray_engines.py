@@ -46,7 +46,7 @@ class EngineActor:
         self._has_run = False
 
     def url(self) -> str:
-        """Where the engine will listen."""
+        """Return the URL at which the engine will listen."""
         return f"{SCHEME}://{self._host}:{self._listener.getsockname()[1]}"
 
     def run(

@@ -39,7 +39,7 @@ MAX_PROMPT_TOKENS = 8192
 
 @dataclass(eq=False)
 class _Request:
-    """What :meth:`TransformersSampler.sample` was asked for."""
+    """A request to :meth:`TransformersSampler.sample`."""
 
     token_ids: list[int]
     sampling: Sampling

@@ -274,7 +274,7 @@ class RolloutScheduler(Scheduler):
                 self.resting.begin(request, num_steps)
 
     def _steps_to_rest(self, request: Request) -> int:
-        """How many steps from the next one on need nothing but a token of a request."""
+        """Return the number of steps, from the next one on, that only sample a token of a request."""
         if not self._may_rest or request.request_id not in self.unsent or request.is_prefill_chunk:
             return 0
         # A piece of a prompt is still in flight, or what was when the request had to make way for others.
@@ -394,7 +394,7 @@ class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
 
 
 def _counted(request: Request, name: str) -> int:
-    """What a request counts of its tokens; 0 under a name that this version of vLLM does not have."""
+    """Return a request's counter of tokens by its name; 0 if this version of vLLM has no such counter."""
     return int(getattr(request, name, 0))
 
 

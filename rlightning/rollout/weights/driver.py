@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class UpdatableEngine(Protocol):
-    """What a weight update asks of an engine that is up, between its start and its end.
+    """The methods of a running engine that a weight update calls.
 
     Each future's exception is an EngineError if the engine refuses, an EngineDiedError if it dies.
 
@@ -77,7 +77,7 @@ class UpdatableEngine(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """What an engine's worker receives weights with. It goes there, pickled, over the engine's connection.
+    """Receives weights in an engine's worker, to which it is sent pickled over the engine's connection.
 
     Attributes:
         plan: the sender's.
@@ -102,7 +102,7 @@ class WeightReceiver(Protocol):
 
 
 class WeightSender:
-    """What a rank sends weights with, or gives its shards. All but :meth:`interrupt` is called by one thread.
+    """Sends a rank's weights to engines, or its shards to another rank. One thread calls all but :meth:`interrupt`.
 
     A transport subclasses this and :class:`WeightReceiver`, and inherits what it has nothing to do for.
 

@@ -64,7 +64,7 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """Where the tensor ends, in bytes from the bucket's start."""
+        """The offset of the tensor's end from the bucket's start, in bytes."""
         return self.offset + self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def view(self, bucket: Tensor) -> Tensor:
