@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
 
     class _CheckedByReader:
-        """Has pydantic accept any object without reading all its rows; :func:`check_source` checks it later."""
+        """Makes pydantic accept any object without reading all its rows; :func:`check_source` checks it later."""
 
         def __get_pydantic_core_schema__(self, source: object, handler: object) -> object:
             from pydantic_core import core_schema

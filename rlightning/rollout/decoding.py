@@ -84,7 +84,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Where the tokens of one forward pass are in the cache.
+    """The places in the cache of the tokens of one forward pass.
 
     Attributes:
         cache: the one.

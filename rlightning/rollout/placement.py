@@ -31,7 +31,7 @@ def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
 
 
 def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -> list[tuple[str, ...]]:
-    """For each standalone engine the devices that no rank of this host has; further engines share them in turn.
+    """Return for each standalone engine devices that no rank of this host has; further engines share them in turn.
 
     Args:
         own: this rank's.

@@ -46,4 +46,4 @@ class CountsPrefixCache(Protocol):
 
     @property
     def prefix_cache(self) -> PrefixCacheUse:
-        """Since its counts were taken last."""
+        """The counts of tokens since they were taken last."""

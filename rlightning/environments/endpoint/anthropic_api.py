@@ -131,13 +131,13 @@ class MessageWriter(BlockWriter):
         }
 
     def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the first events of a streamed response."""
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message={**self._head, **empty})
 
     def end(self, answers: Answers) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the last events of a streamed response."""
         whole, (turn,) = self.write(answers), answers.turns
         yield from self.add(0, turn.message.reasoning or "", turn.message.content)
         yield from self._switch(None)

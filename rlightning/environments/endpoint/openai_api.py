@@ -145,7 +145,7 @@ class ChatWriter(CompletionWriter):
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the events for the text of a choice that later tokens cannot change."""
         if choice not in self._num_written:
             yield self._delta(choice, {"role": "assistant", "content": ""})
         new = self._take_new(choice, reasoning, content)
@@ -178,7 +178,7 @@ class TextWriter(CompletionWriter):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the events for the text of a choice that later tokens cannot change."""
         _, text = self._take_new(choice, reasoning, content)
         if text:
             yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})

@@ -131,7 +131,7 @@ class BlockWriter(EventWriter):
         """Return the events that close a block, whose whole text is ``text``."""
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the events for the text of a choice that later tokens cannot change."""
         new = self._take_new(choice, reasoning, content)
         for kind, text in zip(("reasoning", "content"), new, strict=True):
             if text:

@@ -22,7 +22,7 @@ ALIGNMENT = 256
 
 
 class WeightSource(Protocol):
-    """Has weights to send, as a :class:`~rlightning.module.policy_module.PolicyModule` has its actor's."""
+    """An object with weights to send, as a :class:`~rlightning.module.policy_module.PolicyModule` has its actor's."""
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield names and weights, whole or sharded; each call yields the same names and shapes in the same order."""

@@ -205,7 +205,7 @@ def _make_gloo_group(store: object, place: Place) -> object:
 
 
 def _torch_timeout(place: Place) -> timedelta:
-    """Return torch's timeout, twice the group's: an operation's caller times out before, with an error that says why."""
+    """Return torch's timeout, twice the group's: an operation's caller times out before, and its error says why."""
     return timedelta(seconds=2 * place.timeout)
 
 
