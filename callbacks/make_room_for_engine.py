@@ -10,9 +10,9 @@ from rlightning.protocols import Loop
 log = logging.getLogger(__name__)
 
 MARGIN_BYTES = 1 << 30
-"""Left free beyond what the engine takes, for what the trainer gathers meanwhile."""
+"""Bytes that stay free beyond what the engine takes, for what the trainer gathers meanwhile."""
 NOISE_BYTES = 64 << 20
-"""By which what others hold differs from one time to the next without an engine that sleeps or wakes."""
+"""Largest change, in bytes, of other processes' use of the device that is not taken for an engine's sleep or start."""
 
 
 class MakeRoomForEngine(OffloadDuringRollout):
@@ -30,7 +30,7 @@ class MakeRoomForEngine(OffloadDuringRollout):
     """
 
     moved_each_step = frozenset[str]()
-    """Nothing: the memory plan counts for itself what makes room."""
+    """No parts: the memory plan computes itself which parts are offloaded to make room."""
 
     def __init__(self) -> None:
         super().__init__(parameters=True)

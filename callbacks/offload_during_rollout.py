@@ -43,7 +43,7 @@ class OffloadDuringRollout(RunCallback):
     """
 
     device_type = "cuda"
-    """Tensors elsewhere stay as they are."""
+    """Type of the devices whose tensors are offloaded; tensors on other devices stay there."""
 
     runs_in = "workers"
 

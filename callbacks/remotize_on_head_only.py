@@ -14,7 +14,7 @@ from rlightning.protocols import HasAccelerator, HasStrategy, Loop, callbacks_of
 log = logging.getLogger(__name__)
 
 TENSOR_PARALLEL_DIMS = ("tensor_parallel", "tp")
-"""What Lightning, rlightning, transformers and torchtitan call the dimension of a mesh that splits layers."""
+"""Names of the tensor-parallel mesh dimension in Lightning and rlightning, and in transformers and torchtitan."""
 
 
 class RemotizeOnHeadOnly(RLCallback):

@@ -18,7 +18,7 @@ from pathlib import Path
 PARTIAL = ".partial"
 PREVIOUS = ".previous"
 _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
-"""Process ids are of one host, and a folder may be of several."""
+"""Digest of this host's name: process ids are unique on one host only, and several may share a folder."""
 
 
 @contextmanager

@@ -21,15 +21,15 @@ import xxhash
 from rlightning.errors import ConfigError
 
 MANIFEST = "checksums.json"
-"""In a folder: the checksums of its other files."""
+"""Name of the file in a folder that holds the checksums of the folder's other files."""
 CHUNK_BYTES = 16 << 20
 MAX_THREADS = 8
-"""At a time; a few read as fast as a disk delivers."""
+"""Maximum number of threads that read files: a few read as fast as a disk delivers."""
 _MARK = b"rlightning XXH3-128 "
 _SEAL_BYTES = len(_MARK) + 32
 
 Checksums = Mapping[str, tuple[int, str]]
-"""By a file's name in its folder: its size in bytes and its checksum in hexadecimal digits."""
+"""Size in bytes and checksum in hexadecimal digits of each file, by the file's name in its folder."""
 
 
 class DamagedError(ConfigError):

@@ -11,7 +11,7 @@ from rlightning.foreign_text import cut_line
 log = logging.getLogger(__name__)
 
 TORCH_FAILURES = ("inline_container", "PytorchStreamWriter", "iostream error", "cannot be opened", "Parent directory")
-"""In the messages of the errors that ``torch.save`` raises where a file cannot be written."""
+"""Phrases in the messages of ``torch.save``'s errors when a file cannot be written."""
 
 
 class BestEffort:

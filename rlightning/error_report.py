@@ -11,11 +11,11 @@ from rlightning.errors import find_run_error
 from rlightning.foreign_text import visible, visible_on_one_line, without_secrets
 
 FILE = "error.txt"
-"""In the run's folder: the trace of the error that ended the run."""
+"""File in the run's folder with the traceback of the error that ended the run."""
 SHOW_TRACE = "RLIGHTNING_TRACEBACK"
 """The environment variable that has the trace shown on standard error too, unless it is empty or 0."""
 INTERRUPTED = 130
-"""What a shell expects of a process that Ctrl-C ended: 128 and the signal's number."""
+"""Exit code of a process that Ctrl-C ended, as shells expect it: 128 and the signal's number."""
 
 _folder: Path | None = None
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from rlightning.foreign_text import cut, cut_line
 
 MAX_CHOICES = 8
-"""That an error lists."""
+"""Maximum number of choices that an error message lists."""
 
 
 class RunError(Exception):
@@ -120,7 +120,7 @@ HOST_LIMITS = {
     errno.ENOSPC: "Make room there.",
     errno.EDQUOT: "Make room there, or ask for a larger quota.",
 }
-"""What to do about errors of the system's that any call may meet."""
+"""Advice for errors of the operating system that any call may raise, by error number."""
 
 
 class WeightError(RunError, RuntimeError):

@@ -9,22 +9,22 @@ import re
 from collections.abc import Mapping
 
 MAX_CHARACTERS = 8000
-"""Of a traceback or of the end of a log."""
+"""Maximum number of characters of a traceback or of the end of a log."""
 LINE_CHARACTERS = 300
-"""Of an exception's message in a line of ours."""
+"""Maximum number of characters of an exception's message within a line."""
 VALUE_CHARACTERS = 60
-"""Of a value in a line of ours."""
+"""Maximum number of characters of a value within a line."""
 
 _SHORTEST_SECRET = 4
-"""Characters; what is shorter is a part of other words."""
+"""Least number of characters of a secret that is hidden; shorter texts are parts of other words."""
 
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
 )
-"""What hides, moves or reorders other text: control characters but tab and newline, other ends of lines, changes of the
-direction of writing, characters without a shape (the joiners stay: emojis and scripts are written with them), and lone
-surrogates, which UTF-8 does not have."""
+"""Characters that hide, move or reorder other text: control characters but tab and newline, other ends of lines,
+changes of the direction of writing, characters without a shape (the joiners stay: emojis and scripts are written with
+them), and lone surrogates, which UTF-8 does not have."""
 
 _MARKDOWN = re.compile(r"[\\`*_~#!\[\]<>&|]")
 _SPACES = re.compile(r"^ | $|(?<= ) |(?<=\n) |\t")

@@ -11,10 +11,10 @@ from rlightning.errors import ConfigError
 from rlightning.protocols import HasFolder, has
 
 FOLDERS_VARIABLE = "RLIGHTNING_RUN_FOLDERS"
-"""What rank 0 has chosen, in order, for the ranks that Lightning starts by running the same program again."""
+"""Environment variable with rank 0's folders, in order, for ranks that Lightning starts with the same program."""
 
 _chosen: list[str] = []
-"""Of this process."""
+"""Run folders that this process has used, in order."""
 
 
 def run_dir(trainer: object) -> Path:

@@ -13,12 +13,12 @@ from rlightning.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LOCK = ".run.lock"
-"""In the run's folder, while a run is at work there. The system unlocks it when the process ends, however it ends."""
+"""Lock file in the folder of a running run. The system unlocks it when the process ends, however it ends."""
 WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
-"""What file systems say that have no locks, such as NFS or Lustre mounted without them."""
+"""Error numbers of file systems without locks, such as NFS or Lustre mounted without them."""
 
 _held: dict[Path, tuple[int, bool]] = {}
-"""By lock file: its descriptor, and whether this process has made the folder."""
+"""Descriptor, and whether this process has made the folder, by lock file."""
 
 
 class FolderTakenError(ConfigError):

@@ -44,7 +44,7 @@ DEFAULTS: Mapping[str, object] = {
     "log_every_n_steps": 1,
     "check_val_every_n_epoch": None,
 }
-"""What differs from Lightning's defaults, but for what depends on other options (docs/configuration.md has all)."""
+"""Defaults that differ from Lightning's, besides those that depend on other options (docs/configuration.md has all)."""
 
 Options = dict[str, Any]
 """Arguments of Lightning's Trainer, by name."""

@@ -47,7 +47,7 @@ from rlightning.parallel.strategy_names import CHOICES, CLASSES, KEY, no_strateg
 
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 PACKAGES = {"model": "rlightning.algorithms", "data": "rlightning.data", "rollout": "rlightning.callbacks"}
-"""Where the classes are that a section may name."""
+"""The package of the classes that a section may name, by section."""
 BASES = {
     "model": "rlightning.module.rl_module.RLModule",
     "data": "rlightning.data.module.PromptDataModule",
@@ -57,10 +57,10 @@ BASES = {
     "trainer.logger": "lightning.pytorch.loggers.logger.Logger",
     KEY: "lightning.pytorch.strategies.strategy.Strategy",
 }
-"""By key, the class whose subclasses may have their bare names there."""
+"""The base class whose subclasses may be named without their module, by key."""
 USUAL_CLASSES = {"data": "rlightning.data.PromptDataModule", "rollout": "rlightning.callbacks.VLLMRollout"}
 SET_BY_SECTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "return_predictions"}
-"""What the Trainer's methods take that no key sets."""
+"""Parameters of the Trainer's methods that no key of the configuration sets."""
 
 
 class Given(Protocol):

@@ -11,7 +11,7 @@ PACKAGES = {
     *("pydantic", "ray", "rich", "rlightning", "safetensors", "tensorboard", "tokenizers", "torch", "torchmetrics"),
     *("transformers", "triton", "vllm", "wandb", "yaml", "zmq"),
 }
-"""What the package, Lightning and vLLM import."""
+"""Packages that rlightning, Lightning and vLLM import."""
 NEVER_IMPORTED = {
     *("aifc", "antigravity", "asynchat", "asyncore", "audioop", "cgitb", "chunk", "crypt"),
     *("ensurepip", "fileinput", "idlelib", "imaplib", "imghdr", "lib2to3", "mailbox", "mailcap"),

@@ -65,7 +65,7 @@ class RLArgumentParser(LightningArgumentParser):
 
     keys: ConfigKeys | None = None
     secrets: Mapping[str, str] = {}
-    """Of this command line, by the names that its configuration has for them."""
+    """Secrets of this command line, by the names that the configuration has for them."""
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
         """Add a class's arguments; a file's name stays a text where an argument takes texts."""
@@ -106,7 +106,7 @@ class SaveRunConfig(SaveConfigCallback):
 
     _unlogged: dict[str, Any] | None = None
     _path: Path | None = None
-    """Of the file, until the first step may begin."""
+    """Path of the saved configuration until the first step may begin; None afterwards."""
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file once; a resumed run keeps the files of earlier runs."""

@@ -27,7 +27,7 @@ from rlightning.protocols import generates
 from rlightning.types.batch_plan import BatchPlan
 
 Arguments = dict[str, Any]
-"""Of a class in the configuration, by name, as the parser has checked them."""
+"""Arguments of a class in the configuration, by name, after the parser's checks."""
 
 HELP = f"""\
 usage: rlightning plan {OPTION} SIZE [--config FILE]... [--KEY VALUE]...
@@ -53,10 +53,10 @@ class PlanCLI(RLCLI):
         check_options(self.config[self.subcommand]["trainer"])
 
     def instantiate_classes(self) -> None:
-        """Do nothing."""
+        """Do nothing: a plan is computed from the parsed configuration, without a module or a Trainer."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing."""
+        """Do nothing: a plan starts no run."""
 
 
 def plan(options: list[str]) -> str:

@@ -35,7 +35,7 @@ from rlightning.trainer import find_callback
 from rlightning.types import Prompt, Trajectory
 
 COMMAND = "predict"
-"""Of Lightning's, whose keys and whose way of running this command has."""
+"""The Lightning command whose keys and whose parsing `rlightning rollout` uses."""
 
 
 class RolloutCLI(RLCLI):

@@ -18,7 +18,7 @@ PLAIN_TYPES = {
     "pathlib": {"Path"},
     "typing": {"Dict", "Iterable", "List", "Literal", "Mapping", "Optional", "Sequence", "Tuple", "Union"},
 }
-"""What type hints consist of that are known without the class's own module, by the modules that they come from."""
+"""Names that a type hint can be evaluated from without its class's module, by the module that defines them."""
 
 
 def parameters_of_source(path: str, method: str = "__init__") -> Parameters:

@@ -22,7 +22,7 @@ from rlightning.foreign_text import cut_value
 from rlightning.python_values import map_items
 
 ROW_SUFFIXES = (".jsonl", ".csv", ".parquet")
-"""Of files that hold rows of data, which can be large."""
+"""Suffixes of files that hold rows of data, which can be large."""
 
 NO_KEYS = "the file holds no keys. It needs lines such as 'name: value'."
 
@@ -40,7 +40,7 @@ _RESOLVERS = {
     ),
     "merge": ("<<", ["<"]),
 }
-"""What a plain scalar is, by YAML 1.2's core schema and the merge key: a pattern, and the letters it may begin with."""
+"""YAML 1.2's core schema and the merge key: for each type of plain scalar a pattern, and its possible first letters."""
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -266,7 +266,7 @@ def _construct_mapping(loader: yaml.constructor.SafeConstructor, node: yaml.Mapp
 
 
 _checked: WeakSet[yaml.MappingNode] = WeakSet()
-"""Mappings whose keys have been checked: one may stand in a file several times, by aliases."""
+"""Mappings whose keys have been checked: by aliases, one may be in a file several times."""
 
 
 def _check_keys(node: yaml.MappingNode) -> None:

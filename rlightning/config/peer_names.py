@@ -70,10 +70,10 @@ _NAMES_BY_KEY = {
     "trainer.num_nodes": "nnodes",
 }
 PEER_NAMES = {name: key for key, names in _NAMES_BY_KEY.items() for name in names.split()}
-"""By a name of theirs, or of another section here, the key that it is here."""
+"""The key of this configuration for each name in another library, or in another section."""
 
 PARTS = {"fn": "function", "reward_fn": "function", "reward_function": "function"}
-"""By a name of theirs, what an object is called that is a part of an argument; suggested where there is that name."""
+"""The name here of a part of an argument, by its name in another library; suggested only where the part exists."""
 
 
 def suggest_name(name: str, choices: Iterable[str]) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 MISSING = "-"
 LONGEST = 60
-"""Characters of a value that are shown."""
+"""Maximum number of characters of a value that are shown."""
 
 OF_ONE_COMMAND = ("config", "ckpt_path")
-"""Keys that say nothing of how a run trains."""
+"""Keys that do not change how a run trains."""
 
 
 def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:

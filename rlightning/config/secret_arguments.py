@@ -31,7 +31,7 @@ _OTHER = re.compile(
     r"delimiter|new|num|max|min|count|total|number|per|length|yes|no|true|false|positive|negative|correct|wrong|good|"
     r"bad|target|verdict|boxed|final|begin|open|close|call|function|role|assistant|system|turn|newline)_(?:key|tokens?)$"
 )
-"""Of the names above, those of other things."""
+"""Names that match the pattern above, but are not of secrets."""
 
 _PASSWORD = re.compile(r"(?<=://)([^\s/?#:@]*):([^\s/?#@]+)(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")

@@ -11,7 +11,7 @@ Parameters = dict[str, object]
 """Type hints of parameters by name; for a group of keys, their parameters in place of a type hint."""
 
 PLAIN_MODULES = ("builtins", "collections", "datetime", "jsonargparse", "os", "pathlib", "typing")
-"""Where the types come from that a value is converted to, rather than built from arguments."""
+"""Modules of types whose values are converted from the given value, not built from arguments."""
 
 
 def flatten_union(hint: object) -> Iterator[object]:

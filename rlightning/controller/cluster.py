@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 LONGEST_REASON = 400
 TOLD_BY_US = r"Raylet is terminated\.|has been marked dead because the detector"
-"""Ray's lines on a raylet that was killed, of which the first has 20 of its log with it."""
+"""Lines that Ray logs about a killed raylet; with the first it logs 20 lines of the raylet's log."""
 START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
 
 
 _own_nodes: dict[str, OwnNode] = {}
-"""By Ray's session, those of clusters that this process has started; their reapers go on until it ends."""
+"""Nodes of the Ray clusters that this process started, by Ray session; their reapers run until the process ends."""
 
 
 def import_ray() -> ModuleType:

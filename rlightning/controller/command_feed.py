@@ -30,7 +30,7 @@ from rlightning.controller.commands import (
 
 C = TypeVar("C", bound=Command[object])
 ENDLESS = 1 << 30
-"""Batches that a loader claims to have: Lightning fetches one ahead of time from a loader without a length."""
+"""A loader's reported number of batches: from a loader without a length, Lightning fetches a batch ahead."""
 
 
 class CommandFeed:
@@ -59,7 +59,7 @@ class CommandFeed:
         self.num_batches = float("inf")
         self.is_over = False
         self.outputs: object = None
-        """Of the last step of a prediction; those of a validation or a test are not used."""
+        """Outputs of the last step of a prediction; those of a validation or a test are not used."""
         self._execute, self._evaluate = execute, evaluate
         self._step_result, self._report_stop = step_result, report_stop
         self._is_evaluating = False

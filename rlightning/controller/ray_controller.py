@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEVICE_CALLBACKS = (ModelSummary,)
-"""Of Lightning's own callbacks those that are about the actor."""
+"""Lightning's own callbacks that need the actor, and so run in the workers."""
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from pathlib import Path
 from rlightning.processes.process_table import find_children, identify_process, kill_process
 
 ENDED_BY_RAY = re.compile(r"Terminate the process|Raylet IPC connection failed|local [Rr]aylet|Check failed")
-"""In the log of a driver that Ray has ended, since it could not reach the raylet."""
+"""Messages in the log of a driver that Ray ended because it could not reach the raylet."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 CONTROLLER = "Ray driver"
 """The name of a worker's controller."""
 OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
-"""What a checkpoint has of the workers; the rest is the controller's."""
+"""Keys of a checkpoint that the workers write and load; the controller has the rest."""
 
 
 class Worker(CommandQueue):

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Message = dict[str, Any]
-"""With a role, and whatever else its template reads."""
+"""A chat message: a role, and the other fields that its template reads."""
 
 CONTINUES = "continue_final_message"
-"""Of ``chat_template_arguments``: a final assistant message is the beginning of the completion."""
+"""Key of ``chat_template_arguments`` by which a final assistant message is the beginning of the completion."""
 _PASSED_ON = {CONTINUES, "chat_template"}
 """Parameters of ``apply_chat_template`` that are free; its others are this module's, or variables of the template."""
 _OPEN_THOUGHT = re.compile(

@@ -54,7 +54,7 @@ class PromptFormat:
 
     @property
     def own_sampling(self) -> dict[str, str]:
-        """The columns with sampling parameters for each row, by the argument that names the column."""
+        """Return the columns of per-row temperature and token limit, by argument name."""
         columns = {
             "temperature_column": self.temperature_column,
             "max_new_tokens_column": self.max_new_tokens_column,
@@ -68,7 +68,7 @@ class PromptFormat:
 
 
 USUAL = PromptFormat()
-"""Of prompts that are in the column ``prompt``."""
+"""The default format: prompts are in the column ``prompt``."""
 
 
 def prompt_messages(columns: Row, prompt_format: PromptFormat, where: str) -> list[Message]:

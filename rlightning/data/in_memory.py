@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
         @property
         def columns(self) -> Iterable[object]:
-            """Of pandas and polars, the names of columns."""
+            """The names of the columns, as pandas and polars have them."""
 
     PromptSource = str | Path | Iterable[str | Path | Mapping[str, Any]] | DataFrame
     """A file or another name that :func:`~rlightning.data.sources.read_rows` knows, several of them, or rows."""
 else:
 
     class _CheckedByReader:
-        """Has pydantic accept any object without reading all its rows; :func:`check_source` checks it later."""
+        """Makes pydantic accept any object without reading all its rows; :func:`check_source` checks it later."""
 
         def __get_pydantic_core_schema__(self, source: object, handler: object) -> object:
             from pydantic_core import core_schema

@@ -33,13 +33,13 @@ COLUMNS = {
     "temperature": "float64",
     "max_new_tokens": "int32",
 }
-"""What an encoder gives of rows, and their types."""
+"""The columns that an encoder returns for rows, with their types."""
 OF_PROMPT = ("text", "token_ids", "completion_ids", "temperature", "max_new_tokens")
-"""Of these, what a prompt has."""
+"""The columns of :data:`COLUMNS` that become attributes of a :class:`Prompt`."""
 Columns = dict[str, list[Any]]
 """The values of some rows, by the names of :data:`COLUMNS`."""
 ROWS_A_PROCESS = 10_000
-"""A further process is worth its start for so many rows."""
+"""Number of rows for which the start of a further process pays off."""
 _ROWS_A_BATCH = 1000
 _VERSION = 2  # of how rows become tokens, and of what is written; files of another are not read
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from rlightning.errors import ConfigError
 
 PROMPT_TOKENS = 1024
-"""Of the longest prompt, where no limit is set and the model has room for it."""
+"""Default limit of a prompt in tokens, where none is set and the model has room for it."""
 
 
 @runtime_checkable

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 MAX_BYTES_IN_MEMORY = 8 * 2**20
-"""Of a text file; rows of larger ones stay on disk."""
+"""Maximum size in bytes of a text file whose rows are read into memory; rows of larger ones stay on disk."""
 MAX_ROWS_IN_MEMORY = 10_000
-"""Of a table whose number of rows is known; rows of larger ones stay on disk."""
+"""Maximum number of rows of a table that is read into memory, if known; rows of larger tables stay on disk."""
 
 MAX_NESTING = 100
-"""Levels of lists and objects in a row: pickling, with which rows reach reward functions, ends at some 300."""
+"""Maximum levels of lists and objects in a row: pickling, by which rows reach reward functions, ends at some 300."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 _PROMPTS_HINT = "Prompts themselves are given as [{'prompt': ...}]: texts are names of files."

@@ -25,9 +25,9 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 RewardSource = Literal["last_line", "exit_code", "none"]
 WRONG_EXIT_CODE = 10
-"""By which a program says that the policy was wrong; 1 is that of any crash in Python, and of most other failures."""
+"""Exit code of a program for a wrong result of the policy; 1 is that of any crash in Python, and of most others."""
 MAX_OUTPUT_BYTES = 1 << 16
-"""Of the end of what a program writes; the rest is read and dropped."""
+"""Maximum number of bytes that are kept of the end of a program's output; the rest is read and dropped."""
 START = f"""\
 import fcntl, os, select, signal, sys
 {inspect.getsource(end_with_parent)}

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 HTTPClient: TypeAlias = "DefaultAsyncHttpxClient | DefaultHttpxClient"
 GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
-"""Parameters of an agent that it is given."""
+"""Parameters of an agent whose arguments the environment passes."""
 RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
 MAX_IDLE_CLIENTS = 512
-"""That are kept with their connections, for the trajectories that follow."""
+"""Maximum number of idle clients that are kept with their connections for later trajectories."""
 MAX_IDLE_CONNECTIONS = 2
-"""Of a client: those of agents that ask in parallel would add up to more than the endpoint serves."""
+"""Maximum number of idle connections of a client; agents with parallel requests could exceed the endpoint's limit."""
 KEEP_ALIVE_SECONDS = 100.0
-"""Of an idle connection; below the endpoint's, so that no request meets one that is being closed."""
+"""Seconds that a client keeps an idle connection: fewer than the endpoint, so that no request meets a closing one."""
 
 
 class Access(NamedTuple):
@@ -95,7 +95,11 @@ class AgentFunction(Environment):
         await self._clients.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory in a worker; a LimitReachedError if the agent failed where there was no more room."""
+        """Call the agent in a worker for one trajectory.
+
+        Raises:
+            LimitReachedError: the agent failed because its context had no room for another turn.
+        """
         trainer = cast("RemotePolicy", policy)
         access = Access(*await trainer.open_session(wants_messages=self.wants_messages))
         try:

@@ -8,9 +8,9 @@ from rlightning.environments.environment import LimitReachedError
 from rlightning.errors import cause_chain
 
 LIMIT_TEXT = "This model's maximum context length is"
-"""In OpenAI's words, by which clients know the error, and it is known again in theirs."""
+"""Beginning of OpenAI's message of this error, which clients recognise, and :func:`is_limit` in their errors."""
 OTHER_TRACEBACK = "During handling of the above exception, another exception occurred:"
-"""Of Python's; what is before it is not what has ended a program."""
+"""Python's line between two tracebacks; only the error after the last one ended the program."""
 
 
 def is_limit(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ UNFINISHED = ("timeout", "failed", "aborted")
 
 
 MIN_CONNECTIONS = 4096
-"""Of the endpoint at once, at least, where the user has not said how many."""
+"""Least value of the default for the endpoint's maximum number of connections at once."""
 
 
 class AgentProgram(Environment):

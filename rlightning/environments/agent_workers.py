@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 FUNCTION = f"{AgentFunction.__module__}.{AgentFunction.__name__}"
 MAX_DEFAULT_WORKERS = 8
 HANG_TIMEOUT = 600.0
-"""Seconds for which an agent may block its worker by default: some run programs, such as tests, without a thread."""
+"""Default seconds that an agent may block its worker: some run programs, such as tests, without a thread."""
 MIN_CORES = 4
-"""Below which there are no workers by default: the trainer and an engine share the cores with them."""
+"""Least number of cores with workers by default: the trainer and an engine share the cores with them."""
 
 
 class AgentWorkers(WorkerEnvironment):

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _MARK = "ANSWER OF THE POLICY"
-"""Stands for what the policy has sampled where a chat template is asked what follows that."""
+"""Placeholder for the policy's text, by which the text that a chat template adds after it is found."""
 _PLAIN: tuple[Message, ...] = ({"role": "user", "content": ""}, {"role": "assistant", "content": _MARK})
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of it in messages."""
+"""Names of the reasoning in messages."""
 _KEEPS_REASONING = {"clear_thinking": False, "preserve_thinking": True}
-"""Arguments of some templates: of GLM, and of Qwen3.6."""
+"""Arguments by which the templates of GLM and of Qwen3.6 keep the reasoning of earlier turns."""
 INSTALL = "pip install --no-deps renderers prime-pydantic-config"
-"""Without dependencies: openai-harmony would overwrite files of the oss-harmony that vLLM brings along."""
+"""Command that installs renderers; its dependency openai-harmony would overwrite files of vLLM's oss-harmony."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -54,7 +54,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
-"""That templates are tried with."""
+"""An example of a tool definition, with which chat templates are rendered to find out how they write tools."""
 
 
 class ChatFormat:

@@ -30,11 +30,11 @@ from rlightning.types import Prompt, Trajectory
 T = TypeVar("T")
 
 Instruction = Literal["done", "sync weights", "deliver", "wait"]
-"""What rank 0 has all ranks do next."""
+"""The next action of all ranks, as rank 0 chooses it."""
 
 
 class StepPlan(NamedTuple):
-    """How many groups a step takes of those in flight.
+    """The number of groups that a step takes of those in flight.
 
     Attributes:
         num_groups: that this rank wants, at most as many as it has handed in ever.

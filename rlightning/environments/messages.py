@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from rlightning.protocols import JsonObject
 
 Fields = list[Any]
-"""Of a record, in plain types: as it is saved, or sent to another process."""
+"""A record's fields in plain types, in which it is saved, or sent to another process."""
 Message = JsonObject
-"""As in chat APIs: ``{"role": "user", "content": "..."}``."""
+"""A message of chat APIs, such as ``{"role": "user", "content": "..."}``."""
 
 
 class ToolCall(NamedTuple):

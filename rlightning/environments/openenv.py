@@ -17,7 +17,7 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 CONNECT_TIMEOUT = 10.0
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of an observation."""
+"""Maximum size of an observation in bytes."""
 
 
 class OpenEnv(Environment):

@@ -8,7 +8,7 @@ from rlightning.environments.tool_formats import OPEN_THOUGHT, split_thought
 from rlightning.rollout.detokenize import UNFINISHED
 
 OPEN_MARK = re.compile(r"[<\[][^\s>\]]{0,40}\Z")
-"""At the end of a text, what may become the mark of a tool call or of the end of a thought."""
+"""The end of a text that may become a marker of a tool call or of the end of the reasoning."""
 
 
 class TokenText:

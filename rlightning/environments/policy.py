@@ -38,9 +38,9 @@ from rlightning.types.trajectory import (
 log = logging.getLogger(__name__)
 
 CONSTRAINED = "constrained_turns"
-"""Metric of a trajectory, only of one that has such turns."""
+"""Metric with the number of a trajectory's constrained turns, of trajectories that have such turns only."""
 PART_BITS = 32
-"""Of the number of a turn in its part of a trajectory."""
+"""Bits of a random stream's number for the turn in a part of a trajectory; the higher bits are the part's number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 SUPERVISOR = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox_process.py"))]
 GRACE = 30.0
-"""Seconds that the supervising process may take longer than its program, and to end."""
+"""Seconds that the supervising process may run longer than its program, and may take to end."""
 PREFIX = "rlightning-sandbox-"
 PROBE_PROCESSES = 4
 PROBE = """
@@ -62,7 +62,7 @@ GUARANTEES = {
     "reads": ("no access to private files of the trainer's user", "files of the trainer's user can be read"),
     "processes": ("a limit on processes", "processes beyond the limit run for some 0.1 s"),
 }
-"""What depends on the host, as the probe finds it: what holds, and else what a program can do."""
+"""Guarantees that depend on the host, each with its text if the probe finds it to hold, and if not."""
 
 
 class SandboxResult(NamedTuple):

@@ -58,7 +58,7 @@ class RecordedGroup:
         self._policies = [self._make_policy(number) for number in range(request.num_trajectories)]
         self._ended: dict[int, Outcome] = {}
         self._known: dict[int, Outcome] = {}
-        """Of trajectories that an earlier run has made, and that no call has returned yet."""
+        """Outcomes, by number, of trajectories that ended in an earlier run and that no call has returned yet."""
         self._num_parts = 0
         """Calls of :meth:`sample_all` and :meth:`run_each`, each of which makes a part of all trajectories."""
         for number, one in enumerate(saved):

@@ -14,7 +14,7 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn
 
 SHARED_TOKENS = 1024
-"""That are compared at once: many sessions share the event loop."""
+"""Tokens of two sequences that are compared at once: one by one would block the event loop that sessions share."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +59,7 @@ class Recorder:
         self.turns: list[Turn] = []
         self._is_started = False
         self._reserved: set[int] = set()
-        """``id`` of branches that a request is about to extend."""
+        """Identities (``id``) of branches that a request is about to extend."""
 
     def load(self, branches: Sequence[Branch], turns: Sequence[Turn]) -> None:
         """Replace all that is recorded by these branches and turns."""

@@ -28,11 +28,11 @@ from rlightning.types.trajectory import Outcome, Prompt, Trajectory
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 10.0
-"""Seconds that an environment may take to close."""
+"""Maximum seconds for an environment to close."""
 REPORT_INTERVAL = 60.0
-"""Seconds between two lines about a trajectory that is waited for, and before the first."""
+"""Seconds before the first log line about a trajectory that is waited for, and between two of them."""
 COLUMN = "environment"
-"""Of a prompt set, that names the environment of each row where a run has several."""
+"""Column of a prompt set that names each row's environment, where a run has several."""
 
 
 class HasEnvironmentNames(Protocol):
@@ -40,7 +40,7 @@ class HasEnvironmentNames(Protocol):
 
     @property
     def environment_names(self) -> dict[str, str]:
-        """By the configuration key that names each."""
+        """The names of the run's environments, by the configuration key of each."""
 
 
 class EnvironmentRunner:

@@ -32,11 +32,11 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MS_PRIVATE = 442, -100
 MS_NOSUID_NODEV = 2 | 4
 
 FIRST_USER = 1_900_000_000
-"""Of the users that programs get if the trainer is root: beyond what systems give to anyone."""
+"""Smallest user id of a program if the trainer is root: above the ids that systems assign."""
 INNER_USER = 1000
-"""In the program's user namespace; not 0, which would keep capabilities there."""
+"""User id in the program's user namespace; not 0, which would keep capabilities there."""
 MEMORY_FOLDER = "/dev/shm"
-"""Where the program's folder is mounted: any Linux has it, and programs find their own shared memory there."""
+"""Mount point of the program's folder: every Linux has it, and programs expect their shared memory there."""
 OPEN_FILES = 256
 COUNT_INTERVAL = 0.1
 """Seconds between two counts of the program's processes, where the system does not limit them."""

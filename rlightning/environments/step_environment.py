@@ -19,7 +19,7 @@ from rlightning.protocols import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
 METHODS = ("reset", "step")
-"""That the user's object must have; it may have ``close`` too."""
+"""Methods that the user's object must have; ``close`` is optional."""
 STATE = ("object", "observations", "rewards", "metrics")
 """Parts of a state in a checkpoint."""
 RULE = "Define reset(prompt) and step(message), or gymnasium's."

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SNAPSHOT_METHODS = ("snapshot", "restore")
-"""That an object may have: the first returns plain data, by which the second has another object go on."""
+"""Optional methods of an object: the first returns plain data, from which the second restores another object."""
 
 
 async def await_user_code(work: Awaitable[T]) -> T:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 MAX_CALLS = 32
-"""Of a turn; the others are one error."""
+"""Maximum number of tool calls of a turn that are read; the others together are one error."""
 MAX_QUOTED = 200
-"""Characters of a call that cannot be read, in what the policy is told of it."""
+"""Maximum number of characters that an error for the policy quotes of an unreadable tool call."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ FAMILIES = (
         example='{"name": "...", "parameters": {...}}',
     ),
 )
-"""A chat template's is the first of which it has the markers."""
+"""Families of tool formats; a chat template has the format of the first family whose markers it contains."""
 
 
 def find_family(chat_template: str) -> Family | None:

@@ -25,9 +25,9 @@ from rlightning.protocols import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
 BROKEN = (ConnectionError, socket.gaierror, URLError, MemoryError, SandboxError)
-"""Exceptions of tools that are no fault of the policy's: they fail the trajectory, which then counts as not sampled."""
+"""Exceptions of tools that the policy did not cause: they fail the trajectory, which then counts as not sampled."""
 BROKEN_NAMES = ("ConnectError", "ConnectionError")
-"""Ends of the names of such classes in HTTP libraries: httpx, requests, aiohttp and others."""
+"""Ends of the names of such exceptions in HTTP libraries: httpx, requests, aiohttp and others."""
 STATE = ("objects", "observations", "counts")
 """Parts of a state in a checkpoint."""
 

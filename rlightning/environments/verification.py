@@ -29,15 +29,16 @@ LEAST_GAP = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """Nats, by what the sampler computes in, that are always allowed: they change importance ratios by 0.2% or less, and
 rounding may show in a few tokens alone, which single-turn rollouts happen not to have."""
 MAX_RATIO = 3.0
-"""Of a mean gap to that of single-turn rollouts: longer contexts and other batches round more. Measured, 10 layers in
-bfloat16: 1.8 at 500 tokens, 1.0 in float32. Tokens in another context are off by tenths of a nat, 10 times and more."""
+"""Largest allowed ratio of a mean gap to that of single-turn rollouts: longer contexts and other batches round more.
+Measured, 10 layers in bfloat16: 1.8 at 500 tokens, 1.0 in float32. Tokens in another context are off by tenths of a
+nat, 10 times and more."""
 CHANCE = 6.0
 """Further shares of the limit that few tokens are allowed, over the root of their number: some differ by many times the
 mean, and may be all there are."""
 NUM_SINGLE_TURNS = 16
-"""That a step is compared with, or a few more, besides those of the steps before it."""
+"""Least number of single-turn samples that a step is compared with, besides those of earlier steps."""
 MAX_CONCURRENT = 32
-"""Sequences that are scored at once."""
+"""Maximum number of sequences that are scored at once."""
 
 
 class Gap(NamedTuple):

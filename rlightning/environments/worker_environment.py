@@ -32,14 +32,14 @@ from rlightning.types.trajectory import Outcome, Prompt, Sample
 Made = TypeVar("Made")
 
 OLDEST_PYTHON = (3, 10)
-"""That a worker runs in."""
+"""Oldest Python version that a worker supports."""
 PROBE = "import sys; print('%d.%d' % sys.version_info[:2]); import {}"
 PROBE_TIMEOUT = 60.0
-"""Seconds of an interpreter to start, from a slow disk too."""
+"""Maximum seconds for an interpreter to start, from a slow disk too."""
 UNSENDABLE = (TypeError, ValueError, OverflowError)
-"""Errors of data that is not plain."""
+"""Errors that are raised for data that is not plain."""
 START_TIMEOUT = 300.0
-"""Seconds in which a worker must have made its environment."""
+"""Maximum seconds for a worker to make its environment."""
 
 
 class WorkerEnvironment(Environment):

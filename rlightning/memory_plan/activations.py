@@ -69,7 +69,7 @@ class ActivationBytes(NamedTuple):
 Bytes = NDArray[np.float64]
 """[4], in the order of :class:`ActivationBytes`."""
 KEPT, UPDATE, BACKWARD = (np.array(row, float) for row in ([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 1, 0]))
-"""Which of them something adds to: the first alone, those of a forward with its backward, the backward's peak alone."""
+"""Selections of :data:`Bytes` that a term adds to: kept alone; kept, forward and backward; backward alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

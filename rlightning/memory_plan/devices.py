@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from rlightning.errors import ConfigError
 
 OPTION = "--device-memory"
-"""Of ``rlightning plan``: a size, or a name of :data:`DEVICES`."""
+"""Option of ``rlightning plan`` for a device's memory: a size, or a name of :data:`DEVICES`."""
 DEVICES = {
     "A10": 22.0,
     "A100-40GB": 39.4,

@@ -15,18 +15,18 @@ from rlightning.rollout.vllm.memory import EngineMemory
 
 # Measured on an H200 (docs/measurements.md, "Memory of a GPU that actor and engine share").
 CONTEXT_BYTES = int(0.6 * GIB)
-"""Of the trainer's CUDA context: what the driver takes beside PyTorch."""
+"""Bytes of the trainer's CUDA context, which the driver takes besides PyTorch."""
 ENGINE_CONTEXT_BYTES = int(1.5 * GIB)
-"""Of an engine's context, libraries and CUDA graphs, which it keeps while it sleeps."""
+"""Bytes of an engine's CUDA context, libraries and CUDA graphs, which it keeps while it sleeps."""
 EMPTIED_CACHE_BYTES = int(0.6 * GIB)
-"""What PyTorch still holds beyond its tensors after the cache was emptied."""
+"""Bytes that PyTorch holds beyond its tensors after its cache was emptied."""
 FRESH_FRAGMENTATION = 0.06
-"""Of what an update takes and gives back: blocks that do not fit, in a cache that was empty before."""
+"""Fragmentation of a cache that was empty before, as a share of an update's transient bytes."""
 FREE_SHARE = 0.1
-"""Of the device, that the update leaves free where it is chosen how many layers are checkpointed."""
+"""Share of the device's memory that an update leaves free where the number of checkpointed layers is chosen."""
 STATE, MODELS = frozenset({"optimizer_state"}), frozenset({"parameters", "frozen_models"})
 MOVES = (STATE, STATE | MODELS)
-"""What waits in the host's memory while an engine is awake that lacks room: the first that is enough."""
+"""Parts to offload to the host while an engine that lacks room is awake: the first set that is enough."""
 
 
 def _part(kind: str = "", name: str = "") -> int:

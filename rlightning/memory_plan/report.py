@@ -9,9 +9,9 @@ from rlightning.memory_plan.work import Parallelism
 from rlightning.parallel.device import GIB
 
 TITLES = {"score": "log-probs"}
-"""Of the columns that are not called as the phase is."""
+"""Column titles that differ from the name of their phase."""
 TOLERANCE = 0.04
-"""So far below what was measured a plan may be (docs/plan.md)."""
+"""Share of the measured memory by which a plan may be too low (docs/plan.md)."""
 
 
 def format_plan(plan: MemoryPlan) -> str:

@@ -27,7 +27,7 @@ PRECISIONS: dict[str, Precision] = {
     "bf16-mixed": "bf16-mixed",
     "bf16-true": "bf16-true",
 }
-"""By the names that Lightning takes."""
+"""Precision by each name that Lightning accepts for it."""
 
 
 def read_precision(name: object) -> Precision:

@@ -25,7 +25,7 @@ from rlightning.parallel.sharding import CodedLinear, base_name, local_tensor, n
 from rlightning.torch_internals import with_local_tensor
 
 NAME = "default"
-"""Of the adapter within PEFT's layers."""
+"""Name of the adapter within PEFT's layers."""
 PERTURBATION = 0.2
 """The size of a perturbed adapter's additions, as a share of the matrices that they are added to."""
 

@@ -35,9 +35,9 @@ from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
-"""Of the norm of a result, by which two ways to compute it may differ in float32 and in bfloat16."""
+"""Allowed difference of two computations of one result, relative to its norm, in float32 and in bfloat16."""
 BUILD_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""That transformers raises for values in config.json that do not go together, or that it does not know."""
+"""Errors that transformers raises for values in config.json that contradict each other, or that it does not know."""
 _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as Qwen3 or Llama."
 
 

@@ -30,7 +30,7 @@ PACKED_ATTENTION = "rlightning_packed"
 MAX_HEAD_SIZE = 256
 """The largest that ``varlen_attn`` takes; a smaller one has to be a multiple of 8."""
 SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""How ``varlen_attn`` is told that there are fewer key/value heads than query heads: torch 2.11 sees it by itself."""
+"""Argument by which ``varlen_attn`` accepts fewer key/value heads than query heads; torch 2.11 needs none."""
 
 
 def packed_inputs(

@@ -44,11 +44,11 @@ from rlightning.parallel.sharding import named_weights
 P = ParamSpec("P")
 R = TypeVar("R")
 INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
-"""What architectures call the size of a dense feed-forward; GPT-2's n_inner may be None."""
+"""Names of the size of a dense feed-forward in models' configurations; GPT-2's n_inner may be None."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NUM_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 USUAL_FACTOR = 4
-"""Of the feed-forward's size to the hidden size, where no name or no value is given."""
+"""Ratio of the feed-forward's size to the hidden size, where the configuration gives no size."""
 
 
 def cache_by_config(

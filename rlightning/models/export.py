@@ -30,7 +30,7 @@ from rlightning.parallel.gathering import gather_into, split_by_bytes
 from rlightning.parallel.sharding import base_name, is_adapter_weight
 
 MAX_FILE_BYTES = 4 << 30
-"""Of one safetensors file, and so of the host memory that the writing rank needs. A larger tensor has its own file."""
+"""Maximum bytes of a safetensors file, and so of host memory on the writing rank; a larger tensor has its own file."""
 WRITER = 0
 """The rank that writes."""
 

@@ -27,7 +27,7 @@ _BIN = "pytorch_model.bin"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 4096
-"""Of two matrices that are compared, at a time."""
+"""Number of rows of two matrices that are compared at a time."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from rlightning.errors import ConfigError
 
 BACKEND = "inductor"
-"""What ``torch.compile`` hands graphs to."""
+"""Backend of ``torch.compile``."""
 OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
-"""Inductor's, where it has them. Otherwise it decides by the number of tokens how a norm's backward is fused, and has
-code of its own for each of several ranges."""
+"""Inductor's options, where its version has them. Otherwise it decides by the number of tokens how a norm's backward is
+fused, and has code of its own for each of several ranges."""
 
 T = TypeVar("T")
 

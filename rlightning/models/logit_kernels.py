@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Logits of a row that a program works on at once."""
+"""Logits of a row that a kernel's program processes at once."""
 NUM_WARPS = 8
 FLOOR = tl.constexpr(-1e30)
-"""Below every logit, yet far enough from minus infinity to be subtracted from itself."""
+"""Value below every logit, but finite, so that its difference from itself is 0."""
 
 
 def summarize_logits(

@@ -41,7 +41,7 @@ and writing a few numbers a token, or a gradient in their place, stays in regist
 top.
 """
 FLOOR = -1e30
-"""The logit of what is not there: below every other, yet so far from minus infinity that it minus itself is 0."""
+"""Logit of a token that does not exist: below every other logit, but finite, so that minus itself it is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from rlightning.parallel.sharding import CodedLinear, base_name
 
 QuantizedBase = Literal["int8", "nf4"]
 NF4_BLOCK = 64
-"""Numbers that share a scale."""
+"""Numbers in a block, which shares one scale."""
 NF4_SCALES = 256
-"""Scales that torchao rounds together, if there are so many."""
+"""Scales that torchao rounds together, if a matrix has so many."""
 COMPUTING_BYTES = 8
-"""That computing a matrix takes at most for each of its numbers, the matrix included."""
+"""Maximum bytes for each number of a matrix while it is decoded, the decoded matrix included."""
 
 
 class QuantizedLinear(CodedLinear):

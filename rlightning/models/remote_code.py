@@ -15,7 +15,7 @@ from rlightning.protocols import has
 T = TypeVar("T")
 
 TRUST = "trust_remote_code"
-"""The argument of transformers, whose errors name it, and the key of ours."""
+"""The name of transformers' argument, which its errors mention, and of this package's key."""
 
 
 class _TrustsRemoteCode(Protocol):

@@ -27,7 +27,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 _VOCABULARY = {"embedding_rowwise"}
-"""What :func:`cut_vocabulary` does, for every model."""
+"""Styles in a model's plan that :func:`cut_vocabulary` replaces, for every model."""
 
 
 def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> None:

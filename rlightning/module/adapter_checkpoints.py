@@ -9,9 +9,9 @@ from rlightning.models.adapter_files import base_digest
 from rlightning.parallel.sharding import is_adapter_weight
 
 KEY = "adapter"
-"""Of a checkpoint."""
+"""Key of a checkpoint with the description of the adapter's base."""
 PREFIX = "actor."
-"""Of the actor's weights in a module."""
+"""Prefix of the names of the actor's weights in a module."""
 
 T = TypeVar("T")
 

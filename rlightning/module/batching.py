@@ -30,9 +30,9 @@ from rlightning.types.shared_prefixes import Prefixes, find_prefixes
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
 MIN_SHARED = 0.2
-"""Sequences are computed together if this share of their tokens, or more, is computed once then."""
+"""Least share of a sequence's tokens that others have too for these tokens to be computed once for all."""
 MIN_GAIN = 0.95
-"""Groups are moved once more only if the update then takes at most this share of its time."""
+"""Maximum time of an update, as a share of its time before, for which groups are moved once more."""
 
 
 def balance(

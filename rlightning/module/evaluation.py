@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlightning.data import ValidationSet
 
 PASS_REWARD = 1.0
-"""A completion passes if the first reward function, unweighted, gives it at least this."""
+"""Least unweighted reward of the first reward function with which a completion passes."""
 
 
 class _HasValidationPrompts(Protocol):

@@ -31,7 +31,7 @@ OF_SECTIONS = {
     "engines_idle swap_pause running finished",
     "val": "<set>/reward <set>/pass@<k> <set>/length <set>/truncated <set>/loss",
 }
-"""By the part in front of the first slash; ``<placeholders>`` as in docs/metrics.md."""
+"""Names of metrics by section, the part before the first slash; ``<placeholders>`` as in docs/metrics.md."""
 
 
 def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:

@@ -13,7 +13,7 @@ from rlightning.types import BranchReason, RolloutBatch
 BRANCHES = "environment/branches/"
 REASONS = [reason for reason in get_args(BranchReason) if reason != "start"]
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks, or takes its maximum."""
+"""A function that sums a tensor over the ranks, or takes its maximum."""
 
 
 class RunningMeans:

@@ -48,10 +48,12 @@ def checked(configure_optimizers: Callable[..., object]) -> Callable[..., object
 
 
 def check_form(found: object) -> None:
-    """Refuse a value in none of the forms that Lightning accepts; None stands for no optimizer.
+    """Raise an error if a value is not one of the forms of ``configure_optimizers`` that Lightning accepts.
+
+    None is accepted: it means no optimizer.
 
     Raises:
-        ConfigError: names what is wrong, and the forms.
+        ConfigError: the value is in none of these forms.
     """
     entries: list[Any] = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
     if len(entries) == 2 and isinstance(entries[0], list):

@@ -77,7 +77,7 @@ class RLModule(EvaluationSteps):
     """
 
     max_refills = 0
-    """How often a step may draw further prompts in place of groups that :meth:`keep_sequences` drops."""
+    """Maximum number of times that a step draws prompts in place of groups that :meth:`keep_sequences` drops."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ _locked: set[Path] = set()
 """Folders that no command line has taken, but a fit."""
 
 SAVED = "*.ckpt"
-"""What ``ModelCheckpoint`` writes in its folder."""
+"""Pattern of the files that ``ModelCheckpoint`` writes in its folder."""
 
 
 def lock_run_of(trainer: Trainer) -> None:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 SETTINGS = "settings"
 """The key of a checkpoint that holds the settings that it was written with."""
 ARGUMENT_NAMES = "argument_names"
-"""That holds which of its hyperparameters the module was made with; a user may have saved others."""
+"""Key of a checkpoint with the hyperparameters that are arguments of the module; a user may have saved others."""
 
 
 class SavedModule(PromptBatchModule):

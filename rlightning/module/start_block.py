@@ -22,9 +22,9 @@ from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
 from rlightning.protocols import callbacks_of
 
 WIDTH = 118
-"""Characters of the longest line."""
+"""Maximum number of characters of a line."""
 NAME_WIDTH = 8
-"""Characters that a row's name takes."""
+"""Number of characters of a row's name."""
 
 
 def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:

@@ -93,7 +93,7 @@ _DATA = {
     "test": ("test_dataloader", "validation=rows"),
     "predict": ("predict_dataloader", "predict=rows"),
 }
-"""By command, the hook that gives batches, and the argument of the data module that gives their prompts."""
+"""Hook that returns the batches, and argument of the data module for their prompts, by command."""
 
 
 def check_data_source(trainer: Trainer, module: LightningModule) -> None:

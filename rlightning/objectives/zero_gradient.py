@@ -10,9 +10,9 @@ from rlightning.objectives.components import ForwardPass, LossComponent
 from rlightning.types import RolloutBatch
 
 LOG_RATIO_SCALES = (0.0, 0.01, 0.3, 3.0)
-"""Log-probabilities are tried at random factors of the old ones, of this standard deviation in the logarithm."""
+"""Standard deviations of the random log-ratios between the tried log-probabilities and the old ones."""
 ROLLOUT_SCALES = (None, 0.0, 0.01)
-"""Old ones are tried at random factors of the sampler's, likewise; None is independently of those."""
+"""Standard deviations of the random log-ratios between the tried old log-probs and the sampler's; None: independent."""
 MIN_LOGPROB = -60.0
 
 

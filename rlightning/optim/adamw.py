@@ -17,7 +17,7 @@ from rlightning.seeds import mix_seed, run_seed
 from rlightning.torch_internals import with_local_tensor
 
 State = dict[str, Tensor]
-"""Of a parameter: its count of steps and its moments, by AdamW's names, and scales of those that are of 8 bits."""
+"""State of a parameter by AdamW's names: its step count and moments, and the scales of 8-bit moments."""
 
 
 class StoredMomentsAdamW(AdamW):
@@ -35,7 +35,7 @@ class StoredMomentsAdamW(AdamW):
     """
 
     bytes_at_a_time = 1 << 30
-    """Of the moments as they are computed with: so much is on the device at a time, unless one parameter's is more."""
+    """Maximum bytes of unpacked moments on the device at a time, unless those of one parameter are more."""
 
     def __init__(
         self,

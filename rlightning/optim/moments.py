@@ -17,9 +17,9 @@ from torch import Generator, Tensor
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 BLOCK = 128
-"""The most numbers that share a scale."""
+"""Maximum number of values that share a scale."""
 CHUNK = 1 << 24
-"""Numbers that are rounded at a time: what that takes beside them is some times 64 MiB, however large the tensor."""
+"""Values that are rounded at a time: the temporary memory is some times 64 MiB, however large the tensor."""
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """AdamW's moments by name, and whether they have a sign."""
 

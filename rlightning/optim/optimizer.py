@@ -79,7 +79,7 @@ def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 Split = tuple[list[nn.Parameter], list[nn.Parameter]]
-"""Parameters that decay, and those that do not."""
+"""Parameters with weight decay, and parameters without."""
 
 
 def split_by_decay(network: nn.Module, *, but: Collection[nn.Parameter] = ()) -> Split:
@@ -121,7 +121,7 @@ def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bo
 
 
 PROGRESS = ("params", "num_steps")
-"""Of an optimizer's groups, what a checkpoint decides; all else, such as ``lr``, is configured."""
+"""Keys of an optimizer's groups that a checkpoint restores; all others, such as ``lr``, are configured."""
 
 
 def keep_settings(optimizer: Optimizer, state_dict: StateDict) -> StateDict:

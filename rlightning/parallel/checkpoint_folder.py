@@ -28,11 +28,11 @@ from rlightning.protocols import StateDict
 from rlightning.torch_internals import with_local_tensor
 
 META, INDEX = "meta.pt", ".metadata"
-"""The names that Lightning gives these files too."""
+"""Names of the folder's files, which are Lightning's names too."""
 FORMAT = "rlightning_checkpoint"
-"""The key in it that marks a folder of this module."""
+"""Key of the metadata that marks a folder of this module."""
 VERSION = 2
-"""Of such folders; grows when earlier code cannot read new ones."""
+"""Version of the folder's format, which grows when earlier code cannot read new folders."""
 
 Stored = Mapping[str, TensorStorageMetadata]
 

@@ -19,9 +19,9 @@ from rlightning.parallel.checkpoint_io import SavedState, latest_checkpoint, lis
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-"""In a run's folder, where checkpoints go unless a ``ModelCheckpoint`` has a ``dirpath``."""
+"""Folder of checkpoints within a run's folder, unless a ``ModelCheckpoint`` has a ``dirpath``."""
 FOLDER_DEPTH = 4
-"""How far below it to search, whatever the configurations say: all of it is the run's."""
+"""Levels of that folder that are searched, whatever the configurations say: all of it is the run's."""
 
 
 class Place(NamedTuple):

@@ -42,10 +42,10 @@ class Connection:
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
 _left: list[Connection] = []
-"""Whose groups may be in the middle of a collective, so that their end would be waited for."""
+"""Replaced connections, kept alive: their groups may be in a collective, whose end their destruction would wait for."""
 _num_connections = 0
 DEFAULT_BARRIER_TIMEOUT = 1800.0
-"""Seconds."""
+"""Default seconds that a rank waits at a barrier."""
 _timeout_seconds = DEFAULT_BARRIER_TIMEOUT
 
 

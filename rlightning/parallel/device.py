@@ -18,9 +18,9 @@ from rlightning.torch_internals import set_allocator
 
 GIB = 1 << 30
 HOST_THREADS = 4
-"""Of torch's operations on the host, beside a GPU."""
+"""Maximum number of threads of torch's operations on the host, beside a GPU."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Of the environment: how the user wants PyTorch's caching allocator to work."""
+"""Environment variables with the user's settings of PyTorch's caching allocator."""
 EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 

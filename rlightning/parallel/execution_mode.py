@@ -25,9 +25,9 @@ class ExecutionMode(StrEnum):
     SPMD = "spmd"
     """One of equal processes, each with a device of its own, as Lightning's strategies start them."""
     CONTROLLER = "controller"
-    """Orchestrates workers; holds no model and touches no device."""
+    """A process that orchestrates workers; it holds no model and touches no device."""
     WORKER = "worker"
-    """Has a device and executes a controller's commands."""
+    """A process with a device that executes a controller's commands."""
 
 
 class Launch(NamedTuple):

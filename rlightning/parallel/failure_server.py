@@ -28,9 +28,9 @@ from rlightning.rpc import connect as connect_url
 from rlightning.rpc.peer import Method
 
 MAX_STRANGERS = 32
-"""Connections without the key, at once, beside those of all ranks."""
+"""Maximum number of unauthenticated connections at once, besides those of all ranks."""
 NO_TIMEOUT = float("inf")
-"""Of the transport's own heartbeats: the hang watch judges a rank that does not run."""
+"""Timeout of the transport's own heartbeats: none, as the hang watch detects a rank that does not run."""
 
 
 class FailureServer:

@@ -9,7 +9,7 @@ from rlightning.errors import find_run_error
 from rlightning.foreign_text import cut_line
 
 TERMINATED = 143
-"""What a scheduler expects of a process that SIGTERM ended."""
+"""Exit code that a scheduler expects of a process that SIGTERM ended."""
 DISCONNECTED = "is gone: it was killed, or ended without a word"
 
 

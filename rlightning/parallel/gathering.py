@@ -29,13 +29,13 @@ from rlightning.torch_internals import StridedShard, copy_tensors
 T = TypeVar("T")
 
 GATHER_BYTES = 256 << 20
-"""Bytes of full values that one collective brings, unless a single tensor is larger."""
+"""Maximum bytes of full values in one collective, unless a single tensor is larger."""
 ALIGNMENT = 16
-"""Bytes. Each shard starts at a multiple of this in its buffer, which suits every dtype."""
+"""Alignment in bytes of each shard in its buffer, which suits every dtype."""
 
 
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Since torch 2.13 the old name is deprecated."""
+"""torch's all-gather into one tensor; the name of torch before 2.13 is deprecated."""
 
 
 @dataclass(frozen=True, slots=True)

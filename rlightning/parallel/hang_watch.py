@@ -30,7 +30,7 @@ from rlightning.protocols import JsonObject
 log = logging.getLogger(__name__)
 
 MAX_UNANSWERED = 8
-"""Reports to rank 0 without an answer."""
+"""Maximum number of reports to rank 0 in a row without an answer."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RankState(Heartbeat):
         self.status, self.silent_seconds = status, silent_seconds
 
     def tick(self) -> float:
-        """Add the time since the last tick to the state's times."""
+        """Add the time since the last tick to the rank's silent time; return the silent time in seconds."""
         self.interval = intervals.HEARTBEAT_INTERVAL
         return super().tick()
 

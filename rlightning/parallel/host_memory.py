@@ -9,7 +9,7 @@ from rlightning.parallel.device import empty_cache, host_bytes, synchronize, syn
 from rlightning.torch_internals import inner_tensors, is_traceable_wrapper_subclass
 
 BLOCK_BYTES = 256 << 20
-"""Page-locked memory is allocated in powers of two: one large buffer would waste up to half of it."""
+"""Bytes of a block of page-locked memory, a power of two as its allocations are; one large buffer could waste half."""
 _ALIGNMENT = 512
 
 

@@ -25,7 +25,7 @@ OWN = tuple(
     for name in ("barrier", "collectives", "cpu_group", "failure", "hang_watch", "last_seen", "rank_store")
 )
 NUM_INNERMOST = 8
-"""Frames among which one of torch.distributed's says that the thread waits in a collective."""
+"""Innermost frames of a thread in which one of torch.distributed means that it waits in a collective."""
 NUM_SHOWN = 12
 
 

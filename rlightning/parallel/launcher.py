@@ -28,7 +28,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
-"""What the launchers from outside call the number of ranks that they start on a node."""
+"""Option for the number of ranks on a node, by external launcher."""
 
 
 class RankLauncher(SubprocessLauncher):

@@ -11,9 +11,9 @@ from rlightning.parallel.sharding import local_tensor
 from rlightning.protocols import StateDict
 
 Shapes = Mapping[str, Sequence[int] | None]
-"""By name; None of what is no tensor."""
+"""Shapes of saved values by name; None for a value that is not a tensor."""
 OF_ACTOR = "actor."
-"""How names of the actor's weights begin, which another model has other ones of."""
+"""Prefix of the names of the actor's weights, which differ between models."""
 
 
 def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object], module: nn.Module) -> None:

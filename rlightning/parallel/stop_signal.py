@@ -37,7 +37,7 @@ from rlightning.parallel.rank_store import StoreError
 log = logging.getLogger(__name__)
 
 GRACE_PERIOD = 120.0
-"""Seconds, unless ``model.stop_grace`` sets them."""
+"""Default grace period in seconds after a stop signal; ``model.stop_grace`` sets another."""
 
 
 class StopSignal:

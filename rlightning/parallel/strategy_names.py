@@ -13,7 +13,7 @@ from rlightning.errors import ConfigError, did_you_mean
 KEY = "trainer.strategy"
 WORKERS_KEY = f"{KEY}.worker_strategy"
 KEYS = (KEY, WORKERS_KEY, f"{KEY}.init_args.worker_strategy")
-"""Where a strategy is named: the second ones are those among a controller's workers."""
+"""Keys that name a strategy: the run's, and the two for the strategy of a controller's workers."""
 CLASSES = {
     "fsdp2": "rlightning.parallel.fsdp.FSDP",
     "FSDP": "rlightning.parallel.fsdp.FSDP",
@@ -36,7 +36,7 @@ SPAWN_RULE = (
     "would train copies of the module in processes of its own, and leave this one as it was. Use strategy='ddp', "
     "which starts the program once for each device."
 )
-"""What is wrong with ddp_spawn."""
+"""Reason, in an error message, why ddp_spawn is refused."""
 
 
 def spell_out(value: Any, key: str = "") -> Any:

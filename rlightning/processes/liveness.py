@@ -60,7 +60,7 @@ class Heartbeat:
         self.silent_seconds = 0.0
 
     def tick(self) -> float:
-        """Add the time since the last tick; return :attr:`silent_seconds`."""
+        """Add the seconds since the last tick, at most two intervals, to :attr:`silent_seconds`, and return it."""
         now = time.monotonic()
         self.silent_seconds += min(now - self._last_tick, 2 * self.interval)
         self._last_tick = now

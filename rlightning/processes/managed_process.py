@@ -16,9 +16,9 @@ from rlightning.processes.process_group import end_group
 
 STANDARD_ERROR = 2
 LOG_LINES = 25
-"""Lines of a process's log that an error ends with."""
+"""Number of lines of a process's log at the end of an error."""
 LOG_BYTES = 1 << 16
-"""Of the end of the log that lines are looked for in."""
+"""Bytes at the end of the log from which lines are read."""
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
 
 

@@ -11,7 +11,7 @@ from rlightning.report.history import Points
 WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 32, 42
 MAX_HOVERS = 150
-"""Columns that answer to the pointer; more would make the page heavy and each too thin to hit."""
+"""Maximum number of columns that respond to the pointer; more would make the page heavy, and each too thin to hit."""
 
 
 class Axes:

@@ -24,7 +24,7 @@ from rlightning.disk import BestEffort
 from rlightning.protocols import callbacks_of
 
 ROOM_BYTES = 1 << 18
-"""That a folder must have room for before TensorBoard writes to it: more than the metrics of a step."""
+"""Free bytes that a folder must have before TensorBoard writes to it: more than the metrics of a step."""
 
 
 def adapt_loggers(loggers: Iterable[Logger]) -> None:
@@ -74,7 +74,7 @@ class _Tolerant(Logger):
         self.effort.settle()
 
     def finalize(self, status: str) -> None:
-        """See Logger."""
+        """Close the logger at the end of the run."""
         self._attempt(super().finalize, status)
 
     def _attempt(self, write: Callable[..., object], *args: object, **kwargs: object) -> None:

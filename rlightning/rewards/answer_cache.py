@@ -9,7 +9,7 @@ from rlightning.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = 5.0
-"""Seconds for another process that writes to be done."""
+"""Maximum seconds for another process that writes to finish."""
 
 
 class AnswerCache:

@@ -18,12 +18,12 @@ from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
-"""What the runner gives every function that asks for it; columns of these names are not passed."""
+"""Arguments that the runner passes to every function with such parameters; columns of these names are not passed."""
 TURNS = "turns"
 """The messages after the prompt, as in chat APIs, which the runner gives a function with a parameter of this name."""
 
 DEFAULT_TIMEOUT = 10.0
-"""Seconds that a call may take, where neither the configuration nor the function says it."""
+"""Maximum seconds of a call where neither the configuration nor the function sets a timeout."""
 
 _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
 

@@ -23,7 +23,7 @@ from rlightning.rpc.client import LoopThread
 from rlightning.rpc.progress import CALL, call_tasks, track_tasks
 
 MAX_CONCURRENT = 64
-"""Async calls of one pool that run at once."""
+"""Maximum number of one pool's async calls at once."""
 
 
 class CallRunner:
@@ -205,7 +205,7 @@ class RewardThread(LoopThread):
 
 
 _threads: list[RewardThread] = []
-"""The process's loop, and those that took its place while it was blocked."""
+"""The threads of the process's event loop, and of those that replaced it while it was blocked."""
 os.register_at_fork(after_in_child=_threads.clear)
 
 

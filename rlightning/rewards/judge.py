@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import httpx
 
 SCORE = r"(?i)score[\s:=*_\"'`]*(-?\d+(?:\.\d+)?)(?!\d|[.,]\d)"
-"""The pattern of a score where none is given, as in "Score: 7" or "**Score:** 7.5"."""
+"""Default pattern of a score, as in "Score: 7" or "**Score:** 7.5"."""
 JUDGED = ("completion", "full_text", "turns")
-"""Of what the runner gives every function, one of these has to be in a rubric."""
+"""Placeholders that show the sample to the judge; a rubric has at least one of them."""
 RETRIED_STATUSES = (408, 409, 425, 429)
-"""Of HTTP, besides those from 500 on."""
+"""HTTP statuses after which a request is retried, besides those from 500 on."""
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
-"""Seconds before the second attempt, which double with each further one, and the most of them."""
+"""Seconds before the second attempt, which double with each further one, and their maximum."""
 
 
 class JudgeError(Exception):

@@ -9,7 +9,7 @@ from rlightning.rewards.answers import Answer, Text, answers_equal, find_answer,
 from rlightning.rewards.references import answer_checker
 
 TIME_LIMIT = 3
-"""Seconds that a comparison may take; a formula that takes longer counts as wrong."""
+"""Maximum seconds of a comparison; a formula that takes longer counts as wrong."""
 
 
 @answer_checker

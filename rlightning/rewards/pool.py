@@ -20,9 +20,9 @@ from rlightning.rpc import ProcessStartError, background_loop
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerHungError, WorkerPool
 
 START_TIMEOUT = 300.0
-"""Seconds in which a worker must have imported the functions' modules."""
+"""Maximum seconds for a worker to import the functions' modules."""
 MAX_QUEUED = 3
-"""Calls that a worker of sync functions has besides the one that it runs."""
+"""Maximum number of queued calls of a worker of sync functions, besides the one that it runs."""
 CALLERS = (" in run_call", " in await_result", " in _run_step")
 """Ends of the lines of a stack at which our own frames begin."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REFERENCES = 2000
-"""Rows of a prompt set that are graded."""
+"""Maximum number of rows of a prompt set that are graded."""
 MAX_SHOWN = 3
 
 Function = TypeVar("Function", bound=RewardCallable)

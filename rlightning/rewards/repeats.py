@@ -7,11 +7,11 @@ from typing import NamedTuple
 from rlightning.rewards.calls import Outcome
 
 REPEATED_CALLS = 8
-"""Completions that each function is asked about again."""
+"""Number of completions for which each function is called again."""
 REPEAT_SECONDS = 0.8
-"""In which all have to answer; what is late counts as taking longer."""
+"""Seconds for all repeated calls together; a call that has not returned by then counts as taking longer."""
 SAME = 1e-9
-"""Results that differ by less, relative to the larger, are equal up to rounding."""
+"""Relative difference below which two results are equal up to rounding."""
 
 
 class Repeat(NamedTuple):

@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_WORKERS = 8
 CHECK_SECONDS = 1.5
-"""In which reference answers are graded, after the first of them."""
+"""Maximum seconds for the grading of reference answers, after the first of them."""
 
 
 class RewardRunner:
     """Runs reward functions with timeouts: sync ones in worker processes, async ones on an event loop in one.
 
-    Functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in this process instead, in threads
-    and on a loop: nothing protects it from them, which is logged. Processes start with the first calls. :meth:`begin`
-    lets calls run while the caller has something else to do.
+    Functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in threads and on an event loop of
+    this process instead, where they can block it; a warning says so. Worker processes start with the first calls.
+    :meth:`begin` starts calls and returns before they are done.
 
     Args:
-        rewards: each a dotted path, a function, or a :class:`RewardFunction`; one of them needs no list.
+        rewards: a list of dotted paths, functions or :class:`RewardFunction`, or a single one.
         max_failed_share: the run ends when a larger share of the samples of a :meth:`score` has failed, or of those
             that are counted together (:meth:`counting`).
         max_unrewarded_references: a prompt set is refused when a larger share of its reference answers is not rewarded

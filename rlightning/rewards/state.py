@@ -18,7 +18,7 @@ from rlightning.rewards.sources import is_own_module
 _OF_LISTS = ("append", "clear", "extend", "insert", "pop", "remove", "sort")
 _OF_OTHERS = ("add", "appendleft", "discard", "popitem", "popleft", "setdefault", "update")
 CHANGING_METHODS = frozenset((*_OF_LISTS, *_OF_OTHERS))
-"""Of lists, sets, dictionaries and queues."""
+"""Methods of lists, sets, dictionaries and queues that change them."""
 CHANGING_FUNCTIONS = frozenset(("next", "setattr", "delattr"))
 """Built-in functions that change their first argument."""
 GIVING_THROUGH = frozenset(("type", "vars", "getattr", "globals"))
@@ -26,7 +26,7 @@ GIVING_THROUGH = frozenset(("type", "vars", "getattr", "globals"))
 CONSTANTS = (NoneType, str, bytes, int, float, complex, tuple, frozenset, type, FunctionType)
 """Types of defaults that no call changes."""
 MAX_FUNCTIONS = 50
-"""That are read, of those that a function calls."""
+"""Maximum number of functions that are read, of those that a function calls."""
 
 _Source = tuple[FunctionType, type | None]
 """A Python function, and the class that it is called on if it is a method."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 WINDOW_STEPS = 20
 WAITING_SHARE = 0.3
-"""Of the time: a side that waits for longer is reported."""
+"""Share of the time above which the waiting of the trainer or of the engines is reported."""
 
 STOPPED = "rollout/stopped"
 """The metric of how many prompts a step has started and not waited for, which are requeued."""

@@ -31,38 +31,38 @@ Score = Callable[[RolloutBatch, torch.dtype], Tensor]
 """[T] log-probabilities of a batch under the actor at temperature 1, computed in the engine's dtype."""
 
 MAX_DISTANCE = 1.2
-"""Of an engine from the actor's evaluations, as a multiple of their distance from each other."""
+"""Maximum distance of an engine from the actor's evaluations, as a multiple of their distance from each other."""
 MAX_SHARE = 0.1
-"""Of the way from the current weights back to former ones: errors of other sizes than the actor's may look like 3%."""
+"""Maximum share of an update that an engine may seem to lack: errors of a size unlike the actor's may look like 3%."""
 BEYOND = 1.5
 """Ways by which an engine is off that is not on the way back: of tokens that lead anywhere half seem to lead back."""
 MAX_ERRORS = 6.0
-"""Standard errors by which an engine may be on that way: chance leads as far in less than one of 10^7 syncs."""
+"""Maximum standard errors of the lacking share: chance leads as far in less than one of 10^7 syncs."""
 
 NUM_FORWARDS = 2
 NUM_COPIES = 2
-"""Of the canary in a forward pass. The product with ``NUM_FORWARDS`` is ``K``: one pass would take more memory."""
+"""Copies of the canary in a forward pass. Times ``NUM_FORWARDS`` it is ``K``: one pass would take more memory."""
 CANARY_TOKENS = 1024
 CANARY_LENGTH = 128
 LEAST_CANARY_LENGTH = 32
 SEEN = 5.0
-"""Times its noise by which an actor's log-probabilities must move with other values in its adapter."""
+"""Least change of the actor's log-probabilities with other values in its adapter, as a multiple of their noise."""
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-12}
 """The relative error that the embeddings get. In half precision it is one of rounding, and has all later layers round
 otherwise. In float32 they would not: it stands for all that they lose, with room for wide and deep models."""
 TF32_ROUNDING = 2.0**-6
-"""The same for the products of TF32, which vLLM multiplies float32 matrices in on a GPU."""
+"""The relative error of TF32 products, by which vLLM multiplies float32 matrices on a GPU."""
 
 
 class Evaluation(NamedTuple):
-    """What the actor has given for the weights of a version: [K, S]."""
+    """The actor's log-probabilities [K, S] of the canary under the weights of a version."""
 
     version: int
     logprobs: Floats
 
 
 class Canary:
-    """What actors and engines score after a sync.
+    """Token sequences that actors and engines score after a sync.
 
     An engine that holds former weights has those of the sync before, or those that were verified last: what was sent
     since then may be lost.

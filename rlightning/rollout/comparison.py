@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 BLOCK_LENGTH = 16
-"""Consecutive tokens that count as one observation: their errors may hang together."""
+"""Consecutive tokens that count as one observation: their errors may be correlated."""
 TRIMMED = 0.01
-"""The share of tokens that are left out, those that differ most: rounding may change the experts of one."""
+"""Share of tokens that are left out, those that differ most: rounding may change the experts of one."""
 MAX_SIDE = 2.0
-"""A token that is further off than so many of its units counts no more."""
+"""Limit of a token's value in its units; a token that is further off counts no more."""
 LEAST_DEVIATION = 0.01
-"""Of the scores of blocks, which are all alike where the weights are far apart."""
+"""Least deviation of the scores of blocks, which are all alike where the weights are far apart."""
 LEAST_NOISE = 2e-6
-"""Nats: steps of float32 near log-probabilities of -10."""
+"""Least noise in nats: steps of float32 near log-probabilities of -10."""
 
 
 class Comparison(NamedTuple):
-    """How far an engine is from the actor.
+    """The distance of an engine's log-probabilities from the actor's, and the noise of the actor's own.
 
     Attributes:
         distance: of its log-probabilities from the actor's, root mean square in nats.
@@ -36,13 +36,13 @@ class Comparison(NamedTuple):
 
 
 class WayBack(NamedTuple):
-    """How far an engine is on the way from the current weights back to former ones.
+    """An estimate of how much of an update an engine's weights lack.
 
     Attributes:
         length: distance of the actor's evaluations of both, root mean square in nats.
-        share: of the way, 0 with the current weights and 1 with the former ones. Where these differ by less than can be
-            told from rounding it means nothing.
-        errors: standard errors by which it is above 0.
+        share: of the update that is lacking: 0 with the current weights, 1 with the former ones. It means nothing where
+            these differ by no more than rounding does.
+        errors: standard errors by which the share is above 0.
     """
 
     length: float
@@ -77,7 +77,7 @@ def root_mean_square(differences: Floats) -> float:
 
 
 def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
-    """Find out how far back an engine is on the way from the current weights to former ones.
+    """Estimate how much of the last update an engine's weights lack, by its log-probabilities.
 
     A token's score is the step from now to before, times the side of the middle between both that a value is on, each
     in units of the token's noise and half the step, added in squares. An engine with the current weights scores as

@@ -27,12 +27,12 @@ from rlightning.models.policy import remove_dropout
 CACHED_ATTENTION = "rlightning_cached"
 """The name to build a model with: ``attn_implementation=CACHED_ATTENTION``. Without a cache it is packed attention."""
 CACHE_STEP = 64
-"""The cache's rows have room for a multiple of so many tokens."""
+"""Step in tokens by which the cache's rows grow."""
 MIN_ROWS = 4
-"""Of a matrix product. CPUs multiply fewer by other kernels, which round otherwise: with these a sequence's numbers are
-the same in any batch."""
+"""Least number of rows of a matrix product. CPUs multiply fewer rows by other kernels, which round differently: with
+these a sequence's numbers are the same in any batch."""
 FILLER = [0] * MIN_ROWS
-"""Tokens that are computed where there are fewer, and whose results are dropped."""
+"""Tokens that fill a matrix product with too few rows, whose results are dropped."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Where the tokens of one forward pass are in the cache.
+    """The places in the cache of the tokens of one forward pass.
 
     Attributes:
         cache: the one.
@@ -111,7 +111,7 @@ def cached_attention(
     use: CacheUse | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As :func:`~rlightning.models.attention.packed_attention`, and with a cache.
+    """Compute packed attention, with a key/value cache if ``use`` is given.
 
     Args:
         module: the attention layer.
@@ -120,7 +120,7 @@ def cached_attention(
         value: [1, K, T, D].
         attention_mask: None.
         use: where keys and values go; with a mask, the T tokens are each one row's, and see what that holds.
-        kwargs: of packed attention.
+        kwargs: of :func:`~rlightning.models.attention.packed_attention`.
 
     Returns:
         [1, T, H, D], and no attention weights.

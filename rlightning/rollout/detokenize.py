@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 CONTEXT_TOKENS = 32
-"""Of the prompt, that are decoded along: some tokenizers write a token otherwise where a text begins."""
+"""Last tokens of the prompt that are decoded too: some tokenizers decode the first token of a text differently."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What bytes are decoded to that are no character, or not yet."""
+"""Character to which bytes are decoded that are not, or not yet, a whole character."""
 
 
 def decode_completions(

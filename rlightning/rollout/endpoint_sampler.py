@@ -21,11 +21,11 @@ from rlightning.types import Sample
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds until a server must have taken a connection."""
+"""Maximum seconds for a server to accept a connection."""
 REQUEST_TIMEOUT = 600.0
-"""Seconds that a completion may take, where an environment's trajectories have no limit of their own."""
+"""Maximum seconds of a completion, where an environment's trajectories have no limit of their own."""
 WRONG_SERVER = (401, 403, 404, 405)
-"""HTTP statuses that any further request would get, too."""
+"""HTTP statuses that every further request would get too."""
 
 
 Choice = Mapping[str, Any]

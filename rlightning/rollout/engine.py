@@ -26,7 +26,7 @@ from rlightning.types import Sample
 from rlightning.types.supports import Supports
 
 Request = Callable[..., Awaitable[object]]
-"""Calls a method of :class:`~rlightning.rollout.vllm.server.VLLMServer` by its name."""
+"""A function that calls a method of :class:`~rlightning.rollout.vllm.server.VLLMServer` by its name."""
 
 
 class EngineSampler(ABC):
@@ -44,7 +44,7 @@ class EngineSampler(ABC):
     @property
     @abstractmethod
     def files(self) -> ModelFiles:
-        """Of the model that the engine runs."""
+        """Return the files of the model that the engine runs."""
 
     @abstractmethod
     async def _request(self, method: str, *arguments: object) -> object:
@@ -128,7 +128,7 @@ class Engine(EngineSampler):
 
     @property
     def ready(self) -> "Future[EngineFacts]":
-        """Done when the engine that was started last is up, or has failed to start."""
+        """A future of the engine process that was started last, done when it is up or has failed to start."""
         return self._running.ready
 
     @property
@@ -156,7 +156,7 @@ class Engine(EngineSampler):
 
     @property
     def files(self) -> ModelFiles:
-        """Of the model that it runs."""
+        """Return the files of the model that the engine runs."""
         if self.config.files is None:
             raise EngineError(
                 "EngineConfig.files is None: completions cannot be decoded. Set it by ModelFiles.read(model)."

@@ -39,7 +39,7 @@ METHODS = (
     "sleep",
     "ping",
 )
-"""Of :class:`~rlightning.rollout.vllm.server.VLLMServer` that a trainer may call."""
+"""Methods of :class:`~rlightning.rollout.vllm.server.VLLMServer` that a trainer may call."""
 NAME = "the engine"
 BUSY = "it serves another trainer"
 
@@ -75,7 +75,7 @@ class EngineConnection(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """Of the engine's process, on its host."""
+        """The process id of the engine on its host."""
 
     @abstractmethod
     async def _connect(self) -> Peer:
@@ -114,7 +114,7 @@ class EngineConnection(ABC):
         return background_loop().submit(self.call(method, *arguments))
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """The same as :meth:`submit`, on the background loop."""
+        """Call a method of the engine's server and return its result; for callers on the background loop."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -267,7 +267,7 @@ class ServedEngine(EngineConnection):
 
     @property
     def pid(self) -> int:
-        """Of the engine's process on its host; waits until it is up."""
+        """The process id of the engine on its host; waits until the engine is up."""
         return int(self.ready.result()["pid"])
 
     async def _connect(self) -> Peer:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rlightning.rollout.engine_config import EngineConfig
 
 SHOWN = 5
-"""Differences that an error names."""
+"""Maximum number of differences that an error names."""
 MISSING = "nothing"
 CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rope_\w+|\w*attention\w*)")
 """Keys of a model's configuration that are compared even if only one side has them."""
@@ -78,7 +78,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
 
 
 def _own_version() -> str:
-    """Of the installed package; a source tree that is only on the path has none."""
+    """Return the version of the installed package; a source tree that is only on the path has none."""
     try:
         return version("rlightning")
     except PackageNotFoundError:

@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 Placement = Literal["colocated", "standalone"]
 
 MIN_HANG_TIMEOUT = 5.0
-"""Seconds."""
+"""Least value of ``rollout.hang_timeout`` in seconds."""
 DEFAULT_PROMPTS = 256
-"""That are expected at once from a module without a ``plan``."""
+"""Number of prompts in a step that is assumed for each engine of a module without a ``plan``."""
 MEMORY_SHARE = {"colocated": 0.45, "standalone": 0.9}
-"""Of a device's memory, for an engine that has to share it with an actor and for one that has not."""
+"""Default share of a device's memory for an engine: one that shares it with an actor, and one that does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,21 +94,21 @@ class EngineOptions:
 
     @property
     def memory_share(self) -> float:
-        """Of the device's memory, for an awake engine."""
+        """The share of the device's memory that an awake engine may use."""
         given = self.gpu_memory_utilization
         return MEMORY_SHARE[self.placement] if given is None else given
 
     @property
     def devices_per_engine(self) -> int:
-        """How many devices an engine spans."""
+        """The number of devices of an engine."""
         return int(self.arguments.get("tensor_parallel_size") or 1)
 
     def prompts_ahead(self, prompts_per_step: int) -> int:
-        """How many prompts are in flight beyond those of a step."""
+        """Return the number of prompts in flight beyond those of a step."""
         return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
 
     def describe(self, config: EngineConfig, num_engines: int) -> str:
-        """What runs where, in a line."""
+        """Return one line that says which engines run on which devices."""
         arguments = config.engine_args
         name = "vLLM" if config.url else f"vLLM {find_version()}".strip()
         place = "on the actor's devices" if self.placement == "colocated" else "on devices of their own"
@@ -322,7 +322,7 @@ class EngineOptions:
         return replace(engine, weights=engine.weights + places, asleep=self.num_engines * sent_bytes(adapter, itemsize))
 
     def itemsize(self, device: torch.device) -> int:
-        """Bytes of one of the engine's weights."""
+        """Return the bytes of one number of the engine's weights."""
         return torch_dtype(self.engine_dtype(device)).itemsize
 
     def engine_dtype(self, device: torch.device) -> str:

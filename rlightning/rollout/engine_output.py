@@ -1,4 +1,4 @@
-"""What a sampler's own code has of one sample, before it is a :class:`~rlightning.types.Sample`."""
+"""One sample as a sampler's own code has it, before it is a :class:`~rlightning.types.Sample`."""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64] | NDArray[np.int32] | memoryview
-"""An array; from another process, its memory."""
+"""An array of integers; from another process, its memory."""
 Floats = NDArray[np.float32] | memoryview
 
 

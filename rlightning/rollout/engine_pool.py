@@ -23,7 +23,7 @@ from rlightning.types import Sample
 T = TypeVar("T")
 
 MAX_SESSIONS = 1 << 16
-"""Sessions whose engine is remembered: those that were used last."""
+"""Maximum number of sessions whose engine is stored: those that were used last."""
 
 
 class EngineId(NamedTuple):
@@ -90,7 +90,7 @@ class EnginePool:
         return all(follows_schemas(member.engine) for member in self.members.values())
 
     def set_serving(self, serving: Collection[EngineId]) -> None:
-        """Ask these engines from now on, and no others; requests that waited for one go on."""
+        """Send requests to these engines only, from now on; requests that waited for an engine continue."""
         for engine_id, member in self.members.items():
             member.num_starts += engine_id in serving and not member.is_serving
             member.is_serving = engine_id in serving
@@ -101,7 +101,7 @@ class EnginePool:
             self._is_serving.clear()
 
     def remove(self, engine_ids: Collection[EngineId]) -> None:
-        """Ask these engines no more."""
+        """Send no further requests to these engines."""
         self.set_serving({one for one, member in self.members.items() if member.is_serving} - set(engine_ids))
 
     def take_idle_seconds(self) -> float:
@@ -190,7 +190,7 @@ class EnginePool:
         return min((one for one in self.members.values() if one.is_serving), key=lambda member: member.load)
 
     def _remove(self, member: Member) -> None:
-        """Ask an engine no more that has been found dead."""
+        """Send no further requests to an engine that has died."""
         member.is_serving = False
         member.update_idle_time()
         if not self.num_serving:

@@ -29,7 +29,7 @@ from rlightning.rollout.weights.rendezvous import find_own_address
 
 KEY_BYTES = 32
 MAX_CONNECTIONS = 4
-"""Of rank 0 to a relay at once: one, and lost ones whose end the relay has not noticed yet."""
+"""Maximum number of rank 0's connections to a relay: one, and lost ones that the relay has not detected yet."""
 
 
 class EngineRelay:
@@ -79,7 +79,7 @@ class RemoteEngine(EngineSampler):
 
     @property
     def files(self) -> ModelFiles:
-        """Of the model that it runs."""
+        """Return the files of the model that the engine runs."""
         return self._files
 
     async def _request(self, method: str, *arguments: object) -> object:

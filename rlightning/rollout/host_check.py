@@ -11,15 +11,15 @@ from rlightning.errors import EngineStartError
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 20
-"""Free in /dev/shm: semaphores and small segments of Python's and of OpenMP."""
+"""Least free bytes in /dev/shm, for semaphores and small segments of Python's and of OpenMP."""
 MIN_SHARED_BYTES_OF_WORKERS = 64 << 20
-"""The same for an engine of several workers, which exchange what they compute through it."""
+"""Least free bytes in /dev/shm for an engine of several workers, which exchange their results through it."""
 SCARCE_SHARED_BYTES = 512 << 20
-"""Below which it is worth a word where an engine has ended without one."""
+"""Free bytes of shared memory below which the error of an engine that ended without a cause mentions them."""
 MIN_OPEN_FILES = 256
-"""That a process of an engine may have open at once."""
+"""Least number of files that an engine's process must be allowed to have open at once."""
 WANTED_OPEN_FILES = 65536
-"""That it is allowed where the host's own limit is that high."""
+"""Number of open files that an engine's process is allowed, where the host's own limit is that high."""
 
 
 def check_host(num_workers: int) -> None:

@@ -27,9 +27,9 @@ from rlightning.types.trajectory import from_plain, to_plain
 log = logging.getLogger(__name__)
 
 SEED_OFFSET_PER_ATTEMPT = 1 << 52
-"""Between the random streams of two attempts at a group; the streams of a step are below it."""
+"""Offset between the random streams of two attempts at a group; the streams of a step are below it."""
 MAX_SURPLUS_GROUPS = 4
-"""For each group that no later step could take, a step waits until this many groups more than it needs are finished."""
+"""Surplus finished groups, for each group that no later step could take, at which a step stops waiting for those."""
 
 
 class SavedGroup(TypedDict):
@@ -43,7 +43,7 @@ class SavedGroup(TypedDict):
 
 
 SavedGroups = dict[str, list[SavedGroup]]
-"""What is in flight, in a checkpoint: its ``groups``."""
+"""The groups in flight in a checkpoint, under the key ``groups``."""
 
 
 @dataclass(eq=False, slots=True)

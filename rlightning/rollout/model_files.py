@@ -18,7 +18,7 @@ IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "init
 """Keys of a model's configurations that change no sampled token."""
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 LARGEST_COPY = 64 << 20
-"""Bytes. Tokenizers have up to 35 MB."""
+"""Maximum bytes of a file that is copied; tokenizers have up to 35 MB."""
 
 
 @dataclass(frozen=True, slots=True)

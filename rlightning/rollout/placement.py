@@ -31,7 +31,7 @@ def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
 
 
 def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -> list[tuple[str, ...]]:
-    """For each standalone engine the devices that no rank of this host has; further engines share them in turn.
+    """Return for each standalone engine devices that no rank of this host has; further engines share them in turn.
 
     Args:
         own: this rank's.
@@ -61,7 +61,7 @@ def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -
 
 
 def _name(own: torch.device) -> str:
-    """What CUDA calls the device, whatever this process sees."""
+    """Return the device's name on the host, which ``CUDA_VISIBLE_DEVICES`` of this process does not change."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     index = own.index or 0
     return visible.split(",")[index] if visible else str(index)

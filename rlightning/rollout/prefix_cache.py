@@ -1,4 +1,4 @@
-"""How many tokens of its requests an engine had computed before."""
+"""The share of requests' tokens that an engine finds in its prefix cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from rlightning.rollout.engine_output import EngineOutput
 
 @dataclass(slots=True)
 class PrefixCacheUse:
-    """Tokens that requests were made with.
+    """Numbers of tokens in the prompts of requests.
 
     Attributes:
-        num_tokens: all of them.
-        num_cached: those whose keys and values the engine had.
+        num_tokens: all tokens.
+        num_cached: the tokens whose keys and values the engine had cached.
     """
 
     num_tokens: int = 0
@@ -46,4 +46,4 @@ class CountsPrefixCache(Protocol):
 
     @property
     def prefix_cache(self) -> PrefixCacheUse:
-        """Since its counts were taken last."""
+        """The counts of tokens since they were taken last."""

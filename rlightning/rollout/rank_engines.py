@@ -37,7 +37,7 @@ from rlightning.rollout.weights.transports import make_colocated_sender, make_st
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 1
-"""Of an engine in a step."""
+"""Maximum number of restarts of one engine in a step."""
 
 
 class RankEngines(RankSamplers):

@@ -46,7 +46,7 @@ class EngineActor:
         self._has_run = False
 
     def url(self) -> str:
-        """Where the engine will listen."""
+        """Return the URL at which the engine will listen."""
         return f"{SCHEME}://{self._host}:{self._listener.getsockname()[1]}"
 
     def run(
@@ -168,7 +168,7 @@ class RayEngines(Generic[C]):
         self.actors = [actor.options(**reserved).remote(driver) for _ in range(options.num_engines)]
 
     def close(self) -> None:
-        """End them."""
+        """Kill the Ray actors of the engines."""
         ray = import_ray()
         if ray.is_initialized():
             for actor in self.actors:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 MAX_SUPPORT = 128
-"""Tokens of the largest support: a distribution truncated to more of them is not corrected in the trainer."""
+"""Largest support in tokens: a distribution truncated to more of them is not corrected in the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +119,14 @@ OnCompleted = Callable[[Prompt, list[Trajectory]], None]
 
 
 TakePrompts = Callable[[int], list[Prompt]]
-"""Gives as many further prompts of the training set."""
+"""A function that returns a number of further prompts of the training set."""
 
 
 class Generator(Protocol):
     """Completes prompts; what an RLModule asks of the callback that owns the engine. Subclass it."""
 
     max_staleness: int = 0
-    """How many updates old the tokens that :meth:`collect_trajectories` gives may be."""
+    """Maximum staleness, in updates, of the tokens that :meth:`collect_trajectories` returns."""
 
     def generate(
         self,
@@ -203,7 +203,7 @@ class TokenSampler(Protocol):
 
 
 OnTokens = Callable[[int, Sequence[int]], None]
-"""Called with the number of a sample and its next tokens."""
+"""A function that is called with the number of a sample and its next tokens."""
 
 
 class TokenStreamer(Protocol):

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SCHEME = "tcp"
 MAX_RESTARTS = 3
-"""Of an engine, until it has answered a request for samples."""
+"""Maximum number of restarts of an engine until it has answered a request for samples."""
 
 
 class Client:

@@ -34,12 +34,12 @@ from rlightning.rollout.weights import WeightSource
 from rlightning.types import RolloutBatch, Sample
 
 MAX_PROMPT_TOKENS = 8192
-"""That one forward pass computes, unless a single prompt is longer."""
+"""Maximum number of prompt tokens in one forward pass, unless a single prompt is longer."""
 
 
 @dataclass(eq=False)
 class _Request:
-    """What :meth:`TransformersSampler.sample` was asked for."""
+    """A request to :meth:`TransformersSampler.sample`."""
 
     token_ids: list[int]
     sampling: Sampling
@@ -103,11 +103,11 @@ class TransformersSampler:
         self._cache = KeyValueCache()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        """In the order of the cache's rows."""
+        """Sequences that are being generated, in the order of the cache's rows."""
         self._is_working = False
         self._queue_lock = threading.Lock()
         self._model_lock = threading.Lock()
-        """Held during a step, and while weights are written."""
+        """A lock that is held during a step, and while weights are written."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
 
     # Requests

@@ -19,20 +19,20 @@ from typing import Protocol, cast
 import msgpack
 
 MAX_BODY_BYTES = 256 << 20
-"""Of a message without its buffers; text and numbers of a batch are far below."""
+"""Maximum bytes of a message without its buffers; text and numbers of a batch are far below."""
 MAX_BUFFERS = 1 << 16
 MAX_BUFFER_BYTES = 64 << 30
-"""Of all buffers of a message."""
+"""Maximum bytes of all buffers of a message together."""
 WRITE_BUFFER_BYTES = 1 << 20
-"""Of a connection, above which a sender waits until the other end has read."""
+"""Bytes in a connection's write buffer above which a sender waits until the receiver has read."""
 SCRATCH_BYTES = 1 << 18
-"""Read at once; what is larger is read into its own memory."""
+"""Size of the buffer that is read into; longer data is read into its own memory."""
 FRAME_BYTES = 4096
-"""Of memory taken at first to write a message's body."""
+"""Bytes of memory that are allocated at first to write a message's body."""
 BUFFER_CODE = 1
-"""Of msgpack's extension type that stands for a buffer: its number, format and shape."""
+"""Code of msgpack's extension type for a buffer, which has the buffer's number, format and shape."""
 FORMATS = frozenset("bBhHiIlLqQfd?")
-"""Of an array's elements; others have to be viewed as one of them."""
+"""Formats of an array's elements; an array of other elements has to be viewed as one of them."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 """A host that is gone is noticed after half a minute; after one if something has been sent to it meanwhile."""
 

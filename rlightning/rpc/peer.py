@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 CALL, RESULT, ERROR, CANCEL, NOTIFICATION, HEARTBEAT = range(6)
 MAX_CALLS = 4096
-"""In flight in one direction: a caller waits for a place, and what exceeds them twice is refused."""
+"""Maximum number of calls in flight in one direction: a caller waits for a place; above twice as many are refused."""
 
 Method = Callable[..., Awaitable[Any]]
 

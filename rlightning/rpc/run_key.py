@@ -7,7 +7,7 @@ import socket
 from rlightning.errors import ConfigError
 
 RUN_KEY_VARIABLE = "RLIGHTNING_RUN_KEY"
-"""The environment variable."""
+"""Environment variable with the run's key."""
 OLD_VARIABLE = "RLIGHTNING_ENGINE_TOKEN"
 
 
@@ -40,6 +40,6 @@ def check_key(host: str, name: str) -> None:
     """Refuse connections to other hosts without a key; ``name`` is the option that names ``host``."""
     if read_key() is None and not is_loopback(host):
         raise ConfigError(
-            f"{name}={host} is no loopback address, and whoever reaches it could use what is served there. Set the "
+            f"{name}={host} is no loopback address, and any client could use what is served there. Set the "
             f"environment variable {RUN_KEY_VARIABLE} to the same secret for `rlightning serve` and for the trainer."
         )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 32
-"""Connections whose client is not known yet, at once."""
+"""Maximum number of connections at once whose client is not authenticated yet."""
 
 
 class Server:

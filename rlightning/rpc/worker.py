@@ -13,7 +13,7 @@ from rlightning.rpc.progress import ProgressFile
 from rlightning.rpc.server import serve_parent
 
 STACK_SIGNAL = signal.SIGUSR1
-"""Has a worker write the stacks of all its threads, also while a call holds the interpreter's lock."""
+"""Signal by which a worker writes the stacks of all threads, also while a call holds the interpreter's lock."""
 
 
 class Worker:

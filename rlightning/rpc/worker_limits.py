@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rlightning.processes.managed_process import STANDARD_ERROR
 
 OUTPUT_SECONDS = 60.0
-"""In which a worker may write ``max_output_mb``."""
+"""Seconds in which a worker may write at most ``max_output_mb``."""
 CHUNK_BYTES = 1 << 16
 MB = 1_000_000
 

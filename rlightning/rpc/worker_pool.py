@@ -36,10 +36,10 @@ from rlightning.rpc.worker_limits import MB, UNLIMITED, WorkerLimits, WorkerOutp
 log = logging.getLogger(__name__)
 
 STACK_SECONDS = 1.0
-"""In which a hanging process writes its stacks; one that is stopped writes none."""
+"""Maximum seconds for a hanging process to write its stacks; a suspended process writes none."""
 MAX_STACK_BYTES = 1 << 20
 MAX_UNEXPLAINED_DEATHS = 20
-"""Of workers in a row that no call is the cause of, without a call that succeeds."""
+"""Maximum number of deaths of workers in a row that no call caused, without a successful call in between."""
 
 
 class WorkerError(RPCError):

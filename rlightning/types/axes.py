@@ -28,9 +28,9 @@ Axis = Literal["T", "N", "M", "G"]
 Batch = TypeVar("Batch", bound="DataclassInstance")
 """A dataclass whose fields have axes."""
 Value: TypeAlias = Tensor | dict[str, Tensor] | list[object] | None
-"""Of a field with an axis."""
+"""Value of a field with an axis."""
 Runs = Sequence[tuple[int, int]]
-"""Where runs of tokens begin and end: an index a token would take more memory than what it selects."""
+"""Begins and ends of runs of tokens: an index for each token would take more memory than what it selects."""
 KEY = "axis"
 
 

@@ -27,7 +27,7 @@ from rlightning.types.shared_prefixes import SharedPrefixes
 from rlightning.types.trajectory import Branch, BranchReason, Prompt, Sample, Trajectory
 
 UNITS: dict[Axis, str] = {"T": "tokens", "N": "sequences", "M": "trajectories", "G": "groups"}
-"""What there is an entry for along an axis."""
+"""Names of the entries along each axis."""
 TOKEN_FIELDS = (
     ("token_ids", "token_ids", np.int64),
     ("is_sampled", "is_sampled", np.bool_),

@@ -18,7 +18,7 @@ from rlightning.types.supports import Supports
 from rlightning.types.trajectory import Sample, Trajectory
 
 NO_TOKEN = -1
-"""What fills the row of a smaller support; a row of nothing else is of a distribution that is not truncated."""
+"""Filler at the end of a smaller support's row; a row of it alone belongs to a distribution that is not truncated."""
 
 
 class PackedTrajectories(Protocol):

@@ -5,7 +5,7 @@ import ipaddress
 import socket
 
 FAR = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses of documentation (RFC 5737, RFC 3849): nobody has them, and nothing is sent there."""
+"""Addresses that are reserved for documentation (RFC 5737, RFC 3849): no host has them, and nothing is sent there."""
 LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 

@@ -117,7 +117,7 @@ class MessageWriter(BlockWriter):
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
     def write(self, answers: Answers) -> JsonObject:
-        """See :class:`EventWriter`."""
+        """Return the whole response in the form of Anthropic's Messages API."""
         (turn,) = answers.turns
         sample = turn.sample
         stop = next((stop for stop in self._stops if sample.finish_reason == "stop" and stop in sample.text), None)
@@ -131,13 +131,13 @@ class MessageWriter(BlockWriter):
         }
 
     def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the first events of a streamed response."""
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message={**self._head, **empty})
 
     def end(self, answers: Answers) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the last events of a streamed response."""
         whole, (turn,) = self.write(answers), answers.turns
         yield from self.add(0, turn.message.reasoning or "", turn.message.content)
         yield from self._switch(None)

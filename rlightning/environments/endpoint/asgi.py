@@ -9,11 +9,11 @@ from rlightning.foreign_text import describe_error
 from rlightning.protocols import JsonObject
 
 Message = MutableMapping[str, Any]
-"""Of ASGI: the scope of a request, or an event."""
+"""An ASGI message: the scope of a request, or an event."""
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 GONE = 499
-"""The status of what a client that has gone away would be answered."""
+"""HTTP status of the response to a client that has disconnected, which does not receive it."""
 
 
 class ClientGoneError(Exception):

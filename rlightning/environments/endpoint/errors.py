@@ -14,7 +14,7 @@ TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
-"""By HTTP status, in OpenAI's and Anthropic's words; any other is the server's own."""
+"""OpenAI's and Anthropic's name of an error by its HTTP status; every other status is a server error."""
 
 
 class APIError(Exception):

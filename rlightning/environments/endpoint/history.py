@@ -12,7 +12,7 @@ from rlightning.foreign_text import cut_value
 from rlightning.types.trajectory import BranchReason
 
 THOUGHT = re.compile(r"\s*(?:<think>)?.*?</think>", re.DOTALL)
-"""At the start of a text whose reasoning was not read apart."""
+"""Reasoning at the start of a text that was not parsed into reasoning and content."""
 SYSTEM = ("system", "developer")
 
 

@@ -119,12 +119,12 @@ class CompletionWriter(EventWriter):
         """Yield the last chunks of a choice's stream."""
 
     def write(self, answers: Answers) -> JsonObject:
-        """See :class:`EventWriter`."""
+        """Return the whole response in the form of OpenAI's API."""
         choices = [self._choice(turn, index) for index, turn in enumerate(answers.turns)]
         return {**self._head, "object": self.kind, "choices": choices, "usage": count_usage(answers)}
 
     def end(self, answers: Answers) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the last events of a streamed response."""
         for index, turn in enumerate(answers.turns):
             yield from self.add(index, turn.message.reasoning or "", turn.message.content)
             yield from self._end_choice(turn, index)
@@ -145,7 +145,7 @@ class ChatWriter(CompletionWriter):
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the events for the text of a choice that later tokens cannot change."""
         if choice not in self._num_written:
             yield self._delta(choice, {"role": "assistant", "content": ""})
         new = self._take_new(choice, reasoning, content)
@@ -178,7 +178,7 @@ class TextWriter(CompletionWriter):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the events for the text of a choice that later tokens cannot change."""
         _, text = self._take_new(choice, reasoning, content)
         if text:
             yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})

@@ -15,7 +15,7 @@ from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import TEMPERATURES
 
 MAX_CHOICES = 64
-"""Of a request (``n``)."""
+"""Maximum number of choices (``n``) of a request."""
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
     *("safety_identifier", "request_id", "include", "skip_special_tokens", "spaces_between_special_tokens"),

@@ -132,7 +132,7 @@ class ResponseWriter(BlockWriter):
         }
 
     def write(self, answers: Answers) -> JsonObject:
-        """See :class:`EventWriter`."""
+        """Return the whole response in the form of OpenAI's Responses API."""
         (turn,) = answers.turns
         message, is_cut, usage = turn.message, turn.sample.is_truncated, count_usage(answers)
         status = "incomplete" if is_cut else "completed"
@@ -159,12 +159,12 @@ class ResponseWriter(BlockWriter):
         }
 
     def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the first events of a streamed response."""
         begun: JsonObject = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         yield self._event("response.created", response={**self._head, **begun})
 
     def end(self, answers: Answers) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the last events of a streamed response."""
         response, (turn,) = self.write(answers), answers.turns
         yield from self.add(0, turn.message.reasoning or "", turn.message.content)
         if not turn.message.content and not turn.message.tool_calls:

@@ -38,7 +38,7 @@ ROUTES: Mapping[str, Route] = {
 }
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 120
-"""For which a client's idle connection stays open: tools may take long between two requests."""
+"""Seconds that a client's idle connection stays open: tools may take long between two requests."""
 CLOSE_SECONDS = 5.0
 
 

@@ -25,7 +25,7 @@ from rlightning.types.trajectory import BranchReason, Sample
 
 RESPONSE_FORMAT = "response_format"
 MAX_BEGINNINGS = 256
-"""Conversations whose tokens are kept: a group's trajectories begin alike, at about the same time."""
+"""Maximum number of conversations whose tokens are kept: a group's trajectories begin alike, at about the same time."""
 
 
 class ToolUse(NamedTuple):

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from rlightning.environments.endpoint.session import Session
 
 HEADER = "x-session-id"
-"""Of a request: which session it is of."""
+"""HTTP header that names the session of a request."""
 WAIT_SECONDS = 10.0
-"""For a session that a request names before the trainer has heard of it."""
+"""Maximum seconds that a request waits for its session to be added."""
 
 
 class SharedKey:

@@ -11,10 +11,10 @@ from rlightning.environments.recorder import RecordedTurn
 from rlightning.protocols import JsonObject
 
 Event = tuple[str | None, JsonObject | str]
-"""Of a stream: its name, where the API has one, and its data."""
+"""An event of a stream: its name, in an API whose events have names, and its data."""
 Emit = Callable[[Event], None]
 Reply = JsonObject | None
-"""A body; None where all has been emitted as events of a stream."""
+"""The body of a response; None if all of it has been sent as events of a stream."""
 
 
 class Answers(NamedTuple):
@@ -131,7 +131,7 @@ class BlockWriter(EventWriter):
         """Return the events that close a block, whose whole text is ``text``."""
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """See :class:`EventWriter`."""
+        """Yield the events for the text of a choice that later tokens cannot change."""
         new = self._take_new(choice, reasoning, content)
         for kind, text in zip(("reasoning", "content"), new, strict=True):
             if text:

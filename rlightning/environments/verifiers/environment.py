@@ -32,14 +32,14 @@ from rlightning.types.trajectory import AgentTrace, Outcome, Prompt
 log = logging.getLogger(__name__)
 
 OLDEST_PYTHON = (3, 11)
-"""That verifiers runs in."""
+"""Oldest Python version that verifiers supports."""
 VERSION = "0.4"
-"""Of verifiers, whose protocol this speaks."""
+"""Version of verifiers whose protocol this module implements."""
 PROBE = "from importlib.metadata import version; print(version('verifiers'))"
 MAX_DEATHS = 20
-"""Of servers in a row, without an episode that came to its end."""
+"""Maximum number of servers that end in a row, without a completed episode, before the run ends."""
 COLUMN = "task"
-"""Of a prompt set: the number of the row's task, or the task's own data."""
+"""Column of a prompt set that has the number of the row's task, or the task's data."""
 
 
 class _Servers(NamedTuple):

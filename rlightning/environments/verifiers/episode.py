@@ -13,7 +13,7 @@ from rlightning.types.trajectory import Turn
 LISTS = ("nodes", "calls", "errors")
 """Parts of a trace that grow; of ``set`` each part is replaced."""
 OVERFLOW = ("context_length_exceeded", "maximum context length")
-"""How our endpoint and renderers say that a history is too long."""
+"""Phrases in errors of the endpoint and of renderers that mean that a history is too long."""
 
 
 class Failure(BaseModel):

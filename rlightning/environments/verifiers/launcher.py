@@ -18,7 +18,7 @@ from rlightning.foreign_text import describe_error
 from rlightning.protocols import JsonObject
 
 GRACE = 10.0
-"""Seconds of the server to end by itself, after the trainer has."""
+"""Seconds for the server to end by itself after the trainer has ended."""
 
 
 class Announcement:

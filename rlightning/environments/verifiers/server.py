@@ -28,12 +28,12 @@ from rlightning.rpc.run_key import environment_without_key
 
 LAUNCHER = "rlightning.environments.verifiers.launcher"
 KEY_VARIABLE = "RLIGHTNING_POLICY_KEY"
-"""Of the server's environment: what it authenticates with at our endpoint."""
+"""Environment variable of the server that holds the key with which it authenticates at the endpoint."""
 START_TIMEOUT = 600.0
-"""Seconds in which a server must have loaded its task set."""
+"""Maximum seconds for a server to load its task set."""
 MAX_ANNOUNCEMENT_BYTES = 1 << 30
 CLOSE_GRACE = 4.0
-"""Seconds of a server to clean up after SIGTERM."""
+"""Seconds for a server to clean up after SIGTERM."""
 
 Event = tuple[str, JsonObject] | Exception
 """``delta`` or ``reply`` with what it says; or why no more will come."""

@@ -275,4 +275,4 @@ _COMPARISONS = (
     (Based, _based_equal),
     (Text, _texts_equal),
 )
-"""By kind, in the order in which the kinds decide."""
+"""Comparisons by kinds of values, in the order in which the kinds are tried."""

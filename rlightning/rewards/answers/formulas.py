@@ -15,9 +15,9 @@ from sympy import Basic
 from rlightning.rewards.answers.numbers import RELATIVE_TOLERANCE, Number
 
 DIGITS = 50
-"""Of the values that are compared."""
+"""Significant decimal digits of the values that are compared."""
 MAX_POWER = 10**5
-"""Exponents and factorials beyond this are not computed."""
+"""Largest exponent or factorial that is computed."""
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
@@ -31,7 +31,7 @@ _LOG_WITHOUT_BASE = re.compile(r"\\log(?![a-zA-Z])(?!\s*_)")
 _POINTS = [
     Fraction(n, d) for n, d in [(37, 23), (-29, 17), (53, 41), (-19, 31), (61, 13), (43, 59), (-71, 47), (83, 67)]
 ]
-"""Where formulas with variables are compared: on both sides of 0 and of 1."""
+"""Values of the variables at which formulas are compared: on both sides of 0 and of 1."""
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ _TAG = re.compile(r"[<\[](/?)answer[>\]]", re.IGNORECASE)
 _ANYTHING, _DIGIT = re.compile(r"\S"), re.compile(r"\d")
 _HEADING = re.compile(r"\d+(?:\s*[.):]\s+\S|\s+[A-Z])")
 MAX_TAG_WORDS = 3
-"""Words of an answer in ``<answer>`` that are not a sentence."""
+"""Maximum number of words of an answer in ``<answer>``; more are a sentence."""
 
 
 def find_mark(text: str) -> Mark | None:

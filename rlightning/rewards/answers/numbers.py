@@ -7,9 +7,9 @@ from fractions import Fraction
 from rlightning.rewards.answers.units import canonical_unit, units_differ
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
-"""How far a decimal may lie from what it stands for."""
+"""Maximum relative difference of a decimal from the number that it stands for."""
 MAX_EXPONENT = 1000
-"""Powers of ten beyond this are no numbers that anyone computes with."""
+"""Largest power of ten that is read as a number."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?(?![\d/])|\d+(?:\.\d*)?|\.\d+)"
 _POWER = r"(?:[eE][+-]?\d+|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))"

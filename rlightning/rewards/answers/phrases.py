@@ -11,12 +11,12 @@ from rlightning.rewards.answers.prose import MATH, joined_math, last_value, lead
 from rlightning.rewards.answers.reading import CONDITION, read_answer, words_of
 
 MAX_END = 4000
-"""Characters at the end of a text in which an answer that is not marked is looked for."""
+"""Characters at the end of a text in which an unmarked answer is searched."""
 MAX_ITEM_WORDS = 3
-"""Words of a list of words that is not a sentence."""
+"""Maximum number of words of an item of a list of words; more are a sentence."""
 
 DENIED = "\0"
-"""Stands for a value that the text says is not the answer, or only may be."""
+"""Placeholder for a value that the text says is not the answer, or may not be it."""
 _SUBJECT = (
     r"(?:(?:final\s+)?(?:answers?|ans)|(?:correct|right|best|my|final) (?:choice|option)"
     r"|(?:solutions|roots|values)(?=[^\n.]*\bare\b))"
@@ -56,7 +56,7 @@ _NEGATION = re.compile(
     r"(?:(?:\b(?:not|never|cannot)|n['’]t)\s+(?:think|believe|say|claim|mean|true|correct|certain|sure|the\s+case)"
     r"|\b(?:doubt|wrong|false|untrue)\s+(?:that|whether|if|to))\b(?:(?!\b(?:so|thus|hence|therefore|but)\b)[^.,;:!?\n])*$"
 )
-"""Before "the answer is", in one clause with it."""
+"""A negation or a doubt in the same clause before "the answer is"."""
 _LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|approximately|about|simply|just|equal to|exactly|option|choice|either|letter)\b[\s:]*)+",
     re.IGNORECASE,

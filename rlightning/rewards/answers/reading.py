@@ -12,9 +12,9 @@ from rlightning.rewards.answers.structures import READERS, join, read_group
 from rlightning.rewards.answers.units import canonical_unit
 
 MAX_WORDS = 12
-"""A text with more words is prose, and no answer."""
+"""Maximum number of words of an answer; a text with more is prose."""
 MAX_LENGTH = 2000
-"""Characters of an answer."""
+"""Maximum number of characters of an answer."""
 
 
 _LEAD_IN = re.compile(
@@ -28,7 +28,7 @@ CONDITION = re.compile(
     r"|\(\s*[a-zA-Z]\s*\\in\s*\\mathbb\{[ZN]\}[^()]*\)).*$",
     re.DOTALL,
 )
-"""What a formula's variables range over, at its end; it is no part of an answer."""
+"""The range of a formula's variables at its end, which is not part of an answer."""
 _SIGNS = {
     "=": "=",
     "<": "<",

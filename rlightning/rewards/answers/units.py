@@ -12,7 +12,7 @@ degree: degree deg; rad: rad radian; K: kelvin; N: n newton; ohm; cal: cal calor
 kB: kb; MB: mb; GB: gb; TB: tb; J: joule; W: watt; kW: kw; V: volt; A: amp ampere; Hz: hz hertz; Pa: pa pascal;
 mi/h: mph; km/h: kmh kmph kph; degree/C: celsius c; degree/F: fahrenheit f
 """
-"""Canonical names, each before the names that mean it; without any it is the only one."""
+"""Canonical names of units, each before the other names of the unit; a unit without any has only this one."""
 _NAMES = {
     name: unit.strip()
     for unit, _, names in (entry.partition(":") for entry in _UNITS.split(";"))

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from rlightning.protocols import AdapterSettings
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The sizes that vLLM makes room for."""
+"""Ranks of adapters for which vLLM allocates memory."""
 SUPPORTS = "SupportsLoRA"
 MODELS = "vllm.model_executor.models"
 NEEDED = {
@@ -20,7 +20,7 @@ NEEDED = {
     "vllm.lora.peft_helper": ("PEFTHelper",),
     "vllm.lora.request": ("LoRARequest",),
 }
-"""What rollout/vllm/adapters.py imports of vLLM."""
+"""Names that rollout/vllm/adapters.py imports from vLLM, by module."""
 
 
 def room_for(rank: int) -> int:

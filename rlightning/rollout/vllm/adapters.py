@@ -12,8 +12,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 ADAPTER_ID = 1
-"""The same for all versions: a request that is under way goes on with the newest. The prefix cache tells versions apart
-by the salt of requests (:class:`~rlightning.rollout.vllm.server.VLLMServer`)."""
+"""The adapter's id, the same for all versions: a running request continues with the newest. The prefix cache
+distinguishes versions by the salt of requests (:class:`~rlightning.rollout.vllm.server.VLLMServer`)."""
 
 
 def adapter_request() -> LoRARequest:

@@ -57,7 +57,7 @@ COUNTS = (
     "max_num_active_seqs", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override",
 )  # fmt: skip
 EXECUTORS = ("mp", "uni")
-"""Of ``distributed_executor_backend``: those whose workers end with the engine's process."""
+"""Values of ``distributed_executor_backend`` whose workers end with the engine's process."""
 CHUNKING = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens")
 """Engine arguments that cut prompts into chunks."""
 

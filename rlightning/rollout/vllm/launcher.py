@@ -29,17 +29,17 @@ from rlightning.rpc import Peer
 log = logging.getLogger(__name__)
 
 LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\) [A-Z]+ .*?\] ?")
-"""Of a line that vLLM logs in another process than its own."""
+"""Prefix of a line that one of vLLM's child processes logs."""
 CAUSE = re.compile(r"\b\w+(Error|Exception): .+|^[\w.]*(Error|Exception)$|Fatal Python error: .+|(?<=what\(\):  ).+")
-"""Of Python's exceptions, of signals that end Python, and of exceptions in C++."""
+"""Errors in a log: Python's exceptions, signals that end Python, and exceptions in C++."""
 FATAL = "Fatal Python error"
-"""What Python writes before a signal ends it."""
+"""Beginning of the line that Python writes before a signal ends it."""
 PLACE = re.compile(r'File "(?:.*/)?(.+)", (line \d+), in ')
-"""Of a call in a traceback; the next line quotes its code."""
+"""Place of a call in a traceback; the next line quotes its code."""
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 """Signals by which a process ends itself."""
 NO_CAUSE = "See root cause above"
-"""In vLLM's last error, where it has another one before."""
+"""Phrase in vLLM's last error if an earlier error in the log is its cause."""
 LAUNCHER_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*)"
 )
@@ -68,7 +68,7 @@ class EngineProcess(EngineConnection):
 
     @property
     def pid(self) -> int:
-        """Of the process, which is that of its group too."""
+        """The id of the engine's process, which is also the id of its process group."""
         return self._process.pid
 
     async def _connect(self) -> Peer:

@@ -21,11 +21,12 @@ from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.settings import BLOCK_TOKENS
 
 CPU_CACHE_BYTES = 1 << 30
-"""The most that an engine on a CPU takes for its KV cache."""
+"""Maximum bytes of the KV cache of an engine on a CPU."""
 CPU_BLOCK_TOKENS = 128
-"""vLLM's default there."""
+"""Tokens of a KV cache block on a CPU, vLLM's default."""
 MISSED_BYTES = 1 << 30
-"""What this arithmetic may miss, such as the device's context and CUDA graphs, but at most a tenth of the KV cache.
+"""Maximum bytes that this arithmetic may miss, such as the device's context and CUDA graphs, but at most a tenth of the
+KV cache.
 
 On an H200 it is within 0.5 GiB of what vLLM 0.24 measures for 0.6B and 4B shapes.
 """
@@ -74,26 +75,26 @@ class EngineMemory:
         return most if self.kv_cache_bytes is None else self.kv_cache_bytes
 
     def available(self, device_memory: int) -> int:
-        """Bytes of the device that there are for the KV cache; negative if there are none left."""
+        """Return the bytes of the device that are left for the KV cache; negative if none are left."""
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
         return int(self.utilization * device_memory) - self.weights - self.activations
 
     def certain(self, device_memory: int) -> int:
-        """Bytes that there are for the KV cache even if this arithmetic misses some."""
+        """Return the bytes that are left for the KV cache even if this arithmetic misses ``MISSED_BYTES``."""
         available = self.available(device_memory)
         return available - min(MISSED_BYTES, max(available, 0) // 10)
 
     def kv_cache(self, device_memory: int) -> int:
-        """Bytes that the KV cache takes; negative if there are none left."""
+        """Return the bytes of the KV cache; negative if none are left for it."""
         return self.wanted if self.wanted < self.certain(device_memory) else self.available(device_memory)
 
     def num_sequences(self, device_memory: int) -> int:
-        """How many sequences of the longest length the cache holds at once."""
+        """Return the number of sequences of the longest length that the cache holds at once."""
         return max(self.kv_cache(device_memory), 0) // self.sequence
 
     def longest_sequence(self, device_memory: int) -> int:
-        """Tokens of the longest sequence that the cache has room for."""
+        """Return the tokens of the longest sequence that the cache has room for."""
         return max(self.available(device_memory), 0) // self.token // self.block_tokens * self.block_tokens
 
 

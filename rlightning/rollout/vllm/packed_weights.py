@@ -17,7 +17,7 @@ from rlightning.protocols import has
 
 _pack_again: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
 _unpacked: WeakKeyDictionary[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] = WeakKeyDictionary()
-"""Of each layer of experts, its parameters before they were packed, and their data, which packing may replace."""
+"""Parameters of each layer of experts before packing, by name, with their data, which packing may replace."""
 
 
 class LatentAttention(Protocol):

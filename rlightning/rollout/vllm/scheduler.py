@@ -40,11 +40,11 @@ from rlightning.rollout.vllm.supports import drop_cut_tokens
 log = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 32
-"""Of a sequence, in a message: the last ones, when all sequences end at once, are few."""
+"""Tokens of a sequence in a message: few, so that little is left to send when all sequences end at once."""
 TESTED_VERSIONS = "0.24.", "0.32."
-"""Of vLLM, whose schedulers are known well enough to let sequences rest."""
+"""Versions of vLLM whose schedulers are known well enough to let sequences rest."""
 MOST_IN_FLIGHT = 2
-"""Steps that vLLM has scheduled and not taken in, without pipeline parallelism."""
+"""Maximum number of steps that vLLM has scheduled and not processed, without pipeline parallelism."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Tokens:
         self.ranks += more.ranks
 
     def as_lists(self) -> LogprobsLists:
-        """As vLLM sends them: the sampled token's column only."""
+        """Return them in the form in which vLLM sends log-probabilities, with the sampled token's column only."""
         ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
         return LogprobsLists(ids[:, None], logprobs[:, None], np.array(self.ranks, np.int64))
 
@@ -274,7 +274,7 @@ class RolloutScheduler(Scheduler):
                 self.resting.begin(request, num_steps)
 
     def _steps_to_rest(self, request: Request) -> int:
-        """How many steps from the next one on need nothing but a token of a request."""
+        """Return the number of steps, from the next one on, that only sample a token of a request."""
         if not self._may_rest or request.request_id not in self.unsent or request.is_prefill_chunk:
             return 0
         # A piece of a prompt is still in flight, or what was when the request had to make way for others.
@@ -388,13 +388,13 @@ class RolloutScheduler(Scheduler):
 
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
-    """The same, for steps that are scheduled ahead of the device."""
+    """A :class:`RolloutScheduler` for vLLM's asynchronous scheduling, which schedules steps ahead of the device."""
 
     has_placeholders = True
 
 
 def _counted(request: Request, name: str) -> int:
-    """What a request counts of its tokens; 0 under a name that this version of vLLM does not have."""
+    """Return a request's counter of tokens by its name; 0 if this version of vLLM has no such counter."""
     return int(getattr(request, name, 0))
 
 

@@ -23,8 +23,8 @@ from rlightning.rollout.vllm.supports import read_supports
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
 ALL_AT_ONCE = 1 << 30
-"""vLLM takes in the outputs of a step in so many pieces that nobody outside can tell when it is done with the last; in
-one piece, of this many requests, it is when there are no more steps' outputs to take."""
+"""The chunk size, in requests, in which vLLM processes the outputs of a step: in one piece, so that it has processed
+all of them once no more steps' outputs are queued. With several pieces that could not be told from outside."""
 
 
 class ArgumentsRefusedError(ValueError):
@@ -116,9 +116,9 @@ class VLLMServer:
 
             self._adapter = adapter_request()
         self._admission = asyncio.Lock()
-        """Held while a request is handed to vLLM, which takes several awaits, and all through a weight update."""
+        """A lock that is held while a request is handed to vLLM, in several awaits, and during a weight update."""
         self._transition = asyncio.Lock()
-        """Held while an update begins or ends."""
+        """A lock that is held while an update begins or ends."""
 
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], stream: str | None = None

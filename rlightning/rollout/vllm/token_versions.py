@@ -37,7 +37,7 @@ class TokenVersions:
                 self._starts[request_id][sample].append((count, weight_version))
 
     def end(self, request_id: str, lengths: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Forget a request, if it has begun.
+        """Remove a request, if it has begun, and return its tokens' versions.
 
         Returns:
             For each sample the version of each of its tokens.

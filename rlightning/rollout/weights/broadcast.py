@@ -89,7 +89,7 @@ class BroadcastSender(WeightSender):
 
 
 class BroadcastReceiver(WeightReceiver):
-    """Has a bucket of its own."""
+    """Receives the broadcast of each chunk into a bucket of its own."""
 
     def __init__(self, plan: ChunkPlan, place: Place) -> None:
         self.plan, self._place = plan, place

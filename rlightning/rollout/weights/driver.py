@@ -3,8 +3,14 @@
 ::
 
     trainer, every rank                          an engine's process               each of its workers
+    WeightSync.sync_weights, _sync, _send
     RankEngines.send_weights(source)
       WeightUpdater.send_weights
+        _connect: only if the engines are not those of the sync before
+          WeightSender.make_receivers
+          EngineConnection
+            .open_weight_receivers ------------> .open_weight_receivers ----------> rl_open_receiver
+          WeightSender.connect                                                      WeightReceiver.open
         WeightSender.fill, fill_bucket: gather
           a chunk into the bucket
         EngineConnection.receive_weights ------> VLLMServer.receive_weights ----> rl_receive_weights
@@ -16,7 +22,8 @@
         EngineConnection.finish_weight_update -> VLLMServer.finish_weight_update
 
 The first chunk pauses what the engine generates, or wakes an engine that sleeps, and ``finish_weight_update`` lets it
-go on with the new version. A message to each engine for each chunk, and one in the end, is all that a sync takes.
+go on with the new version. A sync sends each engine one message for each chunk, and one in the end; the first
+sync, and one with other engines than the last, also has the engines open receivers.
 
 A transport is a sender, which the trainer has, and receivers, which the sender makes and the workers open:
 :mod:`~rlightning.rollout.weights.transports` has those there are.
@@ -41,7 +48,7 @@ T = TypeVar("T")
 
 
 class UpdatableEngine(Protocol):
-    """What a weight update asks of an engine that is up, between its start and its end.
+    """The methods of a running engine that a weight update calls.
 
     Each future's exception is an EngineError if the engine refuses, an EngineDiedError if it dies.
 
@@ -70,7 +77,7 @@ class UpdatableEngine(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """What an engine's worker receives weights with. It goes there, pickled, over the engine's connection.
+    """Receives weights in an engine's worker, to which it is sent pickled over the engine's connection.
 
     Attributes:
         plan: the sender's.
@@ -95,7 +102,7 @@ class WeightReceiver(Protocol):
 
 
 class WeightSender:
-    """What a rank sends weights with, or gives its shards. All but :meth:`interrupt` is called by one thread.
+    """Sends a rank's weights to engines, or its shards to another rank. One thread calls all but :meth:`interrupt`.
 
     A transport subclasses this and :class:`WeightReceiver`, and inherits what it has nothing to do for.
 

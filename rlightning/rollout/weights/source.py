@@ -18,11 +18,11 @@ from rlightning.parallel.gathering import gather_into
 from rlightning.protocols import HasAdapter
 
 ALIGNMENT = 256
-"""Bytes. Each tensor starts at a multiple of this, which suits every dtype and CUDA's wide copies."""
+"""Alignment in bytes of each tensor, which suits every dtype and CUDA's wide copies."""
 
 
 class WeightSource(Protocol):
-    """Has weights to send, as a :class:`~rlightning.module.policy_module.PolicyModule` has its actor's."""
+    """An object with weights to send, as a :class:`~rlightning.module.policy_module.PolicyModule` has its actor's."""
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield names and weights, whole or sharded; each call yields the same names and shapes in the same order."""
@@ -64,7 +64,7 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """Where the tensor ends, in bytes from the bucket's start."""
+        """The offset of the tensor's end from the bucket's start, in bytes."""
         return self.offset + self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def view(self, bucket: Tensor) -> Tensor:

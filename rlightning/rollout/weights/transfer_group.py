@@ -29,10 +29,10 @@ from rlightning.processes.liveness import Deadline
 from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, find_own_address, join_rendezvous
 
 SENDER = 0
-"""The rank."""
+"""Rank of the sender in the process group."""
 
 _c10d: Any = dist
-"""Not each build of torch has NCCL, and much of what is used of it here has no types."""
+"""torch.distributed without types: not each build has NCCL, and much of what is used here has no types."""
 
 
 class TransferOverError(RuntimeError):
@@ -205,7 +205,7 @@ def _make_gloo_group(store: object, place: Place) -> object:
 
 
 def _torch_timeout(place: Place) -> timedelta:
-    """For an operation that is not waited for any more: its caller times out before, with an error that says why."""
+    """Return torch's timeout, twice the group's: an operation's caller times out before, and its error says why."""
     return timedelta(seconds=2 * place.timeout)
 
 
