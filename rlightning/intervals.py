@@ -29,6 +29,8 @@ LOOP_TIMEOUT = 60.0
 """Of a call on an event loop in another thread, which answers at once unless code on it blocks."""
 CONNECT_TIMEOUT = 5.0
 """Of connecting to another process, and of each message until the two know each other."""
+SERVICE_CONNECT_TIMEOUT = 10.0
+"""The same of a service of others: an environment's server, an endpoint that samples."""
 JOIN_TIMEOUT = 30.0
 """Of connecting a rank to the failure watch of rank 0, which is busy if many start at once."""
 STORE_TIMEOUT = 30.0
@@ -41,6 +43,10 @@ PLACEMENT_TIMEOUT = 60.0
 """Of finding room for workers in a Ray cluster, where another run may be about to end."""
 ACTOR_START_TIMEOUT = 300.0
 """Of the actors of engines, which have to find room and to import what they need."""
+WORKER_START_TIMEOUT = 300.0
+"""Of a worker process that imports its reward functions, or makes its environment."""
+TASK_SET_TIMEOUT = 600.0
+"""Of a server of verifiers that starts and loads its task set."""
 ENGINE_PROGRESS_TIMEOUT = 30.0
 """Of an engine's heartbeat while it only samples, and has before, where ``rollout.hang_timeout`` is longer."""
 FAILURE_ANSWER_TIMEOUT = 5.0

@@ -19,8 +19,6 @@ from rlightning.rewards.worker import Setup
 from rlightning.rpc import ProcessStartError, background_loop
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerHungError, WorkerPool
 
-START_TIMEOUT = 300.0
-"""Seconds in which a worker must have imported the functions' modules."""
 MAX_QUEUED = 3
 """Calls that a worker of sync functions has besides the one that it runs."""
 CALLERS = (" in run_call", " in await_result", " in _run_step")
@@ -47,7 +45,7 @@ class RewardPool:
                 max_calls=MAX_CONCURRENT if is_async else 1,
                 max_queued=0 if is_async else MAX_QUEUED,
                 setup=[self._make_setup(is_async, sources)],
-                start_timeout=START_TIMEOUT,
+                start_timeout=intervals.WORKER_START_TIMEOUT,
                 finish_timeout=3 * intervals.CANCEL_GRACE if is_async else 0.0,
             )
             for is_async in (False, True)

@@ -29,8 +29,6 @@ from rlightning.rpc.run_key import environment_without_key
 LAUNCHER = "rlightning.environments.verifiers.launcher"
 KEY_VARIABLE = "RLIGHTNING_POLICY_KEY"
 """Of the server's environment: what it authenticates with at our endpoint."""
-START_TIMEOUT = 600.0
-"""Seconds in which a server must have loaded its task set."""
 MAX_ANNOUNCEMENT_BYTES = 1 << 30
 CLOSE_GRACE = 4.0
 """Seconds of a server to clean up after SIGTERM."""
@@ -113,7 +111,7 @@ class EnvironmentServer:
             "search_path": own_search_path(),
         }
         try:
-            announced = await asyncio.wait_for(self._exchange(settings), START_TIMEOUT)
+            announced = await asyncio.wait_for(self._exchange(settings), intervals.TASK_SET_TIMEOUT)
         except BaseException:
             await self.close()
             raise
