@@ -4,9 +4,9 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
-from probes import CSVTrace
+from probes import CSVTrace, reset_peak
 
-from rlightning.parallel.device import memory_use, reset_peak
+from rlightning.parallel.device import memory_use
 
 POLL_SECONDS = 0.02
 

@@ -8,8 +8,29 @@ from typing import Any
 import torch
 
 from rlightning.hooks import RLCallback
+from rlightning.models.counts import build_empty, cache_by_config, num_active_experts, num_experts
 from rlightning.parallel.device import synchronize
 from rlightning.run_dir import run_dir
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure the most that this process allocates of a device."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@cache_by_config
+def count_active(config: Any) -> int:
+    """All weights that a token is computed with: tied ones once, the embedding's too, of experts the active ones."""
+    policy = build_empty(config)
+    share = num_active_experts(config) / num_experts(config) if num_experts(config) else 1.0
+    experts = sum(p.numel() for name, p in policy.named_parameters() if "experts" in name.split("."))
+    return round(sum(p.numel() for p in policy.parameters()) - experts * (1 - share))
+
+
+def six_n_flops(config: Any, num_tokens: int) -> float:
+    """The common estimate ``6 N T`` of an update's operations, without attention, for ``T`` tokens."""
+    return 6.0 * count_active(config) * num_tokens
 
 
 class CSVTrace(RLCallback):

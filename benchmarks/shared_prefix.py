@@ -35,9 +35,10 @@ def make_sequences(case: str, num_groups: int, vocabulary: int) -> list[list[int
 def measure(arguments: Any, module: Any, case: str, *, is_shared: bool) -> dict[str, Any]:
     """Seconds and memory of forward and backward over all groups of a case."""
     import torch
+    from probes import reset_peak
 
     from rlightning.models import packed_logprobs
-    from rlightning.parallel.device import memory_use, reset_peak, synchronize
+    from rlightning.parallel.device import memory_use, synchronize
     from rlightning.types import RolloutBatch
 
     num_prompt = int(case.split("x")[0])

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from probes import CSVTrace
+from probes import CSVTrace, reset_peak, six_n_flops
 
 from rlightning.callbacks.throughput import device_peak, update_flops
 from rlightning.hooks import RLCallback
-from rlightning.models.counts import model_flops
-from rlightning.parallel.device import memory_use, reset_peak, synchronize
+from rlightning.parallel.device import memory_use, synchronize
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
@@ -142,7 +141,7 @@ class UpdateTrace(CSVTrace):
         synchronize(module.device)
         seconds = perf_counter() - self._begun
         use, peak = memory_use(module.device), device_peak(module.device)
-        flops = (update_flops(module, batch), model_flops(module.model_config).six_n(batch.num_tokens))
+        flops = (update_flops(module, batch), six_n_flops(module.model_config, batch.num_tokens))
         mfu = [share / (seconds * peak) for share in flops] if peak else ["", ""]
         memory = (use.peak, use.reserved) if use else (0, 0)
         self.write(trainer, seconds, batch.num_tokens, *mfu, *memory, count_graphs())

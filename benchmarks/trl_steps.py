@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from device_poll import DevicePoll
+from probes import reset_peak, six_n_flops
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from rlightning.callbacks.throughput import device_peak
-from rlightning.models.counts import model_flops, sequence_flops
-from rlightning.parallel.device import memory_use, reset_peak, synchronize
+from rlightning.models.counts import sequence_flops
+from rlightning.parallel.device import memory_use, synchronize
 
 COLUMNS = (
     *("step", "seconds", "generate", "sync", "reward", "other", "update"),
@@ -132,7 +133,7 @@ class StepTrace(TrainerCallback):
         peak = device_peak(self.device)
         mfu = ["", ""]
         if peak is not None:
-            six_n = model_flops(self.config).six_n(tokens)
+            six_n = six_n_flops(self.config, tokens)
             mfu = [str(needed / (update * peak)) for needed in (float(flops.sum()), six_n)]
         use = memory_use(self.device)
         row = [state.global_step, seconds, *(phases[name] for name in ("generate", "sync", "reward", "other")), update]

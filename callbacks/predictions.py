@@ -147,7 +147,7 @@ class JSONLPredictions(RLCallback):
         """Read the files of earlier runs, of all ranks, and have the data module leave out their prompts."""
         paths, rank = self._rank_paths(trainer), rank_in(trainer)
         data = trainer.datamodule if has(trainer, HasData) else None
-        files = [PredictionFile(path, sampling_settings(trainer, module, data)) for path in paths]
+        files = [PredictionFile(path, prediction_settings(trainer, module, data)) for path in paths]
         if self._file is not None:
             self._file.close()
         own = self._file = files[rank]
@@ -200,7 +200,7 @@ class JSONLPredictions(RLCallback):
         return self._file
 
 
-def sampling_settings(trainer: Loop, module: object, data: object) -> dict[str, object]:
+def prediction_settings(trainer: Loop, module: object, data: object) -> dict[str, object]:
     """Return the settings that completions depend on, by configuration key, as far as they are known."""
     sampling = asdict(module.sampling) if has(module, HasSampling) else {}
     sampling.pop("returns_supports", None)  # on which no completion depends

@@ -201,7 +201,7 @@ class RolloutCallback(RLCallback, Generator):
         """Return the verifier of trajectories, on rank 0; None if trajectories are not verified."""
         return TrajectoryVerifier(sampler, self.max_sequence_length, dtype) if self.verify_trajectories else None
 
-    def rest(self) -> None:
+    def sleep_sampler(self) -> None:
         """Free the sampler's memory if it shares the actor's device; called after a rollout or validation."""
 
     @abstractmethod
@@ -278,7 +278,7 @@ class RolloutCallback(RLCallback, Generator):
         self._streams.begin("training")
         if not self.is_single_turn:
             self.take_prefix_cache()  # which is none of a step
-        self.rest()
+        self.sleep_sampler()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -292,7 +292,7 @@ class RolloutCallback(RLCallback, Generator):
             self._turns.add(batch.trajectories)
             self._turns.prefix_cache.add(self.take_prefix_cache())
             log_metrics(module, turn_metrics(gather_objects(self._turns, name="turns")))
-        self.rest()
+        self.sleep_sampler()
 
     # Sampling
 

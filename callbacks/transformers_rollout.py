@@ -144,7 +144,7 @@ class TransformersRollout(RolloutCallback):
             max_sequences=self.max_sequences,
         )
 
-    def rest(self) -> None:
+    def sleep_sampler(self) -> None:
         """Free the sampler's copy of the weights if it shares the actor's device."""
         if self._collector is None or not can_sleep(self._device):
             return

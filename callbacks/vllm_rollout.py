@@ -400,7 +400,7 @@ class VLLMRollout(RolloutCallback):
             self._is_started = True
             self._engines.start()
 
-    def rest(self) -> None:
+    def sleep_sampler(self) -> None:
         """Put the engines to sleep if they share the actor's device."""
         if self._engines is None or self._network is None or not self._engines.can_sleep:
             return

@@ -44,9 +44,9 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
-def own_partial_of(path: Path, process: int | None = None) -> Path:
+def own_partial_of(path: Path) -> Path:
     """Return a temporary path for ``path`` that no other process uses."""
-    return partial_of(path.with_name(f"{path.name}.{_HOST}-{process or os.getpid()}"))
+    return partial_of(path.with_name(f"{path.name}.{_HOST}-{os.getpid()}"))
 
 
 def remove_dead_partials(path: Path) -> None:

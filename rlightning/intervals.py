@@ -29,6 +29,8 @@ LOOP_TIMEOUT = 60.0
 """Seconds for a call on an event loop in another thread, which answers at once unless code on it blocks."""
 CONNECT_TIMEOUT = 5.0
 """Seconds for a connection to another process, and for each message of the handshake."""
+SERVICE_CONNECT_TIMEOUT = 10.0
+"""Seconds for a connection to a service of others: an environment's server, an endpoint that samples."""
 JOIN_TIMEOUT = 30.0
 """Seconds for a rank to connect to rank 0's failure watch, which is busy if many start at once."""
 STORE_TIMEOUT = 30.0
@@ -41,6 +43,10 @@ PLACEMENT_TIMEOUT = 60.0
 """Seconds for workers to be placed in a Ray cluster, where another run may be about to end."""
 ACTOR_START_TIMEOUT = 300.0
 """Seconds for the engines' actors to start: they have to be placed, and to import what they need."""
+WORKER_START_TIMEOUT = 300.0
+"""Seconds for a worker process to import its reward functions, or to make its environment."""
+TASK_SET_TIMEOUT = 600.0
+"""Maximum seconds for a server of verifiers to start and load its task set."""
 ENGINE_PROGRESS_TIMEOUT = 30.0
 """Seconds without a heartbeat of an engine that only samples, and has before, if ``rollout.hang_timeout`` is longer."""
 FAILURE_ANSWER_TIMEOUT = 5.0

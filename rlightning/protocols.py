@@ -34,8 +34,6 @@ P = TypeVar("P")
 
 StateDict = dict[str, Any]
 """A state dict of torch's or Lightning's, or a whole checkpoint: tensors, numbers and the like by name."""
-JsonObject = dict[str, Any]
-"""A JSON object, whose values its reader knows the types of."""
 
 
 def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":

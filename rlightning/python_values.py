@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+JsonObject = dict[str, Any]
+"""A JSON object, as ``json.loads`` returns it; its reader knows the types of its values."""
+
 
 def to_number(value: object) -> object:
     """Return a Python number for a NumPy number or a zero-dimensional array or tensor; other values unchanged."""

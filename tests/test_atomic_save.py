@@ -22,6 +22,12 @@ def read(path: Path) -> str:
     return next(path.iterdir()).name if path.is_dir() else path.read_text()
 
 
+def partial_of_process(path: Path, process: int) -> Path:
+    """The temporary path of another process of this host."""
+    own = own_partial_of(path)
+    return own.with_name(own.name.replace(f"-{os.getpid()}.", f"-{process}."))
+
+
 def ended_process() -> int:
     """The id of a process that has ended."""
     child = os.fork()
@@ -44,7 +50,7 @@ def test_it_appears_whole_or_not_at_all(write: Callable[[Path, str], None], tmp_
         raise KeyboardInterrupt
     assert read(path) == "one"
     write(partial_of(path), "left by processes that were killed")
-    write(own_partial_of(path, process=ended_process()), "left too")
+    write(partial_of_process(path, ended_process()), "left too")
     with written_aside(path) as partial:
         write(partial, "two")
     assert read(path) == "two"
@@ -54,12 +60,12 @@ def test_it_appears_whole_or_not_at_all(write: Callable[[Path, str], None], tmp_
 @pytest.mark.parametrize("write", [write_file, write_folder])
 def test_processes_that_write_the_same_path_do_not_meet(write: Callable[[Path, str], None], tmp_path: Path) -> None:
     path = tmp_path / "saved[1].x"
-    write(own_partial_of(path, process=os.getppid()), "of a process that is still writing")
+    write(partial_of_process(path, os.getppid()), "of a process that is still writing")
     with written_aside(path) as partial:
         write(partial, "one")
-        assert own_partial_of(path, process=os.getppid()).exists()
+        assert partial_of_process(path, os.getppid()).exists()
     assert read(path) == "one"
-    swap_in(own_partial_of(path, process=os.getppid()), path)
+    swap_in(partial_of_process(path, os.getppid()), path)
     assert read(path) == "of a process that is still writing"
     assert [left.name for left in tmp_path.iterdir()] == ["saved[1].x"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -14,7 +14,8 @@ from rlightning.config.argument_checks import CheckedArguments
 from rlightning.data.formatting import PromptFormat, build_prompts, require_columns
 from rlightning.data.in_memory import PromptSource, check_source, hold_rows, paths_of, read_source
 from rlightning.data.own_sampling import longest_limit
-from rlightning.data.policy import (
+from rlightning.data.prompt_limit import PROMPT_TOKENS, check_prompt_limit, choose_prompt_limit
+from rlightning.data.protocols import (
     ChecksAnswers,
     ChecksColumns,
     HasCompletionColumn,
@@ -26,7 +27,6 @@ from rlightning.data.policy import (
     TakesPrompts,
     required,
 )
-from rlightning.data.prompt_limit import PROMPT_TOKENS, check_prompt_limit, choose_prompt_limit
 from rlightning.data.sources import RowTable, read_rows
 from rlightning.data.stream import ChosenPrompts, PromptBatches, PromptLoader, PromptStream
 from rlightning.data.validation_sets import ValidationSet, ValidationSource, make_validation_sets

@@ -11,7 +11,7 @@ from rlightning.environments.messages import Fields
 from rlightning.environments.worker_environment import UNSENDABLE, WorkerEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.rpc.connection import encode
 from rlightning.rpc.peer import Method
 from rlightning.types.trajectory import Outcome, Prompt

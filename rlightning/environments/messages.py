@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 Fields = list[Any]
 """A record's fields in plain types, in which it is saved, or sent to another process."""

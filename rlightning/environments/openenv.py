@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rlightning import intervals
 from rlightning.environments.environment import Environment, Places, Policy
 from rlightning.environments.step_environment import StepEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value, describe_error
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt
 
-CONNECT_TIMEOUT = 10.0
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum size of an observation in bytes."""
 
@@ -101,7 +101,9 @@ class Session:
             raise ConfigError(f"OpenEnv: {cut_line(error)}. Install it: pip install websockets.") from error
         url = self._settings.url
         try:
-            self._socket = await connect(url, open_timeout=CONNECT_TIMEOUT, max_size=MAX_MESSAGE_BYTES)
+            self._socket = await connect(
+                url, open_timeout=intervals.SERVICE_CONNECT_TIMEOUT, max_size=MAX_MESSAGE_BYTES
+            )
         except (OSError, TimeoutError, WebSocketException) as error:
             raise ConnectionError(f"{url} cannot be reached: {cut_line(error) or type(error).__name__}") from error
 

@@ -21,7 +21,7 @@ from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
 from rlightning.environments.snapshots import SavedTrajectory, copy_plain
 from rlightning.errors import RequestRefusedError, StreamLostError
 from rlightning.foreign_text import cut, cut_line
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import (

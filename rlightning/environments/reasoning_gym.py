@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rlightning.environments.environment import Environment, Policy
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt
 
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import NamedTuple
 
 from rlightning.environments.messages import AssistantMessage, Message
-from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn
+from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn, samples_of
 
 SHARED_TOKENS = 1024
 """Tokens of two sequences that are compared at once: one by one would block the event loop that sessions share."""
@@ -77,7 +77,7 @@ class Recorder:
     @property
     def samples(self) -> list[Sample]:
         """The policy's samples, in the order of their turns."""
-        return [turn.sample for turn in self.turns if turn.sample is not None]
+        return samples_of(self.turns)
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of the policy's turns and of branches, as metrics of the trajectory."""

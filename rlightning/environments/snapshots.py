@@ -5,7 +5,7 @@ from typing import TypedDict
 
 from rlightning.environments.messages import Fields
 from rlightning.foreign_text import cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 
 class SavedTrajectory(TypedDict, total=False):

@@ -15,7 +15,7 @@ from rlightning.environments.messages import Message
 from rlightning.environments.step_object import Closing, StepObject, read_state
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
 METHODS = ("reset", "step")

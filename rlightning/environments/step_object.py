@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from rlightning import intervals
 from rlightning.environments.environment import TrajectoryLostError
 from rlightning.foreign_text import describe_error
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 log = logging.getLogger(__name__)
 

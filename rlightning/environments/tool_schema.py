@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from rlightning.environments.messages import Message
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 Schema = JsonObject
 

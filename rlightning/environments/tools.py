@@ -21,7 +21,7 @@ from rlightning.environments.step_object import SNAPSHOT_METHODS, Closing, StepO
 from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
 from rlightning.errors import ConfigError, cause_chain, check_rules, did_you_mean
 from rlightning.foreign_text import cut, describe_error
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
 BROKEN = (ConnectionError, socket.gaierror, URLError, MemoryError, SandboxError)

@@ -18,7 +18,7 @@ from rlightning.environments.outcomes import check_outcome, outcome_to_plain
 from rlightning.environments.step_object import await_user_code
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.rpc.peer import Peer, RemoteError
 from rlightning.rpc.progress import CALL, track_tasks
 from rlightning.rpc.worker import Worker

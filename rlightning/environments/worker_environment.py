@@ -38,8 +38,6 @@ PROBE_TIMEOUT = 60.0
 """Maximum seconds for an interpreter to start, from a slow disk too."""
 UNSENDABLE = (TypeError, ValueError, OverflowError)
 """Errors that are raised for data that is not plain."""
-START_TIMEOUT = 300.0
-"""Maximum seconds for a worker to make its environment."""
 
 
 class WorkerEnvironment(Environment):
@@ -165,7 +163,7 @@ class WorkerEnvironment(Environment):
                 num_workers=self.num_workers,
                 max_calls=self.max_trajectories,
                 setup=[self.environment, self.arguments, own_search_path()],
-                start_timeout=START_TIMEOUT,
+                start_timeout=intervals.WORKER_START_TIMEOUT,
                 finish_timeout=3 * intervals.CANCEL_GRACE,
                 may_repeat=False,
                 limits=self.limits,

@@ -45,7 +45,7 @@ from rlightning.models.attention import packed_attention, packed_inputs
 from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads, read_setting
 from rlightning.models.layers import checkpoint_layers, decoder_layers
 from rlightning.models.policy import hold_as_computed, narrow_residuals
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 

@@ -20,10 +20,6 @@ A backward pass makes two products for each of the forward's: one for what went 
 there is none for the frozen base's weights, and of ``P`` weights of the adapter:
 
     training = 2 (2 W L + 2 E V M) + 3 (2 P L + sum over layers of 2 H (Dk + Dv) S(L))
-
-The usual "6N"
-is ``6 N L``, with ``N`` all weights, the embedding's too (tied ones once, of experts the active ones), without
-attention.
 """
 
 import math
@@ -248,14 +244,12 @@ class ModelFlops:
         head: ``E V``.
         pair: ``2 H (Dk + Dv)``, of one layer.
         windows: numbers of layers by their window in tokens; None is a layer that sees all.
-        active: ``N``.
     """
 
     matrices: int
     head: int
     pair: int
     windows: tuple[tuple[int | None, int], ...]
-    active: int
 
     def sequences(self, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0) -> Tensor:
         """Return the operations of forward and backward: [N] float64, on the device of ``lengths``.
@@ -272,10 +266,6 @@ class ModelFlops:
         for window, num_layers in self.windows:
             others += float(self.pair * num_layers) * visible_pairs(lengths, window)
         return (2 if adapter_weights else 3) * model + 3 * others
-
-    def six_n(self, num_tokens: int) -> float:
-        """Return the common estimate ``6 N T`` of the operations for a number of tokens."""
-        return 6.0 * self.active * num_tokens
 
 
 def sequence_flops(
@@ -301,7 +291,6 @@ def model_flops(config: PreTrainedConfig) -> ModelFlops:
     # Keys and values of latent attention (DeepSeek-V2, arXiv:2405.04434) have sizes of their own.
     sizes = [read_setting(config, name) or head_size(config) for name in ("qk_head_dim", "v_head_dim")]
     share = num_active_experts(config) / num_experts(config) if num_experts(config) else 1.0
-    experts = sum(p.numel() for name, p in policy.named_parameters() if _is_expert(name))
     matrices = [
         (name, parameter)
         for prefix, module in policy.named_modules()
@@ -314,7 +303,6 @@ def model_flops(config: PreTrainedConfig) -> ModelFlops:
         head=head.weight.numel(),
         pair=2 * heads * sum(sizes),
         windows=_count_windows(config),
-        active=round(sum(p.numel() for p in policy.parameters()) - experts * (1 - share)),
     )
 
 

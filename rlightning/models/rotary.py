@@ -5,7 +5,7 @@ import math
 from transformers import PreTrainedConfig
 
 from rlightning.models.counts import read_setting
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 
 def scaled_ropes(config: PreTrainedConfig) -> list[JsonObject]:

@@ -31,7 +31,7 @@ class MemoryUse:
     Attributes:
         allocated: held by this process's tensors.
         reserved: held by its caching allocator.
-        peak: of ``allocated``, since the start or :func:`reset_peak`.
+        peak: of ``allocated``, since the start or :func:`torch.cuda.reset_peak_memory_stats`.
         free: left on the device by all processes.
         total: the device's size.
     """
@@ -146,12 +146,6 @@ def memory_use(device: torch.device | None = None) -> MemoryUse | None:
         free=free,
         total=total,
     )
-
-
-def reset_peak(device: torch.device | None = None) -> None:
-    """Reset :attr:`MemoryUse.peak` to the current use."""
-    if _is_used(device):
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def has_context() -> bool:

@@ -32,7 +32,7 @@ from rlightning.parallel.rank_store import StoreError
 from rlightning.parallel.stacks import StackRecorder, record_all, start_recorder
 from rlightning.processes.liveness import Deadline
 from rlightning.processes.process_table import kill_process
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.rpc import LoopThread, Peer, RPCError
 from rlightning.torch_internals import nccl_backends
 

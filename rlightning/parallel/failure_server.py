@@ -22,7 +22,7 @@ from dataclasses import asdict
 
 from rlightning import intervals
 from rlightning.parallel.failures import Failure
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server
 from rlightning.rpc import connect as connect_url
 from rlightning.rpc.peer import Method

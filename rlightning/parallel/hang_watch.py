@@ -25,7 +25,7 @@ from rlightning.parallel.last_seen import find_position
 from rlightning.parallel.stacks import StackRecorder, do_nothing
 from rlightning.processes.liveness import Heartbeat
 from rlightning.processes.process_table import identify_process, kill_process
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 32, 42
 MAX_HOVERS = 150
 """Maximum number of columns that respond to the pointer; more would make the page heavy, and each too thin to hit."""
+MAX_BARS = 80
 
 
 class Axes:
@@ -79,17 +80,16 @@ def line_chart(title: str, y_label: str, series: Mapping[str, Points], *, from_z
     return _figure(title, axes.draw(y_label) + "".join(marks) + _line_hovers(series, axes), legend, axes.width)
 
 
-def stacked_chart(title: str, y_label: str, series: Mapping[str, Points], *, max_bars: int = 80) -> str:
-    """Return the SVG of wide stacked bars over rollout steps; above ``max_bars``, neighbouring steps are averaged.
+def stacked_chart(title: str, y_label: str, series: Mapping[str, Points]) -> str:
+    """Return the SVG of wide stacked bars over rollout steps; above ``MAX_BARS``, neighbouring steps are averaged.
 
     Args:
         y_label: the quantity with its unit.
         series: points by label, from the bottom up; a step that a label lacks counts as zero.
-        max_bars: the most bars.
     """
     by_label = {label: dict(points) for label, points in series.items()}
     steps = sorted({step for points in by_label.values() for step in points})
-    size = math.ceil(len(steps) / max_bars)
+    size = math.ceil(len(steps) / MAX_BARS)
     bins = [steps[i : i + size] for i in range(0, len(steps), size)]
     stacks = [{label: fmean(points.get(s, 0.0) for s in bin_) for label, points in by_label.items()} for bin_ in bins]
     axes = Axes((steps[0] - 0.5, steps[-1] + 0.5), (0.0, max(sum(stack.values()) for stack in stacks)), 2 * WIDTH)

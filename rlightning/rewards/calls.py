@@ -7,20 +7,19 @@ import inspect
 import numbers
 import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import NamedTuple
 
 from rlightning.foreign_text import cut
 
 
-class Outcome(NamedTuple):
+class RewardResult(NamedTuple):
     """What a call gave: a finite value, None ("does not apply"), or the text of an error, ending with its traceback."""
 
     value: float | None
     error: str | None = None
 
     @classmethod
-    def failed(cls, error: str) -> "Outcome":
+    def failed(cls, error: str) -> "RewardResult":
         """Return the outcome of a call that failed; the text is cut to a length that can be logged."""
         return cls(None, cut(error))
 
@@ -51,17 +50,17 @@ def to_number(value: object) -> float | None:
     return number
 
 
-def failure(error: BaseException, skip: int = 1) -> Outcome:
-    """Return the outcome of a call that raised; ``skip`` frames of ours come before the function's own."""
-    frames: TracebackType | None = error.__traceback__
-    for _ in range(skip):
-        frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
-    return Outcome.failed("".join(traceback.format_exception(type(error), error, frames)).rstrip())
+def failure(error: BaseException) -> RewardResult:
+    """Return the outcome of a call that raised, without the frame of ours that comes before the function's own."""
+    frames = error.__traceback__
+    if frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return RewardResult.failed("".join(traceback.format_exception(type(error), error, frames)).rstrip())
 
 
-def run_call(function: RewardCallable, arguments: Mapping[str, object]) -> Outcome:
+def run_call(function: RewardCallable, arguments: Mapping[str, object]) -> RewardResult:
     """Call the function; whatever it raises, SystemExit included, becomes an outcome."""
     try:
-        return Outcome(to_number(function(**arguments)))
+        return RewardResult(to_number(function(**arguments)))
     except BaseException as error:
         return failure(error)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 
 from rlightning import intervals
-from rlightning.rewards.calls import Outcome, RewardCallable, failure, to_number
+from rlightning.rewards.calls import RewardCallable, RewardResult, failure, to_number
 from rlightning.rewards.lookup import unwrap
 from rlightning.rpc.client import LoopThread
 from rlightning.rpc.progress import CALL, call_tasks, track_tasks
@@ -47,7 +47,9 @@ class CallRunner:
         track_tasks(loop, show)
         loop.call_soon_threadsafe(self._beat)
 
-    async def run(self, key: int, function: RewardCallable, arguments: Mapping[str, object], timeout: float) -> Outcome:
+    async def run(
+        self, key: int, function: RewardCallable, arguments: Mapping[str, object], timeout: float
+    ) -> RewardResult:
         """Run a call and return its outcome; a call that exceeds its timeout is cancelled."""
         CALL.set(key)
         self.timeouts[key] = timeout
@@ -61,9 +63,9 @@ class CallRunner:
             task.cancel()
             del self.timeouts[key]
         if is_late:
-            return Outcome.failed(f"TimeoutError: the reward function took more than its timeout={timeout:g} s")
+            return RewardResult.failed(f"TimeoutError: the reward function took more than its timeout={timeout:g} s")
         if task.cancelled():
-            return Outcome.failed("CancelledError: the reward function was cancelled by what it called")
+            return RewardResult.failed("CancelledError: the reward function was cancelled by what it called")
         return task.result()
 
     async def finish(self) -> None:
@@ -87,7 +89,7 @@ class CallRunner:
         self._show(0, False)
         self._loop.call_later(intervals.WORKER_POLL_INTERVAL, self._beat)
 
-    async def _wait(self, task: "asyncio.Task[Outcome]", timeout: float) -> None:
+    async def _wait(self, task: "asyncio.Task[RewardResult]", timeout: float) -> None:
         """Wait for a call up to its timeout; seconds in which another call blocked the loop do not count."""
         start, lost = self._loop.time(), self.lost_seconds
         while not task.done():
@@ -97,13 +99,13 @@ class CallRunner:
             # Not wait_for: that waits on for a function which ignores its cancellation.
             await asyncio.wait({task}, timeout=left)
 
-    async def _call_in_thread(self, call: Callable[[], object]) -> Outcome:
-        returned: asyncio.Future[Outcome | Awaitable[object]] = self._loop.create_future()
+    async def _call_in_thread(self, call: Callable[[], object]) -> RewardResult:
+        returned: asyncio.Future[RewardResult | Awaitable[object]] = self._loop.create_future()
 
         def run() -> None:
             try:
                 value = call()
-                result = value if inspect.isawaitable(value) else Outcome(to_number(value))
+                result = value if inspect.isawaitable(value) else RewardResult(to_number(value))
             except BaseException as error:
                 result = failure(error)
             with suppress(RuntimeError):  # the loop has ended with the process
@@ -111,14 +113,14 @@ class CallRunner:
 
         threading.Thread(target=run, name="reward", daemon=True).start()
         result = await returned
-        return result if isinstance(result, Outcome) else await await_result(lambda: result)
+        return result if isinstance(result, RewardResult) else await await_result(lambda: result)
 
 
-async def await_result(call: Callable[[], object]) -> Outcome:
+async def await_result(call: Callable[[], object]) -> RewardResult:
     """Await the result of a call; any exception, SystemExit included, becomes a failed outcome."""
     try:
         result = call()
-        return Outcome(to_number(await result if inspect.isawaitable(result) else result))
+        return RewardResult(to_number(await result if inspect.isawaitable(result) else result))
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit too, which would end the loop
@@ -131,7 +133,9 @@ def _is_coroutine_function(function: object) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
-def _settle(future: "asyncio.Future[Outcome | Awaitable[object]]", result: Outcome | Awaitable[object]) -> None:
+def _settle(
+    future: "asyncio.Future[RewardResult | Awaitable[object]]", result: RewardResult | Awaitable[object]
+) -> None:
     if not future.done():
         future.set_result(result)
     elif inspect.iscoroutine(result):  # the call was cancelled as too late
@@ -165,7 +169,7 @@ class RewardThread(LoopThread):
 
     async def execute(
         self, function: RewardCallable, arguments: Mapping[str, object], timeout: float
-    ) -> Outcome | None:
+    ) -> RewardResult | None:
         """Run a call, and fail it if it blocks the loop for longer than its timeout; called on another loop.
 
         The other calls wait for the loop for as long again. Where no task blocks it, but a callback, all calls that run
@@ -192,11 +196,11 @@ class RewardThread(LoopThread):
         finally:
             call.cancel()
 
-    def _describe_block(self, timeout: float) -> Outcome:
+    def _describe_block(self, timeout: float) -> RewardResult:
         frame = sys._current_frames().get(self.ident)
         stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
         rule = f"TimeoutError: the async reward function blocked its event loop for more than its timeout={timeout:g} s"
-        return Outcome.failed(f"{stack}{rule}")
+        return RewardResult.failed(f"{stack}{rule}")
 
     def close(self) -> None:
         """See :class:`LoopThread`; a blocked loop cannot be closed."""

@@ -11,7 +11,7 @@ from rlightning import intervals
 from rlightning.errors import RewardError
 from rlightning.foreign_text import cut, hidden
 from rlightning.processes.managed_process import python_command
-from rlightning.rewards.calls import Outcome
+from rlightning.rewards.calls import RewardResult
 from rlightning.rewards.config import BoundReward
 from rlightning.rewards.event_loop import MAX_CONCURRENT, free_thread, wait_cancelled
 from rlightning.rewards.sources import KeptSources, install
@@ -19,8 +19,6 @@ from rlightning.rewards.worker import Setup
 from rlightning.rpc import ProcessStartError, background_loop
 from rlightning.rpc.worker_pool import WorkerDiedError, WorkerHungError, WorkerPool
 
-START_TIMEOUT = 300.0
-"""Maximum seconds for a worker to import the functions' modules."""
 MAX_QUEUED = 3
 """Maximum number of queued calls of a worker of sync functions, besides the one that it runs."""
 CALLERS = (" in run_call", " in await_result", " in _run_step")
@@ -47,16 +45,16 @@ class RewardPool:
                 max_calls=MAX_CONCURRENT if is_async else 1,
                 max_queued=0 if is_async else MAX_QUEUED,
                 setup=[self._make_setup(is_async, sources)],
-                start_timeout=START_TIMEOUT,
+                start_timeout=intervals.WORKER_START_TIMEOUT,
                 finish_timeout=3 * intervals.CANCEL_GRACE if is_async else 0.0,
             )
             for is_async in (False, True)
         }
         self._places = {True: asyncio.Semaphore(MAX_CONCURRENT), False: asyncio.Semaphore(num_workers)}
         self._finder = None if all(f.pickled for f in functions) else install(sources.modules)
-        self._calls: set[asyncio.Task[Outcome]] = set()
+        self._calls: set[asyncio.Task[RewardResult]] = set()
 
-    def submit(self, index: int, arguments: dict[str, object]) -> "Future[Outcome]":
+    def submit(self, index: int, arguments: dict[str, object]) -> "Future[RewardResult]":
         """Start a call and return its future at once. Cancelling the future cancels the call.
 
         Returns:
@@ -79,7 +77,7 @@ class RewardPool:
         await asyncio.gather(*calls, return_exceptions=True)
         await asyncio.gather(wait_cancelled(), *(workers.close() for workers in self._workers.values()))
 
-    async def _call(self, index: int, arguments: dict[str, object] | bytes) -> Outcome:
+    async def _call(self, index: int, arguments: dict[str, object] | bytes) -> RewardResult:
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -90,23 +88,23 @@ class RewardPool:
         finally:
             self._calls.discard(task)
 
-    async def _call_worker(self, index: int, arguments: bytes) -> Outcome:
+    async def _call_worker(self, index: int, arguments: bytes) -> RewardResult:
         function = self._functions[index]
         workers = self._workers[function.is_async]
         try:
-            return Outcome(*await workers.call(index, arguments, function.timeout, hang_timeout=function.timeout))
+            return RewardResult(*await workers.call(index, arguments, function.timeout, hang_timeout=function.timeout))
         except WorkerHungError as error:
             did = "async reward function blocked its event loop for" if function.is_async else "reward function took"
             rule = f"TimeoutError: the {did} more than its timeout={function.timeout:g} s"
-            return Outcome.failed(f"{stack_in(error.stacks)}{rule}")
+            return RewardResult.failed(f"{stack_in(error.stacks)}{rule}")
         except WorkerDiedError as error:
             rule = f"ProcessDied: the reward function ended its process ({error})"
-            return Outcome.failed(f"{stack_in(error.stacks)}{rule}")
+            return RewardResult.failed(f"{stack_in(error.stacks)}{rule}")
         except ProcessStartError as error:
             line, _, log = str(error).partition("\n")
             raise RewardError(f"{line}, while it imported the reward functions. {cut(log)}".rstrip()) from error
 
-    async def _call_thread(self, function: BoundReward, arguments: Mapping[str, object]) -> Outcome:
+    async def _call_thread(self, function: BoundReward, arguments: Mapping[str, object]) -> RewardResult:
         """Run a call in this process: on the event loop of a thread, or in a thread of its own if it is sync."""
         async with self._places[function.is_async]:
             outcome = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import VALUE_CHARACTERS, cut_line, cut_value
-from rlightning.rewards.calls import Outcome, RewardCallable
+from rlightning.rewards.calls import RewardCallable, RewardResult
 from rlightning.rewards.lookup import layers
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def report_unrewarded(
     name: str,
     column: str,
     prompts: "Mapping[int, Prompt]",
-    outcomes: Mapping[int, Outcome],
+    outcomes: Mapping[int, RewardResult],
     where: Callable[[int], str],
     max_share: float,
 ) -> None:
@@ -116,5 +116,5 @@ def report_unrewarded(
     logger.warning("%s", message)
 
 
-def _reason(outcome: Outcome) -> str:
+def _reason(outcome: RewardResult) -> str:
     return f" ({cut_line(outcome.error.splitlines()[-1], VALUE_CHARACTERS)})" if outcome.error else ""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlightning.rewards.calls import Outcome
+from rlightning.rewards.calls import RewardResult
 
 REPEATED_CALLS = 8
 """Number of completions for which each function is called again."""
@@ -24,7 +24,7 @@ class Repeat(NamedTuple):
     """
 
     first: Sequence[float]
-    again: Sequence[Outcome | None]
+    again: Sequence[RewardResult | None]
     seconds: float
 
 

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from rlightning.errors import ConfigError, check_rules
-from rlightning.rewards.calls import Outcome
+from rlightning.rewards.calls import RewardResult
 from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.event_loop import MAX_CONCURRENT
 from rlightning.rewards.pool import RewardPool
@@ -84,7 +84,7 @@ class RewardRunner:
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
         self._opened: tuple[int, RewardPool] | None = None  # this process's, when there are calls
         # By the id() of a trajectory's turns, which the trajectory keeps: its calls, by function.
-        self._submitted: dict[int, tuple[Trajectory, dict[int, Future[Outcome]]]] = {}
+        self._submitted: dict[int, tuple[Trajectory, dict[int, Future[RewardResult]]]] = {}
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
@@ -124,7 +124,7 @@ class RewardRunner:
                 continue
             column = function.columns[check.parameter]
             chosen = dict(enumerate(choose_evenly(prompts)))
-            calls: dict[Future[Outcome], int] = {}
+            calls: dict[Future[RewardResult], int] = {}
             try:
                 for number, prompt in chosen.items():
                     sample = Sample([], [], [], check.make_completion(prompt.columns.get(column)), "stop")
@@ -166,7 +166,7 @@ class RewardRunner:
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
         self.sources.report_changes()
-        calls: dict[Future[Outcome], tuple[int, int]] = {}  # function and trajectory
+        calls: dict[Future[RewardResult], tuple[int, int]] = {}  # function and trajectory
         for place, trajectory in enumerate(trajectories):
             _, begun = self._submitted.pop(id(trajectory.turns), (None, {}))
             for function in range(len(self.functions)):
@@ -221,7 +221,7 @@ class RewardRunner:
 
     def _ask_again(
         self, function: int, trajectories: "Sequence[Trajectory]", timeout: float
-    ) -> tuple[list[Outcome | None], float]:
+    ) -> tuple[list[RewardResult | None], float]:
         """Repeat some calls; returns their outcomes, None for those cancelled after a time limit, and the seconds."""
         begun = perf_counter()
         calls = [self._submit(function, trajectory) for trajectory in trajectories]
@@ -250,7 +250,7 @@ class RewardRunner:
             self._opened = os.getpid(), RewardPool(self.functions, self.sources, self.num_workers)
         return self._opened[1]
 
-    def _submit(self, function: int, trajectory: "Trajectory") -> "Future[Outcome]":
+    def _submit(self, function: int, trajectory: "Trajectory") -> "Future[RewardResult]":
         arguments = self.functions[function].select(_given(trajectory), trajectory.prompt.columns)
         return self._pool.submit(function, arguments)
 

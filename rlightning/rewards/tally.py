@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlightning.errors import RewardError
 from rlightning.foreign_text import cut_line
-from rlightning.rewards.calls import Outcome
+from rlightning.rewards.calls import RewardResult
 from rlightning.rewards.config import BoundReward
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Tally:
         self.failed: set[int] = set()
         failures.num_scored += num_samples
 
-    def add(self, function: int, sample: int, outcome: Outcome) -> None:
+    def add(self, function: int, sample: int, outcome: RewardResult) -> None:
         """Record the outcome of a function for a sample; raises a RewardError if there are too many failures."""
         if outcome.error is None:
             self.values[function][sample] = outcome.value

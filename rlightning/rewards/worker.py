@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from rlightning.foreign_text import hide
-from rlightning.rewards.calls import Outcome, RewardCallable, failure, run_call
+from rlightning.rewards.calls import RewardCallable, RewardResult, failure, run_call
 from rlightning.rewards.event_loop import CallRunner
 from rlightning.rewards.sources import ModuleSource, install
 from rlightning.rpc.peer import Method
@@ -47,7 +47,7 @@ class RewardWorker:
     def __init__(self) -> None:
         self._worker = Worker()
         self._loop = asyncio.new_event_loop()
-        self._functions: dict[int, RewardCallable | Outcome] = {}
+        self._functions: dict[int, RewardCallable | RewardResult] = {}
         self._runner: CallRunner | None = None  # of async functions
         self._jobs: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
 
@@ -63,9 +63,9 @@ class RewardWorker:
     async def _set_up(self, pickled: bytes) -> None:
         await self._do(partial(self._load, pickled))
 
-    async def _call(self, key: int, index: int, arguments: bytes, timeout: float) -> Outcome:
+    async def _call(self, key: int, index: int, arguments: bytes, timeout: float) -> RewardResult:
         function = self._functions[index]
-        if isinstance(function, Outcome):
+        if isinstance(function, RewardResult):
             return function
         if self._runner is not None:
             return await self._runner.run(key, function, pickle.loads(arguments), timeout)
@@ -75,7 +75,7 @@ class RewardWorker:
         if self._runner is not None:
             await self._runner.finish()
 
-    def _call_sync(self, key: int, function: RewardCallable, arguments: bytes) -> Outcome:
+    def _call_sync(self, key: int, function: RewardCallable, arguments: bytes) -> RewardResult:
         self._worker.progress.show(key, True)
         try:
             return run_call(function, pickle.loads(arguments))
@@ -110,7 +110,7 @@ class RewardWorker:
             self._runner = CallRunner(self._loop, self._worker.progress.show)
 
 
-def _import(pickled: bytes) -> RewardCallable | Outcome:
+def _import(pickled: bytes) -> RewardCallable | RewardResult:
     """Unpickle a function; if that fails, return the failed outcome that all its calls get."""
     try:
         function: RewardCallable = pickle.loads(pickled)

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from rlightning import intervals
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
 from rlightning.foreign_text import cut_line
 from rlightning.rollout.engine import make_samples
@@ -20,8 +21,6 @@ from rlightning.types import Sample
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT = 10.0
-"""Maximum seconds for a server to accept a connection."""
 REQUEST_TIMEOUT = 600.0
 """Maximum seconds of a completion, where an environment's trajectories have no limit of their own."""
 WRONG_SERVER = (401, 403, 404, 405)
@@ -66,7 +65,7 @@ class EndpointSampler(TokenSampler):
             ConfigError: it cannot be reached, or does not have the model.
         """
         try:
-            response = httpx.get(f"{self.url}/models", headers=self._headers, timeout=CONNECT_TIMEOUT)
+            response = httpx.get(f"{self.url}/models", headers=self._headers, timeout=intervals.SERVICE_CONNECT_TIMEOUT)
             response.raise_for_status()
             models = {str(one["id"]): one for one in response.json()["data"]}
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -118,7 +117,7 @@ class EndpointSampler(TokenSampler):
             EngineError: it would fail all.
         """
         if self._client is None:
-            timeout = httpx.Timeout(REQUEST_TIMEOUT, connect=CONNECT_TIMEOUT)
+            timeout = httpx.Timeout(REQUEST_TIMEOUT, connect=intervals.SERVICE_CONNECT_TIMEOUT)
             limits = httpx.Limits(max_connections=None)
             self._client = httpx.AsyncClient(headers=self._headers, timeout=timeout, limits=limits)
         try:

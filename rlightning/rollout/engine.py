@@ -137,11 +137,9 @@ class Engine(EngineSampler):
         return self.is_alive and self.ready.done()
 
     @property
-    def error(self) -> EngineError:
-        """What has ended it."""
-        if self.process is None:
-            return EngineDiedError("The engine is not running.")
-        return self.process.death or EngineDiedError("The engine is alive.")
+    def error(self) -> EngineError | None:
+        """What has ended it; None while it is alive."""
+        return EngineDiedError("The engine is not running.") if self.process is None else self.process.death
 
     def start(self) -> None:
         """Start a process, or connect to one that others have started; returns before the engine is up."""

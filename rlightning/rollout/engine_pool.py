@@ -33,7 +33,7 @@ class EngineId(NamedTuple):
     number: int
 
 
-class Member:
+class PooledEngine:
     """An engine of the pool.
 
     Attributes:
@@ -74,9 +74,9 @@ class EnginePool:
     """
 
     def __init__(self, engines: Mapping[EngineId, TokenSampler], on_death: Callable[[], None]) -> None:
-        self.members = {engine_id: Member(engine) for engine_id, engine in engines.items()}
+        self.members = {engine_id: PooledEngine(engine) for engine_id, engine in engines.items()}
         self._on_death = on_death
-        self._engine_by_session: OrderedDict[str, Member] = OrderedDict()
+        self._engine_by_session: OrderedDict[str, PooledEngine] = OrderedDict()
         self._is_serving = asyncio.Event()
 
     @property
@@ -142,7 +142,7 @@ class EnginePool:
         """
         has_begun = False
 
-        def pass_on(number: int, tokens: Sequence[int]) -> None:
+        def forward_tokens(number: int, tokens: Sequence[int]) -> None:
             nonlocal has_begun
             has_begun = True
             on_tokens(number, tokens)
@@ -150,7 +150,9 @@ class EnginePool:
         async def request(engine: TokenSampler) -> list[Sample]:
             if has_begun:
                 raise StreamLostError("The engine died while its tokens were streamed.")
-            return await stream_tokens(engine, pass_on, token_ids, sampling, num_samples=num_samples, session=session)
+            return await stream_tokens(
+                engine, forward_tokens, token_ids, sampling, num_samples=num_samples, session=session
+            )
 
         return await self._request(request, num_samples, session)
 
@@ -174,7 +176,7 @@ class EnginePool:
                 member.load -= load
                 member.update_idle_time()
 
-    def _select(self, session: str | None) -> Member:
+    def _select(self, session: str | None) -> PooledEngine:
         """Return the engine of a session, or else the one with the least to do."""
         if session is None:
             return self._least_loaded()
@@ -186,10 +188,10 @@ class EnginePool:
             self._engine_by_session.popitem(last=False)
         return member
 
-    def _least_loaded(self) -> Member:
+    def _least_loaded(self) -> PooledEngine:
         return min((one for one in self.members.values() if one.is_serving), key=lambda member: member.load)
 
-    def _remove(self, member: Member) -> None:
+    def _remove(self, member: PooledEngine) -> None:
         """Send no further requests to an engine that has died."""
         member.is_serving = False
         member.update_idle_time()

@@ -81,6 +81,7 @@ class InProcessSamplers(RankSamplers):
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
         """See :meth:`RankSamplers.send_weights`."""
         for engine in self.engines:
+            engine.sampler.wake()
             engine.sampler.update_weights(source, weight_version)
         if not self.engines:
             send_shards(source, self._dtype)

@@ -153,6 +153,7 @@ class RankEngines(RankSamplers):
         for number in self.dead:
             engine = self.engines[number]
             error = engine.error
+            assert error is not None, "it is dead"
             if not isinstance(error, EngineDiedError):
                 if self.is_colocated and not self._has_served:
                     raise error

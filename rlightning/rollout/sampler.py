@@ -262,7 +262,7 @@ class Sampler(TokenSampler, Protocol):
     weight_version: int | None
 
     def update_weights(self, source: "WeightSource", version: int) -> None:
-        """Take the actor's weights; called on rank 0, which has the sampler, on the trainer's thread.
+        """Take the actor's weights, awake; called on rank 0, which has the sampler, on the trainer's thread.
 
         The other ranks meanwhile call :func:`~rlightning.rollout.in_process.send_shards`, which is one
         :func:`~rlightning.parallel.gathering.gather_into` to rank 0 of all weights. Where the weights are sharded, this
@@ -279,7 +279,7 @@ class Sampler(TokenSampler, Protocol):
         """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
 
     def wake(self) -> None:
-        """Take the memory again; weights come by :meth:`update_weights`."""
+        """Take the memory again, if it was given back; called before each :meth:`update_weights`."""
 
     def close(self) -> None:
         """End it and everything that it started; what is under way fails. May be called twice."""

@@ -148,7 +148,6 @@ class TransformersSampler:
         """
         with self._model_lock:
             self.weight_version = None
-            self.wake()
             own = dict(named_weights(self.model))
             given = dict(source.named_weights())
             if faults := sorted(given.keys() ^ own.keys()):
@@ -167,9 +166,10 @@ class TransformersSampler:
 
     def wake(self) -> None:
         """See :meth:`Sampler.wake`."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.shape != self._shapes[name]:
-                parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self.device)
+        with self._model_lock:
+            for name, parameter in self.model.named_parameters():
+                if parameter.shape != self._shapes[name]:
+                    parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self.device)
 
     def close(self) -> None:
         """End the thread; what is under way fails. May be called twice."""

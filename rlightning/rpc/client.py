@@ -111,12 +111,11 @@ async def connect_process(
     raise ProcessStartError(f"{process.name} {reason}", process.log_tail())
 
 
-async def end_process(process: ManagedProcess, peer: Peer, grace: float = 0.0) -> str:
+async def end_process(process: ManagedProcess, peer: Peer) -> str:
     """End a child process with its process group, and close the connection to it.
 
     Args:
         process: to end. One that has closed its connection is given a moment to exit by itself.
-        grace: seconds between SIGTERM and SIGKILL; without any there is no SIGTERM.
 
     Returns:
         How it ended, such as "exit code 3" or "SIGKILL".
@@ -124,7 +123,7 @@ async def end_process(process: ManagedProcess, peer: Peer, grace: float = 0.0) -
     loop = asyncio.get_running_loop()
     if peer.closed.done():
         await loop.run_in_executor(None, process.wait, intervals.EXIT_STATUS_GRACE)
-    await loop.run_in_executor(None, process.terminate, grace)
+    await loop.run_in_executor(None, process.terminate)
     peer.abort("it was ended")
     return process.describe_end()
 

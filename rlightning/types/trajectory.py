@@ -137,6 +137,11 @@ class Turn(NamedTuple):
     sample: Sample | None = None
 
 
+def samples_of(turns: Iterable[Turn]) -> list[Sample]:
+    """Return the policy's samples, in the order of turns."""
+    return [turn.sample for turn in turns if turn.sample is not None]
+
+
 class Branch(Buffers):
     """One token sequence of a trajectory. A new one begins where the history was rewritten.
 
@@ -262,7 +267,7 @@ class Trajectory:
     @property
     def samples(self) -> list[Sample]:
         """The policy's samples, in the order of turns."""
-        return [turn.sample for turn in self.turns if turn.sample is not None]
+        return samples_of(self.turns)
 
     @property
     def completion(self) -> Sample:

@@ -8,7 +8,7 @@ import pytest
 
 from rlightning.errors import ConfigError
 from rlightning.rewards import RewardFunction, RewardRunner, answer_checker, numeric_answer
-from rlightning.rewards.calls import Outcome
+from rlightning.rewards.calls import RewardResult
 from rlightning.rewards.config import bind_rewards
 from rlightning.rewards.references import AnswerCheck, choose_evenly, report_unrewarded
 from rlightning.types import Prompt
@@ -74,10 +74,10 @@ def test_report_unrewarded_counts_and_shows_three(
     caplog: pytest.LogCaptureFixture, max_share: float, is_error: bool
 ) -> None:
     prompts = dict(enumerate(make_prompts(["a", "b", "c" * 100, "d", "e", "f", "g", "h", "i", "j"])))
-    good, bad = Outcome(1.0), Outcome(0.0)
+    good, bad = RewardResult(1.0), RewardResult(0.0)
     # One of them does not apply, and does not count.
-    outcomes = dict(enumerate([good, bad, bad, Outcome(None, "Trace\nValueError: no answer"), bad, *[good] * 4]))
-    outcomes[9] = Outcome(None)
+    outcomes = dict(enumerate([good, bad, bad, RewardResult(None, "Trace\nValueError: no answer"), bad, *[good] * 4]))
+    outcomes[9] = RewardResult(None)
     if is_error:
         with pytest.raises(ConfigError) as caught:
             report_unrewarded("check", "solution", prompts, outcomes, where, max_share)
@@ -93,7 +93,7 @@ def test_report_unrewarded_counts_and_shows_three(
 
 
 def test_report_unrewarded_is_silent_without_any(caplog: pytest.LogCaptureFixture) -> None:
-    report_unrewarded("check", "solution", {}, {0: Outcome(1.0), 1: Outcome(None)}, where, 0.0)
+    report_unrewarded("check", "solution", {}, {0: RewardResult(1.0), 1: RewardResult(None)}, where, 0.0)
     assert not caplog.text
 
 

@@ -16,12 +16,12 @@ from waiting import PATIENCE_SECONDS
 
 from rlightning.rewards import RewardFunction
 from rlightning.rewards import runner as reward_runner
-from rlightning.rewards.calls import Outcome
+from rlightning.rewards.calls import RewardResult
 from rlightning.rewards.repeats import Repeat, describe_repeat
 
 
 def describe(first: list[float], again: list[float | None], seconds: float = 0.1, **options: Any) -> str | None:
-    repeat = Repeat(first, [Outcome(value) for value in again], seconds)
+    repeat = Repeat(first, [RewardResult(value) for value in again], seconds)
     return describe_repeat("judge", repeat, first, **{"num_parallel": 4, "deadline": 100.0} | options)
 
 
@@ -57,7 +57,7 @@ def test_results_are_compared_over_all_ranks() -> None:
 
 def test_step_longer_than_others_wait_is_named() -> None:
     values = [0.0, 1.0] * 20
-    repeat = Repeat(values[:8], [Outcome(value) for value in values[:7]] + [None], 4.0)
+    repeat = Repeat(values[:8], [RewardResult(value) for value in values[:7]] + [None], 4.0)
     assert describe_repeat("judge", repeat, values, num_parallel=4, deadline=30.0) is None
     # Two rounds took 4 s, and ten are needed.
     line = describe_repeat("judge", repeat, values, num_parallel=4, deadline=19.0)

@@ -2,15 +2,46 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engine_run import Witness, make_module, make_trainer, save_model
 from rank_processes import finish, start_calls
 from tiny import make_data
 
 from rlightning.errors import EngineError
 from rlightning.parallel.fsdp import FSDP
+from rlightning.rollout.in_process import InProcessSampler, InProcessSamplers
+
+
+class Recording:
+    """A sampler that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.weight_version: int | None = None
+        self.calls: list[str] = []
+
+    def update_weights(self, source: object, version: int) -> None:
+        self.calls.append(f"update_weights {version}")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+
+def test_sampler_is_awake_when_weights_come() -> None:
+    sampler: Any = Recording()
+    loop: Any = None  # it does not score
+    samplers = InProcessSamplers([InProcessSampler(sampler, loop)], torch.float32, can_sleep=True)
+    source: Any = SimpleNamespace()
+    samplers.send_weights(source, 0)
+    samplers.sleep_before_sync()
+    samplers.send_weights(source, 1)
+    assert sampler.calls == ["wake", "update_weights 0", "sleep", "wake", "update_weights 1"]
 
 
 def load_rollout_class() -> type:

@@ -284,7 +284,7 @@ def test_in_an_unknown_vllm_nobody_rests(
         core.scheduler.add_request(make_request("0", hasher, 60))
         for _ in range(10):
             core.end(*core.begin())
-    assert list(known.scheduler.resting.rows) == ["0"] and not unknown.scheduler.resting.rows
+    assert list(known.scheduler.deferred.rows) == ["0"] and not unknown.scheduler.deferred.rows
     unknown.run({0: []}, {}, is_ahead=True)
     assert unknown.tokens["0"] == [sample("0", 20 + place)[0] for place in range(len(unknown.tokens["0"]))]
 
@@ -293,7 +293,7 @@ def test_of_an_aborted_request_nothing_is_kept(folder: str) -> None:
     core = run(folder, make_scheduler, num_blocks=200, is_ahead=True)
     assert not core.scheduler.requests and "4" not in core.reasons
     assert len(core.logprobs["4"]) == len(core.tokens["4"]) > 0
-    assert not core.scheduler.resting.rows and not core.scheduler.unsent
+    assert not core.scheduler.deferred.rows and not core.scheduler.unsent
     free = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert free == 200 - 1  # one is vLLM's own, for padding
 

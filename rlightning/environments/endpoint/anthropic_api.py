@@ -12,7 +12,7 @@ from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.foreign_text import cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 OWN = ("messages", "system", "tools", "tool_choice")
 NAMES = {"stop_sequences": "stop"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.foreign_text import describe_error
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 Message = MutableMapping[str, Any]
 """An ASGI message: the scope of a request, or an event."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import describe_error
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 TYPES = {
     400: "invalid_request_error",

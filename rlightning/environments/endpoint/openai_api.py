@@ -13,7 +13,7 @@ from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, Emit, Event, EventWriter, Reply, answer
 from rlightning.environments.recorder import RecordedTurn
 from rlightning.foreign_text import cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 DONE = (None, "[DONE]")
 

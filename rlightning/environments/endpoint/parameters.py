@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.foreign_text import cut_line, cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.rollout import Sampling
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import TEMPERATURES

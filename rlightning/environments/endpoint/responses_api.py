@@ -12,7 +12,7 @@ from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, T
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
 from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 OWN = ("input", "instructions", "tools", "tool_choice", "previous_response_id")
 NAMES = {"max_output_tokens": "max_tokens"}

@@ -22,7 +22,7 @@ from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import describe_error
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 log = logging.getLogger(__name__)
 

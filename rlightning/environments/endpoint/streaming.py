@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rlightning.environments.messages import AssistantMessage
 from rlightning.environments.partial_message import PartialMessage
 from rlightning.environments.recorder import RecordedTurn
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 Event = tuple[str | None, JsonObject | str]
 """An event of a stream: its name, in an API whose events have names, and its data."""

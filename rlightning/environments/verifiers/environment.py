@@ -26,7 +26,7 @@ from rlightning.environments.worker_environment import check_interpreter
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules, did_you_mean
 from rlightning.foreign_text import cut, cut_line
 from rlightning.processes.liveness import RestartPolicy
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import AgentTrace, Outcome, Prompt
 
 log = logging.getLogger(__name__)

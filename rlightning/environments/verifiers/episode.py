@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from rlightning.foreign_text import cut_line
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Turn
 
 LISTS = ("nodes", "calls", "errors")

@@ -15,7 +15,7 @@ import sys
 import threading
 
 from rlightning.foreign_text import describe_error
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 
 GRACE = 10.0
 """Seconds for the server to end by itself after the trainer has ended."""

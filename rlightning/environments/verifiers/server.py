@@ -23,14 +23,12 @@ from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.processes.liveness import Heartbeat
 from rlightning.processes.managed_process import ManagedProcess, python_command
-from rlightning.protocols import JsonObject
+from rlightning.python_values import JsonObject
 from rlightning.rpc.run_key import environment_without_key
 
 LAUNCHER = "rlightning.environments.verifiers.launcher"
 KEY_VARIABLE = "RLIGHTNING_POLICY_KEY"
 """Environment variable of the server that holds the key with which it authenticates at the endpoint."""
-START_TIMEOUT = 600.0
-"""Maximum seconds for a server to load its task set."""
 MAX_ANNOUNCEMENT_BYTES = 1 << 30
 CLOSE_GRACE = 4.0
 """Seconds for a server to clean up after SIGTERM."""
@@ -113,7 +111,7 @@ class EnvironmentServer:
             "search_path": own_search_path(),
         }
         try:
-            announced = await asyncio.wait_for(self._exchange(settings), START_TIMEOUT)
+            announced = await asyncio.wait_for(self._exchange(settings), intervals.TASK_SET_TIMEOUT)
         except BaseException:
             await self.close()
             raise

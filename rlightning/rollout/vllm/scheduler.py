@@ -2,10 +2,10 @@
 
 The core is one Python process that goes through all running sequences in every step. Where a model is small, that takes
 longer than the GPU's part of the step (docs/performance.md), and most of it is waste: a sequence whose last block has
-room, and which the sampled token does not end, needs nothing but one more token. Such sequences rest: their tokens are
-written into arrays, for all of them at once. vLLM's code gets to see one, brought up to date, when something can happen
-to it: its block is full, it ends, it is aborted or paused, or the KV cache runs out. What runs when, and in which
-blocks, is as vLLM decides.
+room, and which the sampled token does not end, needs nothing but one more token. Such sequences are deferred: their
+tokens are written into arrays, for all of them at once. vLLM's code gets to see one, brought up to date, when something
+can happen to it: its block is full, it ends, it is aborted or paused, or the KV cache runs out. What runs when, and in
+which blocks, is as vLLM decides.
 
 Nor is each token sent to the process in front: what is seen only when it is whole is sent :data:`TOKENS_AT_ONCE` at a
 time, and all of it before a pause begins.
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 TOKENS_AT_ONCE = 32
 """Tokens of a sequence in a message: few, so that little is left to send when all sequences end at once."""
 TESTED_VERSIONS = "0.24.", "0.32."
-"""Versions of vLLM whose schedulers are known well enough to let sequences rest."""
+"""Versions of vLLM whose schedulers are known well enough to defer sequences."""
 MOST_IN_FLIGHT = 2
 """Maximum number of steps that vLLM has scheduled and not processed, without pipeline parallelism."""
 
@@ -70,7 +70,7 @@ class Tokens:
         return LogprobsLists(ids[:, None], logprobs[:, None], np.array(self.ranks, np.int64))
 
 
-class RestingSequences:
+class DeferredSequences:
     """Sequences of which each step samples one token, and of which nothing else changes: in arrays, a row for each.
 
     Attributes:
@@ -92,7 +92,7 @@ class RestingSequences:
         self._logprobs = np.zeros(size, np.float32)
 
     def begin(self, request: Request, num_steps: int) -> None:
-        """Let a request rest in the next ``num_steps``."""
+        """Defer a request for the next ``num_steps``."""
         name, row = request.request_id, self._free.pop()
         self.rows[name] = row
         self._first[row], self._end[row] = self.step, self.step + num_steps
@@ -101,14 +101,14 @@ class RestingSequences:
         self._due[self.step + num_steps].append(name)
 
     def end(self, name: str) -> tuple[int, Tokens]:
-        """Let one rest no longer: the steps scheduled meanwhile, and the tokens that came back."""
+        """Defer one no longer: the steps scheduled meanwhile, and the tokens that came back."""
         row = self.rows.pop(name)
         self._free.append(row)
         columns = (column[row, : self._count[row]].tolist() for column in (self._ids, self._logprobs, self._ranks))
         return int(self.step - self._first[row]), Tokens(*columns)
 
     def due(self) -> list[str]:
-        """Those that have rested long enough when the next step is scheduled."""
+        """Those that have been deferred long enough when the next step is scheduled."""
         names = self._due.pop(self.step, [])
         return [name for name in names if name in self.rows and self._end[self.rows[name]] == self.step]
 
@@ -128,7 +128,7 @@ class RestingSequences:
         """Write down a step's samples.
 
         Returns:
-            Whose were written down; who rested and must not any longer, because something happens to them in this step.
+            Whose were written down; who must be deferred no longer, because something happens to them in this step.
         """
         names, sampled = output.req_ids, output.sampled_token_ids
         rows = np.fromiter(map(self.rows.get, names, repeat(-1)), np.int64, len(names))
@@ -143,7 +143,7 @@ class RestingSequences:
         quiet = {names[place] for place in places}
         column = self._count[rows]
         logprobs = output.logprobs
-        assert logprobs is not None, "those that rest ask for the log-probability of what they sample"
+        assert logprobs is not None, "deferred ones ask for the log-probability of what they sample"
         starts = logprobs.cu_num_generated_tokens
         if starts is not None:
             places = np.asarray(starts)[places]
@@ -156,7 +156,7 @@ class RestingSequences:
 
 @functools.cache
 def is_tested(version: str) -> bool:
-    """Return whether sequences may rest with a version of vLLM; says once in a process that they do not."""
+    """Return whether sequences may be deferred with a version of vLLM; says once in a process that they are not."""
     if version.startswith(TESTED_VERSIONS):
         return True
     log.warning(
@@ -182,7 +182,7 @@ class RolloutScheduler(Scheduler):
     """What makes a scheduler do less for a token; see the module's docstring.
 
     Attributes:
-        resting: what vLLM's code is not shown.
+        deferred: what vLLM's code is not shown.
         unsent: of requests that are seen whole, from their first token on.
     """
 
@@ -191,11 +191,11 @@ class RolloutScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.resting = RestingSequences(self.max_num_running_reqs, self.block_size)
+        self.deferred = DeferredSequences(self.max_num_running_reqs, self.block_size)
         self.unsent: dict[str, Tokens] = {}
         limits = "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens"
         self._limits = [name for name in limits if hasattr(self, name)]
-        self._may_rest = self._is_plain()
+        self._may_defer = self._is_plain()
         further = "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask"  # outputs of a token
         self._may_hold_back = not any(getattr(self, name, None) for name in further)
 
@@ -220,32 +220,32 @@ class RolloutScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """See Scheduler: what runs in the next step."""
-        resting = self.resting
-        self._wake(resting.due())
-        awake = [request for request in self.running if request.request_id not in resting.rows]
-        if resting.rows and (throttle_prefills or not self._fits(awake)):
-            self._wake(list(resting.rows))
+        deferred = self.deferred
+        self._wake(deferred.due())
+        awake = [request for request in self.running if request.request_id not in deferred.rows]
+        if deferred.rows and (throttle_prefills or not self._fits(awake)):
+            self._wake(list(deferred.rows))
             awake = self.running
-        running, num_awake, num_resting = self.running, len(awake), len(resting.rows)
+        running, num_awake, num_deferred = self.running, len(awake), len(deferred.rows)
         self.running = awake
-        self._lower_limits(num_resting)
+        self._lower_limits(num_deferred)
         output = super().schedule(throttle_prefills)
-        self._lower_limits(-num_resting)
+        self._lower_limits(-num_deferred)
         begun = [request for request in self.running if output.num_scheduled_tokens.get(request.request_id) == 1]
-        if num_resting:
+        if num_deferred:
             self.running = running + self.running[num_awake:]
-            self._schedule_resting(output)
-        resting.step += 1
-        self._let_rest(begun)
+            self._schedule_deferred(output)
+        deferred.step += 1
+        self._defer(begun)
         return output
 
-    def _schedule_resting(self, output: SchedulerOutput) -> None:
-        """Add those that rest to a step of the others."""
-        self.resting.schedule(output)
+    def _schedule_deferred(self, output: SchedulerOutput) -> None:
+        """Add those that are deferred to a step of the others."""
+        self.deferred.schedule(output)
         scheduled, names = output.num_scheduled_tokens, [request.request_id for request in self.running]
         output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in their order
         if not self.use_v2_model_runner:
-            self.prev_step_scheduled_req_ids |= self.resting.rows.keys()
+            self.prev_step_scheduled_req_ids |= self.deferred.rows.keys()
 
     def _lower_limits(self, number: int) -> None:
         """Leave the limits of a step to all but so many sequences, which take one token each."""
@@ -256,7 +256,7 @@ class RolloutScheduler(Scheduler):
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _fits(self, awake: list[Request]) -> bool:
-        """Whether the KV cache has room for these, so that none has to make way, be it one that rests."""
+        """Whether the KV cache has room for these, so that none has to make way, be it a deferred one."""
         needed = 0
         for request in awake:
             if request.is_prefill_chunk:
@@ -265,17 +265,17 @@ class RolloutScheduler(Scheduler):
                 needed += 1
         return needed <= self._num_free_blocks()
 
-    def _let_rest(self, requests: Iterable[Request]) -> None:
-        """Let those of ``requests`` rest that may, unless the KV cache is so full that they would soon be woken."""
+    def _defer(self, requests: Iterable[Request]) -> None:
+        """Defer those of ``requests`` that may be, unless the KV cache is so full that they would soon be woken."""
         if self._is_paused() or self._num_free_blocks() <= len(self.running):
             return
         for request in requests:
-            if num_steps := self._steps_to_rest(request):
-                self.resting.begin(request, num_steps)
+            if num_steps := self._steps_to_defer(request):
+                self.deferred.begin(request, num_steps)
 
-    def _steps_to_rest(self, request: Request) -> int:
+    def _steps_to_defer(self, request: Request) -> int:
         """Return the number of steps, from the next one on, that only sample a token of a request."""
-        if not self._may_rest or request.request_id not in self.unsent or request.is_prefill_chunk:
+        if not self._may_defer or request.request_id not in self.unsent or request.is_prefill_chunk:
             return 0
         # A piece of a prompt is still in flight, or what was when the request had to make way for others.
         if _counted(request, "num_in_flight_tokens") > MOST_IN_FLIGHT:
@@ -290,12 +290,12 @@ class RolloutScheduler(Scheduler):
         return num_steps if offset and num_steps > 0 else 0
 
     def _wake(self, names: Iterable[str]) -> None:
-        """Bring requests that rest up to date, for vLLM's code."""
+        """Bring deferred requests up to date, for vLLM's code."""
         for name in names:
-            if name not in self.resting.rows:
+            if name not in self.deferred.rows:
                 continue
             request = self.requests[name]
-            num_scheduled, tokens = self.resting.end(name)
+            num_scheduled, tokens = self.deferred.end(name)
             in_flight = num_scheduled - len(tokens)
             request.num_computed_tokens += num_scheduled
             if self.has_placeholders:
@@ -310,8 +310,8 @@ class RolloutScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """See Scheduler: take in what a step has sampled."""
-        if self.resting.rows:
-            quiet, loud = self.resting.take_in(model_runner_output)
+        if self.deferred.rows:
+            quiet, loud = self.deferred.take_in(model_runner_output)
             self._wake(loud)
             left = {name: n for name, n in scheduler_output.num_scheduled_tokens.items() if name not in quiet}
             scheduler_output = replace(scheduler_output, num_scheduled_tokens=left)
@@ -357,8 +357,8 @@ class RolloutScheduler(Scheduler):
         self.unsent[request.request_id] = Tokens()
         params: Any = request.sampling_params
         stop_ids = {*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])}
-        if not stop_ids <= (known := set(self.resting.stop_ids.tolist())):
-            self.resting.stop_ids = np.array(sorted(stop_ids | known), np.int64)
+        if not stop_ids <= (known := set(self.deferred.stop_ids.tolist())):
+            self.deferred.stop_ids = np.array(sorted(stop_ids | known), np.int64)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
         """See Scheduler: end requests from outside; None: all. What is held back of them is not sent."""
@@ -371,7 +371,7 @@ class RolloutScheduler(Scheduler):
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """See Scheduler: pause, or go on."""
-        self._wake(list(self.resting.rows))
+        self._wake(list(self.deferred.rows))
         super().set_pause_state(pause_state)
 
     def _is_paused(self) -> bool:
@@ -383,7 +383,7 @@ class RolloutScheduler(Scheduler):
 
     def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
         """See Scheduler: forget what is in the KV cache, if need be by requeueing all."""
-        self._wake(list(self.resting.rows))
+        self._wake(list(self.deferred.rows))
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
 
