@@ -2,16 +2,19 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from dataclasses import Field, fields
+from typing import Any, ClassVar, Protocol, TypeVar
 
 T = TypeVar("T")
 
 JsonObject = dict[str, Any]
 """A JSON object, as ``json.loads`` returns it; its reader knows the types of its values."""
+
+
+class DataclassInstance(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 def to_number(value: object) -> object:
@@ -50,7 +53,7 @@ def _to_list(value: object) -> object:
     return value.tolist() if callable(value.tolist) else value
 
 
-def field_values(record: "DataclassInstance") -> dict[str, Any]:
+def field_values(record: DataclassInstance) -> dict[str, Any]:
     """Return the values of a dataclass's fields by name, without copying; unset fields are left out."""
     return {field.name: getattr(record, field.name) for field in fields(record) if hasattr(record, field.name)}
 
