@@ -91,7 +91,9 @@ class TransformersRollout(RolloutCallback):
         while rows < most:
             rows, copied = 2 * rows, rows
         copy = replace(copy, num_engines=0, kv_cache_bytes=(rows + copied) * copy.sequence)
-        return RolloutMemory(engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize)
+        return RolloutMemory(
+            engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize, max_support=self.sampling.max_support
+        )
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
         """Build the model on rank 0, without weights."""

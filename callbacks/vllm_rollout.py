@@ -267,7 +267,12 @@ class VLLMRollout(RolloutCallback):
             adapter=work.adapter,
         )
         itemsize = self.options.itemsize(torch.device("cuda"))
-        return RolloutMemory(engine=engine, bucket_bytes=self.options.bucket_bytes, itemsize=itemsize)
+        return RolloutMemory(
+            engine=engine,
+            bucket_bytes=self.options.bucket_bytes,
+            itemsize=itemsize,
+            max_support=self.sampling.max_support,
+        )
 
     @property
     def engine(self) -> Engine | None:

@@ -46,11 +46,13 @@ class RolloutMemory:
         bucket_bytes: of the buffer that weights are sent through (:func:`~rlightning.rollout.weights.plan_chunks`);
             0 where they are gathered into their place.
         itemsize: bytes of a weight that is sent.
+        max_support: tokens of the largest support that comes with a sampled token; 0 if sampling is not truncated.
     """
 
     engine: EngineMemory | None = None
     bucket_bytes: int = 2 << 30
     itemsize: int = 2
+    max_support: int = 0
 
 
 @runtime_checkable

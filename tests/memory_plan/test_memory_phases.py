@@ -146,6 +146,10 @@ def test_logits_take_a_chunk_and_no_more() -> None:
     # with the gradients of hidden states and output layer, this one in float32, then cast when the logits are gone
     assert memory.logits_chunk(few, has_gradient=True) == 2 * 2 * few * 1024 + 4 * head + 2 * head
     assert memory.logits_chunk(many, has_gradient=True) == 2 * 2 * many * 1024 + 4 * head + 2 * 4096 * 151936
+    truncated = TrainerMemory(replace(work, rollout=RolloutMemory(max_support=20)))
+    more = truncated.logits_chunk(few, has_gradient=True) - memory.logits_chunk(few, has_gradient=True)
+    assert more == 5 * 4 * 20 * few  # the supports, and four tables of their logits
+    assert truncated.logits_chunk(few, has_gradient=False) == memory.logits_chunk(few, has_gradient=False)
     halves = replace(work, parallelism=Parallelism(kind="fsdp", ranks=2, tensor_parallel_size=2))
     assert TrainerMemory(halves).logits_chunk(few, has_gradient=False) == 2 * few * (151936 // 2 + 1024)
 
