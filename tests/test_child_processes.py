@@ -50,7 +50,7 @@ def run_tests(folder: Path, *options: str) -> tuple[str, dict[str, int]]:
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-c", os.devnull, "-q", "-rfE", *options, "test_it.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-c", os.devnull, "-q", "-rN", *options, "test_it.py"]
     done = subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, check=False)
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
     return done.stdout + done.stderr, counts
