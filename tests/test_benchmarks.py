@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "weak_scaling", "weight_sync", "learning_curves", "sharded_loading"),
     *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
-    *("controller", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
+    *("controller", "canary", "adapters", "adapter_curves", "agents", "shared_prefix", "meshes", "collectives"),
 )
 
 
@@ -161,3 +161,26 @@ def test_the_canary_is_asked_about_right_and_wrong_weights(run_benchmark: RunBen
     assert told["down_proj stale"] == "no"  # lost in rounding
     assert all(strike["off by, %"] > 0 and strike["strike"] in said for strike in strikes)
     assert list((tmp_path / "out").rglob("metrics.csv")) == []  # no step of training
+
+
+@pytest.mark.slow
+def test_meshes_are_compared_with_one_device(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
+    sizes = "--gpus 2 --tokens 1600 --max-new-tokens 64 --microbatch-tokens 1024 --steps 2 --warm-up 1 --same-batch"
+    run_benchmark("meshes", f"--mesh one fsdp {sizes} -- --model.compile false")
+    one, fsdp = read_csv(tmp_path / "out" / "table.csv")
+    assert [(row["mesh"], row["GPUs"], row["end"]) for row in (one, fsdp)] == [("one", "1", "ok"), ("fsdp", "2", "ok")]
+    assert all(float(row[name]) > 0 for row in (one, fsdp) for name in ("update, s", "tokens/s a GPU", "planned"))
+    assert (one["x one GPU"], one["beside"], fsdp["beside"]) == ("1.0", "", "one")
+    # float32, and the same batch
+    assert all(float(fsdp[f"{name} off by"]) < 1e-3 for name in ("loss", "entropy", "grad norm"))
+    steps = read_csv(tmp_path / "out" / "steps.csv")
+    assert [(row["mesh"], row["step"]) for row in steps] == [("one", "1"), ("one", "2"), ("fsdp", "1"), ("fsdp", "2")]
+
+
+def test_collectives_are_timed_between_two_processes(tmp_path: Path) -> None:
+    run_python(BENCHMARKS / "collectives.py", "--device", "cpu", "--gpus", "2", "--out", "out", folder=tmp_path)
+    rows = {(row["operation"], row["dtype"], row["bytes"]): row for row in read_csv(tmp_path / "out" / "table.csv")}
+    assert len(rows) == 4 * 2 * 3
+    row = rows["all-gather", "float32", "1048576"]
+    assert float(row["GB/s"]) == pytest.approx(1048576 / float(row["us"]) / 1e3)
+    assert float(row["bus"]) == pytest.approx(float(row["GB/s"]) / 2)  # one rank has half of it already
