@@ -1,4 +1,4 @@
-"""Seconds and GB/s of the collectives that training uses, and of copies between host and device.
+"""Seconds and GB/s of collectives between devices and between their hosts' processes, and of copies between both.
 
     python benchmarks/collectives.py --gpus 2 4
     python benchmarks/collectives.py --device cpu --gpus 2
@@ -7,7 +7,8 @@ A row each number of GPUs, operation, dtype and size, which is that of the whole
 reduce-scatter is given. The time is the slowest rank's, the median of some rounds, each of several calls without a wait
 between them; at the smallest size it is the latency. "GB/s" is the size over it. "bus" is what each GPU sends or
 receives a second, with (n - 1) / n of the size for all-gather and reduce-scatter, twice that for all-reduce, as NCCL's
-own tests count. All ranks copy at the same time, from and to pinned memory, each a tensor of the size.
+own tests count. What the ranks' host processes tell each other goes over gloo. All ranks copy at the same time, each a
+tensor of the size, from and to pinned memory.
 
 Writes --out/table.md and table.csv. The sizes go up, so that --limit leaves out the largest, and what an earlier call
 with the same --out has measured stays in the table.
@@ -31,9 +32,11 @@ reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", N
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SIZES = {
     "cuda": (1 << 10, 1 << 15, 1 << 20, 1 << 23, 1 << 26, 1 << 28, GIB),
-    "cpu": (1 << 10, 1 << 15, 1 << 20),
+    "cpu": (1 << 10, 1 << 16),
 }
 """Bytes, by device."""
+MOST_HOST_BYTES = 1 << 23
+"""Larger ones the host processes do not exchange."""
 KEYS = ("GPUs", "operation", "dtype", "bytes")
 ROUNDS = 5
 
@@ -49,6 +52,20 @@ def collectives(size: int, dtype: torch.dtype, device: torch.device) -> dict[str
         "reduce-scatter": (lambda: reduce_scatter(part, whole), share),
         "all-reduce": (lambda: dist.all_reduce(whole), 2 * share),
         "broadcast": (lambda: dist.broadcast(whole, 0), 1.0),
+    }
+
+
+def host_collectives(size: int) -> dict[str, tuple[Callable[[], object], float]]:
+    """The operations of the ranks' host processes, over gloo, on so many bytes in all; with the share of rank 0."""
+    num_ranks = dist.get_world_size()
+    gathered: list[object] = [None] * num_ranks
+    thing = bytes(size // num_ranks)
+    part = torch.zeros(size // num_ranks, dtype=torch.uint8)
+    parts = [part.clone() for _ in range(num_ranks)] if dist.get_rank() == 0 else None
+    share = (num_ranks - 1) / num_ranks
+    return {
+        "gather of objects (host)": (lambda: dist.all_gather_object(gathered, thing), share),
+        "scatter (host)": (lambda: dist.scatter(part, parts), share),
     }
 
 
@@ -88,9 +105,12 @@ def operations(size: int, device: torch.device) -> Iterator[tuple[str, str, Call
     for name, dtype in DTYPES.items():
         for operation, (call, share) in collectives(size, dtype, device).items():
             yield operation, name, call, share
+    if size <= MOST_HOST_BYTES:
+        for operation, (call, share) in host_collectives(size).items():
+            yield operation, "bytes", call, share
     if device.type == "cuda":
         for operation, call in copies(size, device).items():
-            yield operation, "any", call, 1.0
+            yield operation, "bytes", call, 1.0
 
 
 def has_time(deadline: float) -> bool:

@@ -1,4 +1,4 @@
-"""The update alone on one GPU and on several, by FSDP, HSDP and tensor parallelism: MFU, planned memory, losses.
+"""The update alone on one GPU and on several, by FSDP, HSDP and tensor parallelism: MFU, planned memory, gradients.
 
     python benchmarks/meshes.py --model 0.6b 4b 8b
     python benchmarks/meshes.py --model 0.6b --mesh one fsdp --same-batch
@@ -12,8 +12,9 @@ runs are at the same time, on GPUs of their own. All runs of a model on --gpus h
 
 A row a run: medians of the updates after the warm-up. The seconds are the slowest rank's, the MFU (docs/performance.md)
 is the mean of the ranks', the peak is of tensors on the rank where it is largest, beside what `rlightning plan` says of
-them. The last differences are from the first run of the model with the same global batch, the largest of all steps: of
-the loss, absolute, for it is near 0 in RL, and of the entropy and the gradient's norm, relative.
+them. "off by" is the largest relative difference of all steps from the first run of the model with the same global
+batch: of the tokens' log-probabilities (their mean distance from those of equally likely tokens), of the entropy, and
+of the gradient's norm.
 
 A run that fails is a row, and one for which --limit leaves no time a note. What an earlier call with the same --out has
 measured stays in the table. `steps.csv` has the steps of all runs.
@@ -31,7 +32,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from defaults import plan
+from defaults import device_memory, plan
 from launch import (
     BENCHMARKS,
     GIB,
@@ -59,8 +60,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
 }
 """Arguments of FSDP by the mesh's name; "one" has no strategy."""
-CURVES = {"loss": "policy/loss", "entropy": "policy/entropy", "grad norm": "optim/grad_norm"}
-"""Names of the metrics that are compared step by step."""
+CURVES = {"log-probs": "policy/rollout_gap_mean", "entropy": "policy/entropy", "grad norm": "optim/grad_norm"}
+"""Metrics that are compared step by step. The loss is not among them: in GRPO's first update it is 0."""
 START_SECONDS = 30.0
 """With less time left no run is started."""
 
@@ -120,44 +121,39 @@ def measure(run: Run, model: str, mesh: str, arguments: argparse.Namespace) -> d
     }
 
 
-def largest_difference(values: Iterable[float], reference: Iterable[float], *, is_relative: bool) -> float | None:
-    """The largest over the steps that both have; None without any."""
+def largest_difference(values: Iterable[float], reference: Iterable[float]) -> float | None:
+    """The largest relative one over the steps that both have; None without any."""
     pairs = zip(values, reference, strict=False)
-    return max((abs(value - other) / (abs(other) if is_relative else 1) for value, other in pairs), default=None)
+    return max((abs(value - other) / abs(other) for value, other in pairs if other), default=None)
 
 
 def tabulate(measured: Rows) -> Rows:
     """The table's rows, with each run beside one GPU and beside the first run with the same batch."""
+    models, meshes = list(dict.fromkeys(one["model"] for one in measured)), list(MESHES)
+    ordered = sorted(measured, key=lambda one: (models.index(one["model"]), meshes.index(one["mesh"]), one["GPUs"]))
     rows: Rows = []
-    for one in sorted(measured, key=lambda row: (row["GPUs"], list(MESHES).index(row["mesh"]))):
-        same_model = [other for other in measured if other["model"] == one["model"]]
+    for one in ordered:
+        same_model = [other for other in ordered if other["model"] == one["model"]]
         rate = _tokens_per_second(one)
         single = next((_tokens_per_second(other) for other in same_model if other["mesh"] == "one"), None)
-        same_batch = [other for other in same_model if other["tokens"] == one["tokens"] and other["loss"]]
-        reference = min(same_batch, key=lambda row: (row["GPUs"], list(MESHES).index(row["mesh"])), default=one)
-        is_compared = reference is not one
-        rows.append(
-            {
-                "model": one["model"],
-                "GPUs": one["GPUs"],
-                "mesh": one["mesh"],
-                "update, s": one["seconds"],
-                "tokens/s a GPU": rate,
-                "MFU a GPU": one["mfu"],
-                "x one GPU": rate / single if rate and single else None,
-                "peak, GiB": one["peak"],
-                "planned": one["planned"],
-                "beside": reference["mesh"] if is_compared else None,
-            }
-            | {
-                f"{name} off by": largest_difference(one[name], reference[name], is_relative=name != "loss")
-                if is_compared
-                else None
-                for name in CURVES
-            }
-            | {"first, s": one["first"], "run, s": one["run"], "end": one["end"]}
-        )
-    return sorted(rows, key=lambda row: list(dict.fromkeys(one["model"] for one in measured)).index(row["model"]))
+        same_batch = (other for other in same_model if other["tokens"] == one["tokens"] and other["grad norm"])
+        reference = next(same_batch, one)
+        row = {
+            "model": one["model"],
+            "GPUs": one["GPUs"],
+            "mesh": one["mesh"],
+            "update, s": one["seconds"],
+            "tokens/s a GPU": rate,
+            "MFU a GPU": one["mfu"],
+            "x one GPU": rate / single if rate and single else None,
+            "peak, GiB": one["peak"],
+            "planned": one["planned"],
+            "beside": None if reference is one else reference["mesh"],
+        }
+        for name in CURVES:
+            row[f"{name} off by"] = None if reference is one else largest_difference(one[name], reference[name])
+        rows.append(row | {"first, s": one["first"], "run, s": one["run"], "end": one["end"]})
+    return rows
 
 
 def _tokens_per_second(measured: dict[str, Any]) -> float | None:
@@ -183,7 +179,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mesh", nargs="+", choices=MESHES, default=list(MESHES), help=f"({' '.join(MESHES)})")
     parser.add_argument("--gpus", type=int, default=4, help="of each mesh but the first (4)")
     parser.add_argument("--tokens", type=int, default=131072, help="a step and GPU, about (131072)")
-    parser.add_argument("--same-batch", action="store_true", help="one GPU gets the batch of all, to compare losses")
+    parser.add_argument("--same-batch", action="store_true", help="one GPU gets the batch of all, to compare steps")
     parser.add_argument("--fsdp", type=json.loads, default={}, metavar="JSON", help="further arguments of FSDP ({})")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one run (240)")
     arguments = parse(parser)
@@ -198,12 +194,12 @@ def run_at_once(jobs: Sequence[Job], arguments: argparse.Namespace, timeout: flo
         return list(pool.map(lambda job, at: fit(job, arguments, at, timeout=timeout), jobs, devices))
 
 
-def planned_peak(arguments: argparse.Namespace, job: Job) -> float | None:
-    """GiB of tensors in the update, as `rlightning plan` computes it; None for a job that it refuses."""
+def planned_peak(arguments: argparse.Namespace, job: Job, memory: int) -> float | None:
+    """GiB of tensors in the update on a device of so many bytes, as planned; None for a job that is refused."""
     from rlightning.errors import ConfigError
 
     try:
-        return float(plan(arguments, replace(job, name=f"plans/{job.name}")).update().tensors / GIB)
+        return float(plan(arguments, replace(job, name=f"plans/{job.name}"), memory).update().tensors / GIB)
     except ConfigError:
         return None
 
@@ -215,6 +211,7 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     named = {Path(model).name: argparse.Namespace(**vars(arguments) | {"model": model}) for model in arguments.model}
     with ThreadPoolExecutor() as pool:
+        memory = pool.submit(device_memory, arguments.device)
         list(pool.map(prepare, named.values()))
     kept, notes = KeptRows(arguments.out, "model", "GPUs", "mesh"), []
     work = [(model, mesh, make_job(named[model], model, mesh)) for mesh in arguments.mesh for model in named]
@@ -223,7 +220,7 @@ def main() -> None:
     batches += [[entry] for entry in work if entry not in single]
     with ThreadPoolExecutor(1) as planner:
         # Computed while the runs run.
-        peaks = {job.name: planner.submit(planned_peak, named[model], job) for model, _, job in work}
+        peaks = {job.name: planner.submit(planned_peak, named[model], job, memory.result()) for model, _, job in work}
         for batch in batches:
             left = arguments.deadline - time.monotonic()
             if left < START_SECONDS:
