@@ -6,9 +6,9 @@
 
 A run is `rlightning fit` on completions of random tokens, without an engine; see update.py. Every combination of
 --model and --mesh is one: "one" is one GPU, "fsdp" shards over all --gpus, "hsdp" over two at a time, each pair a copy,
-and "tensor" splits each layer over two, with FSDP over the pairs. A GPU has --tokens a step in all of them. One-GPU
-runs are at the same time, on GPUs of their own. All runs of a model on --gpus have the same global batch; with
---same-batch the one on one GPU has it too.
+and "tensor" splits each layer over two, with FSDP over the pairs. "one-fsdp" has to be named: one GPU, with what FSDP
+does beside its collectives. A GPU has --tokens a step in all of them. Runs on one GPU are at the same time, each on its
+own. All runs of a model on --gpus have the same global batch; with --same-batch those on one GPU have it too.
 
 A row a run: medians of the updates after the warm-up. The seconds are the slowest rank's, the MFU (docs/performance.md)
 is the mean of the ranks', the peak is of tensors on the rank where it is largest, beside what `rlightning plan` says of
@@ -53,13 +53,16 @@ from launch import (
     write_csv,
 )
 
-MESHES: dict[str, dict[str, Any]] = {
-    "one": {},
+MESHES: dict[str, dict[str, Any] | None] = {
+    "one": None,
+    "one-fsdp": {},
     "fsdp": {},
     "hsdp": {"shard_size": 2},
     "tensor": {"tensor_parallel_size": 2},
 }
-"""Arguments of FSDP by the mesh's name; "one" has no strategy."""
+"""Arguments of FSDP by the mesh's name; None without it."""
+SINGLE = ("one", "one-fsdp")
+"""Meshes of one GPU."""
 CURVES = {"log-probs": "policy/rollout_gap_mean", "entropy": "policy/entropy", "grad norm": "optim/grad_norm"}
 """Metrics that are compared step by step. The loss is not among them: in GRPO's first update it is 0."""
 START_SECONDS = 30.0
@@ -68,7 +71,7 @@ START_SECONDS = 30.0
 
 def make_job(arguments: argparse.Namespace, model: str, mesh: str) -> Job:
     """A model on a mesh; ``arguments.model`` is its folder."""
-    num_gpus = 1 if mesh == "one" else arguments.gpus
+    num_gpus, fsdp = 1 if mesh in SINGLE else arguments.gpus, MESHES[mesh]
     shares = arguments.gpus if arguments.same_batch else num_gpus
     group_tokens = arguments.samples * (PROMPT_TOKENS + arguments.max_new_tokens)
     config = grpo_config(
@@ -76,11 +79,7 @@ def make_job(arguments: argparse.Namespace, model: str, mesh: str) -> Job:
         prompts_per_step=max(round(arguments.tokens / group_tokens), 1) * shares,
         samples_per_prompt=arguments.samples,
         num_devices=num_gpus,
-        model={
-            "max_tokens_per_microbatch": arguments.microbatch_tokens,
-            "rewards": ["synthetic.coin"],
-            "validate_first": False,
-        },
+        model={"max_tokens_per_microbatch": arguments.microbatch_tokens, "validate_first": False},
         callbacks=[
             callback("synthetic.SyntheticRollout", max_new_tokens=arguments.max_new_tokens),
             callback("synthetic.SetRewards", alike=0.0),
@@ -89,8 +88,8 @@ def make_job(arguments: argparse.Namespace, model: str, mesh: str) -> Job:
     )
     config["rollout"] = None
     config["trainer"]["enable_progress_bar"] = False
-    if num_gpus > 1:
-        config["trainer"]["strategy"]["init_args"] = MESHES[mesh] | arguments.fsdp
+    if fsdp is not None:
+        config["trainer"]["strategy"] = {"class_path": "rlightning.parallel.FSDP", "init_args": fsdp | arguments.fsdp}
     return Job(f"{model}/{mesh}", config, num_gpus)
 
 
@@ -176,8 +175,9 @@ def parse_arguments() -> argparse.Namespace:
     usual: dict[str, Any] = {"samples": 8, "max_new_tokens": 1024, "microbatch_tokens": 16384, "warm_up": 2}
     usual |= {"model": ["0.6b", "4b", "8b"], "limit": 570.0}
     parser = benchmark_parser(__doc__ or "", "meshes", steps=4, **usual)
-    parser.add_argument("--mesh", nargs="+", choices=MESHES, default=list(MESHES), help=f"({' '.join(MESHES)})")
-    parser.add_argument("--gpus", type=int, default=4, help="of each mesh but the first (4)")
+    usual_meshes = [mesh for mesh in MESHES if mesh != "one-fsdp"]
+    parser.add_argument("--mesh", nargs="+", choices=MESHES, default=usual_meshes, help=f"({' '.join(usual_meshes)})")
+    parser.add_argument("--gpus", type=int, default=4, help="of each mesh of several (4)")
     parser.add_argument("--tokens", type=int, default=131072, help="a step and GPU, about (131072)")
     parser.add_argument("--same-batch", action="store_true", help="one GPU gets the batch of all, to compare steps")
     parser.add_argument("--fsdp", type=json.loads, default={}, metavar="JSON", help="further arguments of FSDP ({})")
