@@ -20,17 +20,8 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "weak_scaling", "weight_sync", "learning_curves", "sharded_loading"),
     *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
-    *(
-        "controller",
-        "canary",
-        "adapters",
-        "adapter_curves",
-        "agents",
-        "shared_prefix",
-        "meshes",
-        "collectives",
-        "predict_scaling",
-    ),
+    *("controller", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
+    *("meshes", "collectives", "predict_scaling"),
 )
 
 
