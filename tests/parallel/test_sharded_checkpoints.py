@@ -105,7 +105,7 @@ def test_checkpoint_of_four_ranks_resumes_on_two_and_one(accelerator: str, tmp_p
     in_one_go, _ = train(tmp_path, 4, accelerator=accelerator)
     four = {"four": {"max_steps": 2, "accelerator": accelerator, "strategy": {"tensor_parallel_size": 2}}}
     finish(start_calls(save_each, 4, tmp_path, four))
-    resumed = {"accelerator": accelerator, "ckpt_path": tmp_path / "four.ckpt"}
+    resumed: dict[str, Any] = {"accelerator": accelerator, "ckpt_path": tmp_path / "four.ckpt"}
     two = {"two": {"max_steps": 2, **resumed}, "two_on": {"max_steps": 4, **resumed}}
     finish(start_calls(save_each, 2, tmp_path, two))
     on_one, _ = train(tmp_path, 4, **resumed)
