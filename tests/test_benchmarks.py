@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "weak_scaling", "weight_sync", "learning_curves", "sharded_loading"),
     *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
-    *("controller", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
+    *("controller", "controller_leaks", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
     *("meshes", "collectives", "predict_scaling"),
 )
 
