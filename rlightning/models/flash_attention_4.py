@@ -6,6 +6,8 @@ Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens
 """
 
 import functools
+import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import accumulate
@@ -15,8 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from rlightning.models.layers import user_cache
+
 INTERFACE = "flash_attn.cute.interface"
 """Module of the package ``flash-attn-4``."""
+CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+"""Prefix of the package's environment variables for a folder of compiled kernels."""
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs that its backward supports with all that is asked of it here."""
 MAX_HEAD_SIZE = 128
@@ -49,7 +55,8 @@ def flash_attention_obstacle(
 ) -> str | None:
     """Return what keeps FlashAttention 4 from a model for which ``varlen_attn`` can be used; None if nothing does.
 
-    It is tried once for each set of arguments, which takes some seconds: it compiles the kernels that the model needs.
+    It is tried once for each set of arguments. That compiles the kernels that the model needs, in some seconds, and
+    keeps them in the user's cache.
 
     Args:
         device: a CUDA device, or any other.
@@ -69,11 +76,14 @@ def _find_obstacle(
         return f"needs compute capability {' or '.join(map(str, CAPABILITIES))}"
     if head_size > MAX_HEAD_SIZE:
         return f"takes head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
+    os.environ.setdefault(f"{CACHE}_DIR", str(user_cache() / "flash_attention_4"))
+    os.environ.setdefault(f"{CACHE}_ENABLED", "1")
     try:
-        import_module(INTERFACE)
+        import_module(INTERFACE)  # reads the variables
         # A thread has none of the modes of this one: autocast, no_grad, the hooks of gradient checkpointing.
-        with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-            difference = pool.submit(_compare, device, dtype, head_size, heads_per_key, has_window).result()
+        thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
+        with thread, warnings.catch_warnings(action="ignore"):  # of its compiler, on its own code
+            difference = thread.submit(_compare, device, dtype, head_size, heads_per_key, has_window).result()
     except ImportError as error:
         return f"is not installed ({error}): pip install 'rlightning[fa4]'"
     except Exception as error:  # whatever kernels that are compiled here may raise: the run has others
