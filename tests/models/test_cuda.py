@@ -69,7 +69,8 @@ def test_flash_attention_4_is_as_exact_as_varlen_attn(
             results.append([out, *torch.autograd.grad(out, inputs, direction.to(out.dtype))])
         for new, old, truth in zip(*results, strict=True):
             assert new.dtype == torch.bfloat16
-            assert (new - truth).norm() <= 1.5 * (old - truth).norm() + 1e-3 * truth.norm()
+            # With a window of 1 the gradients of queries and keys are 0, and differences of float32 sums are left.
+            assert (new - truth).norm() <= 1.5 * (old - truth).norm() + 1e-3 * truth.norm() + 1e-2
 
 
 @pytest.mark.usefixtures("kernel")
