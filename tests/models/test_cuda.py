@@ -1,22 +1,79 @@
 """The kernels that only CUDA has, against those that the other tests hold to transformers."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import make_sequences, packed_inputs, save_tiny
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from rlightning.models import attention, load_policy, output_layer
-from rlightning.models.attention import packed_attention, varlen_obstacle
+from rlightning.models.attention import packed_attention, padded_attention, varlen_attention, varlen_obstacle
+from rlightning.models.flash_attention_4 import flash_attention, flash_attention_obstacle
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers
 from rlightning.models.output_layer import chunked_logprobs
 
 pytestmark = pytest.mark.gpu
 
+Lengths = tuple[list[int], list[int]]
+RAGGED: Lengths = ([1, 7, 300, 64, 1, 513], [1, 7, 300, 64, 1, 513])
+SUFFIXES: Lengths = ([1, 70, 130, 5, 256], [1, 200, 130, 900, 640])
+"""Of queries and of keys: with shared prefixes."""
 
+
+@pytest.fixture
+def flash_attention_4() -> None:
+    """Skips where FlashAttention 4 cannot be used; not where it fails."""
+    reason = flash_attention_obstacle(torch.device("cuda", 0), torch.bfloat16, 64, 2, False)
+    if reason is not None and reason.startswith(("needs", "is not installed")):
+        pytest.skip(f"FlashAttention 4 {reason}")
+    assert reason is None
+
+
+@pytest.fixture(params=["varlen_attn", "flash_attention_4"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has packed attention take this one, for the head sizes that it has."""
+    if request.param == "varlen_attn":
+        monkeypatch.setattr(attention, "flash_attention_obstacle", lambda *_: "is not to be used")
+    else:
+        request.getfixturevalue("flash_attention_4")
+
+
+@pytest.mark.usefixtures("flash_attention_4")
+@pytest.mark.parametrize("heads", [(8, 8), (16, 8), (32, 8)])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_flash_attention_4_is_as_exact_as_varlen_attn(
+    head_size: int, heads: tuple[int, int], window: int | None
+) -> None:
+    """Against float64, results and gradients."""
+    device = torch.device("cuda", 0)
+    assert flash_attention_obstacle(device, torch.bfloat16, head_size, heads[0] // heads[1], window is not None) is None
+    generator = torch.Generator(device).manual_seed(0)
+    for lengths in (RAGGED, SUFFIXES):
+        bounds = tuple(torch.tensor([0, *part], device=device).cumsum(0).int() for part in lengths)
+        longest = max(lengths[0]), max(lengths[1])
+        shapes = [(sum(lengths[is_key]), heads[is_key], head_size) for is_key in (0, 1, 1)]
+        half = [torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+        exact = [tensor.detach().double().requires_grad_() for tensor in half]
+        direction = torch.randn(shapes[0], device=device, generator=generator).bfloat16()
+        results = []
+        ways: list[tuple[Callable[..., Tensor], list[Tensor]]]
+        ways = [(flash_attention, half), (varlen_attention, half), (padded_attention, exact)]
+        for attend, inputs in ways:
+            out = attend(*inputs, bounds, longest, 0.1, window)
+            results.append([out, *torch.autograd.grad(out, inputs, direction.to(out.dtype))])
+        for new, old, truth in zip(*results, strict=True):
+            assert new.dtype == torch.bfloat16
+            # With a window of 1 the gradients of queries and keys are 0, and differences of float32 sums are left.
+            assert (new - truth).norm() <= 1.5 * (old - truth).norm() + 1e-3 * truth.norm() + 1e-2
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("head_size", [12, 64, 128, 256, 264])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("window", [None, 1, 3, 64, 100])
@@ -59,6 +116,7 @@ def test_shared_heads_are_repeated_ones() -> None:
         assert (some.float() - other.float()).norm() <= 0.01 * other.float().norm()
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("kind", "kinds"), [("qwen3", 1), ("gemma3_text", 2)])
 def test_compiled_layers_in_mixed_precision(kind: str, kinds: int, tmp_path: Path) -> None:
     """Of all shapes a graph a kind of layer with gradient and one without; as near to float32 as eager layers are."""

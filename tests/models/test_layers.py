@@ -87,13 +87,18 @@ def test_layer_kind_compiles_once_per_gradient_mode(name: str, kinds: int, tmp_p
 
 
 @pytest.mark.long
-def test_packed_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_flash_attention", [False, True])
+def test_packed_kernels_are_compiled_once(
+    has_flash_attention: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
     policies = [load_policy(folder) for _ in range(2)]
     rounds = [(train, SHAPES), (evaluate, SHAPES), (train, LATER_SHAPES), (evaluate, LATER_SHAPES)]
     expected = [run(policies[0], shapes) for run, shapes in rounds]
-    run_kernels_on_cpu(monkeypatch)
+    run_kernels_on_cpu(monkeypatch, has_flash_attention=has_flash_attention)
     compile_layers(policies[1])
+    if has_flash_attention:
+        checkpoint_layers(policies[1], 1)
     got = [run(policies[1], shapes) for run, shapes in rounds]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert count_graphs() == 2 and not counters["graph_break"]

@@ -1,20 +1,72 @@
 """The kernels behind ``varlen_attn`` for tests without a GPU: what torch documents of them, in a loop over sequences.
 
-With them everything around the kernels can be tested on the CPU: layouts, windows, shared heads, compilation.
+They also stand behind the two functions of FlashAttention 4 that are called. With them everything around the kernels
+can be tested on the CPU: layouts, windows, shared heads, compilation.
 """
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlightning.models import attention
+from rlightning.models import attention, flash_attention_4
+from rlightning.models.flash_attention_4 import INTERFACE
 
 
-def run_kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have packed attention take ``varlen_attn`` on the CPU too, in any dtype."""
+class FlashAttentionOnCPU(ModuleType):
+    """What is called of FlashAttention 4's module."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: tuple[int | None, int | None],
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        assert causal and return_lse and window_size[1] is None
+        bounds, sides = (cu_seqlens_q, cu_seqlens_k), sides_of(window_size[0])
+        return forward(q, k, v, *bounds, len(q), len(k), True, softmax_scale, sides)[:2]
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        *,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size_left: int | None,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert causal and not deterministic
+        bounds, sides = (cu_seqlens_q, cu_seqlens_k), sides_of(window_size_left)
+        return backward(dout, q, k, v, out, lse, *bounds, len(q), len(k), True, out, softmax_scale, sides)
+
+
+def sides_of(tokens_left: int | None) -> list[int]:
+    return [-1 if tokens_left is None else tokens_left, 0]
+
+
+def run_kernels_on_cpu(monkeypatch: pytest.MonkeyPatch, *, has_flash_attention: bool = False) -> None:
+    """Have packed attention take ``varlen_attn`` on the CPU too, or FlashAttention 4, in any dtype."""
+    if has_flash_attention:
+        monkeypatch.setitem(sys.modules, INTERFACE, FlashAttentionOnCPU(INTERFACE))
+        monkeypatch.setattr(flash_attention_4, "_find_obstacle", lambda *_: None)
     if not torch._C._dispatch_has_kernel_for_dispatch_key("torch_attn::_varlen_attn", "CPU"):
         torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward)
         torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward)
@@ -37,8 +89,9 @@ def forward(
     """Queries [T, H, D], keys and values [T, K, D]: the result [T, H, D], log-sum-exps [H, T], a random state."""
     out = torch.empty_like(query)
     sums = torch.empty(query.shape[1], query.shape[0])
-    for rows in sequences(cu_seq_q, max_q):
-        q, k, v = split(query, key, value, rows)
+    assert cu_seq_k is not None
+    for rows, key_rows in zip(sequences(cu_seq_q, max_q), sequences(cu_seq_k, max_k), strict=True):
+        q, k, v = split(query, key, value, rows, key_rows)
         scores = masked_scores(q, k, scale, window_size)
         out[rows] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
         sums[:, rows] = scores.logsumexp(-1)
@@ -64,15 +117,15 @@ def backward(
     """Gradients of queries, keys and values (FlashAttention, arXiv:2205.14135, appendix B.2)."""
     grads = [torch.zeros(x.shape) for x in (query, key, value)]
     groups = query.shape[1] // key.shape[1]
-    for rows in sequences(cu_seq_q, max_q):
-        q, k, v = split(query, key, value, rows)
+    for rows, key_rows in zip(sequences(cu_seq_q, max_q), sequences(cu_seq_k, max_k), strict=True):
+        q, k, v = split(query, key, value, rows, key_rows)
         grad, result = (x[rows].transpose(0, 1).float() for x in (grad_out, out))
         weights = (masked_scores(q, k, scale, window_size) - lse[:, rows, None]).exp()
         grad_scores = weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True))
         grad_scores *= q.shape[-1] ** -0.5 if scale is None else scale
         grads[0][rows] = (grad_scores @ k).transpose(0, 1)
         for total, part in ((grads[1], grad_scores.transpose(1, 2) @ q), (grads[2], weights.transpose(1, 2) @ grad)):
-            total[rows] = part.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+            total[key_rows] = part.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
@@ -82,18 +135,18 @@ def sequences(bounds: Tensor, longest: int) -> Iterator[slice]:
     return (slice(start, end) for start, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False))
 
 
-def split(query: Tensor, key: Tensor, value: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+def split(query: Tensor, key: Tensor, value: Tensor, rows: slice, key_rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     """One sequence's queries, keys and values, each [H, L, D] float32."""
     groups = query.shape[1] // key.shape[1]
-    q, k, v = (x[rows].transpose(0, 1).float() for x in (query, key, value))
+    q, k, v = (x[part].transpose(0, 1).float() for x, part in ((query, rows), (key, key_rows), (value, key_rows)))
     return q, k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
 
 
 def masked_scores(q: Tensor, k: Tensor, scale: float | None, window_size: list[int] | None) -> Tensor:
-    """[H, L, L], minus infinity where a token does not look."""
+    """[H, queries, keys], minus infinity where a token does not look; both end with the same token."""
     assert window_size is not None and window_size[1] == 0
-    steps = torch.arange(q.shape[1])
-    distance = steps[:, None] - steps[None]
+    steps = torch.arange(k.shape[1])
+    distance = steps[-q.shape[1] :, None] - steps[None]
     is_seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
     scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     return scores.masked_fill(~is_seen, -torch.inf)
