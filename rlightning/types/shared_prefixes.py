@@ -12,7 +12,7 @@ group, branches of a trajectory and system prompts of a data set are found in th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class Prefixes(NamedTuple):
         return cls([*range(num_sequences)], np.zeros(num_sequences, np.int64))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
     """The layout in which a model computes a micro-batch of ``T`` tokens from ``U`` distinct ones.
 
@@ -60,7 +60,7 @@ class SharedPrefixes:
         segments: [2 x depth, B+1] int32: a row of bounds of queries and one of bounds of keys for each depth of the
             tree; queries ``queries[b]:queries[b+1]`` attend to all of the keys ``keys[b]:keys[b+1]``, one of which may
             be none.
-        max_segment: most queries and most keys between two bounds, both at least 2.
+        max_segment: most queries, and most keys, between two bounds; both at least 2.
         paths: [T] int64, the places of each sorted sequence's tokens, one sequence after the other.
         path_cu_seqlens: [N+1] int32, where they begin, and ``T``.
         max_path: tokens of the longest sequence.
@@ -78,8 +78,11 @@ class SharedPrefixes:
 
     def to(self, device: torch.device) -> "SharedPrefixes":
         """Return the layout on a device."""
-        values = field_values(self).items()
-        return replace(self, **{name: one.to(device) if isinstance(one, Tensor) else one for name, one in values})
+        values = field_values(self)
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.to(device)
+        return SharedPrefixes(**values)
 
 
 def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor) -> Prefixes:
@@ -122,18 +125,18 @@ def share_prefixes(cu_seqlens: Tensor, prefixes: Prefixes) -> SharedPrefixes:
         unique[own:end] = np.arange(bounds[n] + kept, bounds[n + 1])
     found = _find_segments(lengths.tolist(), shared.tolist(), starts.tolist())
     segments = _lay_out(found, int(starts[-1]))
-    # The kernel has another layout for single queries, which it takes to be one a sequence.
+    # The kernel sets to zero what has no key, or no query. Single queries it would take to be one a sequence.
     longest = [max(int(rows.diff().max()), 2) for rows in (segments[::2], segments[1::2])]
     return SharedPrefixes(
-        torch.from_numpy(unique),
-        torch.from_numpy(places),
-        torch.from_numpy(starts.astype(np.int32)),
-        int((lengths - shared).max(initial=0)),
-        segments,
-        (longest[0], longest[1]),
-        torch.from_numpy(np.concatenate(paths)),
-        torch.from_numpy(_bounds(lengths).astype(np.int32)),
-        int(lengths.max(initial=0)),
+        unique=torch.from_numpy(unique),
+        places=torch.from_numpy(places),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        max_length=int((lengths - shared).max(initial=0)),
+        segments=segments,
+        max_segment=(longest[0], longest[1]),
+        paths=torch.from_numpy(np.concatenate(paths)),
+        path_cu_seqlens=torch.from_numpy(_bounds(lengths).astype(np.int32)),
+        max_path=int(lengths.max(initial=0)),
     )
 
 
@@ -155,15 +158,16 @@ def _find_segments(lengths: Sequence[int], shared: Sequence[int], starts: Sequen
         starts: [N+1], where their own tokens begin.
     """
     segments = []
-    path: list[tuple[int, int, int, int]] = []  # pieces: begin and end in the path, place of its first token, next run
+    # Pieces of the path: begin and end in it, place of the first token, and where the own tokens of sharers begin.
+    path: list[tuple[int, int, int, int]] = []
     for n, kept in enumerate([*shared, 0]):
         while path and path[-1][1] > kept:
             begin, end, place, sharers = path.pop()
             if begin < kept:
                 path.append((begin, kept, place, sharers))
-            left = max(begin, kept)
             if sharers < starts[n]:
-                segments.append(_Segment(sharers, starts[n], place + left - begin, place + end - begin))
+                keys = place + max(kept - begin, 0)
+                segments.append(_Segment(sharers, starts[n], keys, place + end - begin))
         if n < len(lengths):
             path.append((kept, lengths[n], starts[n], starts[n + 1]))
     return segments
