@@ -12,7 +12,6 @@ branch on one.
 Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens, ``N`` sequences, ``L`` the longest.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from rlightning.models.counts import head_size, num_key_value_heads
 from rlightning.models.flash_attention_4 import flash_attention, flash_attention_obstacle
+from rlightning.models.segment_attention import SHARED_HEADS, segment_attention
 from rlightning.types.shared_prefixes import SharedPrefixes
 
 T = TypeVar("T")
@@ -32,8 +32,6 @@ PACKED_ATTENTION = "rlightning_packed"
 """The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""
 MAX_HEAD_SIZE = 256
 """The largest that ``varlen_attn`` takes; a smaller one has to be a multiple of 8."""
-SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Argument by which ``varlen_attn`` accepts fewer key/value heads than query heads; torch 2.11 needs none."""
 
 
 def packed_inputs(
@@ -55,8 +53,9 @@ def packed_inputs(
     if shared is not None:
         tensors = {"input_ids": token_ids[shared.unique][None], "position_ids": position_ids[shared.unique][None]}
         queries = {"cu_seq_lens_q": shared.cu_seqlens, "max_length_q": shared.max_length}
-        keys = {"cu_seq_lens_k": cu_seqlens, "max_length_k": max_length, "key_places": shared.places}
-        return {**tensors, **queries, **keys, "use_cache": False}
+        keys = {"cu_seq_lens_k": shared.path_cu_seqlens, "max_length_k": shared.max_path, "key_places": shared.paths}
+        segments = {"segments": shared.segments, "max_segment": shared.max_segment}
+        return {**tensors, **queries, **keys, **segments, "use_cache": False}
     tensors = {"input_ids": token_ids[None], "position_ids": position_ids[None]}
     bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return {**tensors, **bounds, "max_length_q": max_length, "max_length_k": max_length, "use_cache": False}
@@ -74,6 +73,8 @@ def packed_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_k: int = 0,
     key_places: Tensor | None = None,
+    segments: Tensor | None = None,
+    max_segment: tuple[int, int] = (0, 0),
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -93,6 +94,8 @@ def packed_attention(
         cu_seq_lens_k: where sequences begin among their keys, which are more than their queries with shared prefixes.
         max_length_k: see there.
         key_places: [T], with shared prefixes: the one of [U] tokens whose key and value stand for each.
+        segments: with shared prefixes: see :class:`~rlightning.types.shared_prefixes.SharedPrefixes`.
+        max_segment: see there.
         scaling: of the dot products; None is ``D ** -0.5``.
         dropout: must be 0: a policy's log-probabilities are not random.
         sliding_window: how many tokens back a token sees, itself included; None is all.
@@ -119,11 +122,15 @@ def packed_attention(
     attend = _choose_kernel(q, k, v, has_window=sliding_window is not None, as_on_cuda=as_on_cuda)
     if key_places is None:
         return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
-    # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end.
-    assert cu_seq_lens_k is not None
+    assert cu_seq_lens_k is not None and segments is not None
+    if attend is not padded_attention and sliding_window is None:
+        bounds = cu_seq_lens_q, max_length_q, segments, max_segment
+        return segment_attention(q, k, v, *bounds, scaling).unsqueeze(0), None
+    # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end, and a
+    # window, which differs from token to token of a segment, counts from there.
     k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]
-    bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
-    return attend(q, k, v, bounds, longest, scaling, sliding_window).unsqueeze(0), None
+    ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+    return attend(q, k, v, ends, longest, scaling, sliding_window).unsqueeze(0), None
 
 
 def _choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_window: bool, as_on_cuda: bool) -> Callable[..., Tensor]:

@@ -20,6 +20,7 @@ from rlightning.errors import ConfigError
 from rlightning.models import layers, load_policy, packed_logprobs
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers, should_compile
 from rlightning.types import RolloutBatch
+from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 SHAPES = [[7, 2, 5, 12], [9], [3, 3, 3], [2, 2], [1], [2, 13]]
 """Lengths of micro-batches in which T, N and the longest change, and are as small as they get."""
@@ -102,6 +103,28 @@ def test_packed_kernels_are_compiled_once(
     got = [run(policies[1], shapes) for run, shapes in rounds]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert count_graphs() == 2 and not counters["graph_break"]
+
+
+@pytest.mark.long
+def test_segments_of_any_depth_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("qwen3", tmp_path, head_dim=8)
+    alone, once = (load_policy(folder) for _ in range(2))
+    run_kernels_on_cpu(monkeypatch)
+    compile_layers(once)
+    for shapes in ([(8, 3), (2, 4)], [(7, 2), (5, 9), (3, 3), (3, 6)], [(4, 3)] * 7, [(20, 2), (9, 2), (15, 2)]):
+        # Each sequence is the start of the same tokens, and tokens of its own.
+        sequences = [[*range(3, 3 + kept), *[30 + n] * new] for n, (kept, new) in enumerate(shapes)]
+        batch = RolloutBatch.of_sequences(sequences)
+        expected = packed_logprobs(alone, batch)[0]
+        batch.shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
+        got = packed_logprobs(once, batch)[0]
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        gradients = [
+            torch.autograd.grad(logprobs.sum(), list(decoder_layers(policy).parameters()))
+            for policy, logprobs in ((once, got), (alone, expected))
+        ]
+        torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+    assert count_graphs() == 1 and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

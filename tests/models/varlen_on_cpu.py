@@ -6,6 +6,7 @@ can be tested on the CPU: layouts, windows, shared heads, compilation.
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -87,14 +88,15 @@ def forward(
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, H, D], keys and values [T, K, D]: the result [T, H, D], log-sum-exps [H, T], a random state."""
-    out = torch.empty_like(query)
-    sums = torch.empty(query.shape[1], query.shape[0])
-    assert cu_seq_k is not None
-    for rows, key_rows in zip(sequences(cu_seq_q, max_q), sequences(cu_seq_k, max_k), strict=True):
-        q, k, v = split(query, key, value, rows, key_rows)
-        scores = masked_scores(q, k, scale, window_size)
-        out[rows] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
-        sums[:, rows] = scores.logsumexp(-1)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    out = torch.zeros_like(query)
+    sums = torch.full((query.shape[1], query.shape[0]), torch.inf, dtype=dtype)
+    for rows, keys in sequences(cu_seq_q, cu_seq_k, max_q, max_k):
+        if rows.start < rows.stop and keys.start < keys.stop:
+            q, k, v = split(query, key, value, rows, keys)
+            scores = masked_scores(q, k, scale, window_size)
+            out[rows] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
+            sums[:, rows] = scores.logsumexp(-1)
     return out, sums, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -115,38 +117,41 @@ def backward(
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values (FlashAttention, arXiv:2205.14135, appendix B.2)."""
-    grads = [torch.zeros(x.shape) for x in (query, key, value)]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grads = [torch.zeros(x.shape, dtype=dtype) for x in (query, key, value)]
     groups = query.shape[1] // key.shape[1]
-    for rows, key_rows in zip(sequences(cu_seq_q, max_q), sequences(cu_seq_k, max_k), strict=True):
-        q, k, v = split(query, key, value, rows, key_rows)
-        grad, result = (x[rows].transpose(0, 1).float() for x in (grad_out, out))
+    for rows, keys in sequences(cu_seq_q, cu_seq_k, max_q, max_k):
+        q, k, v = split(query, key, value, rows, keys)
+        grad, result = (x[rows].transpose(0, 1).to(dtype) for x in (grad_out, out))
         weights = (masked_scores(q, k, scale, window_size) - lse[:, rows, None]).exp()
         grad_scores = weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True))
         grad_scores *= q.shape[-1] ** -0.5 if scale is None else scale
         grads[0][rows] = (grad_scores @ k).transpose(0, 1)
         for total, part in ((grads[1], grad_scores.transpose(1, 2) @ q), (grads[2], weights.transpose(1, 2) @ grad)):
-            total[key_rows] = part.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+            total[keys] = part.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
-def sequences(bounds: Tensor, longest: int) -> Iterator[slice]:
-    """The rows of each sequence."""
-    assert bounds.diff().max() <= longest
-    return (slice(start, end) for start, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False))
+def sequences(queries: Tensor, keys: Tensor | None, max_q: int, max_k: int) -> Iterator[tuple[slice, slice]]:
+    """The rows of each sequence's queries and of its keys."""
+    assert keys is not None and queries.diff().max() <= max_q and keys.diff().max() <= max_k
+    return zip(*([slice(*pair) for pair in pairwise(bounds.tolist())] for bounds in (queries, keys)), strict=True)
 
 
-def split(query: Tensor, key: Tensor, value: Tensor, rows: slice, key_rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """One sequence's queries, keys and values, each [H, L, D] float32."""
+def split(query: Tensor, key: Tensor, value: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence's queries, keys and values, each [H, L, D] in float32 or float64."""
     groups = query.shape[1] // key.shape[1]
-    q, k, v = (x[part].transpose(0, 1).float() for x, part in ((query, rows), (key, key_rows), (value, key_rows)))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x[part].transpose(0, 1).to(dtype) for x, part in ((query, rows), (key, keys), (value, keys)))
     return q, k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
 
 
 def masked_scores(q: Tensor, k: Tensor, scale: float | None, window_size: list[int] | None) -> Tensor:
-    """[H, queries, keys], minus infinity where a token does not look; both end with the same token."""
-    assert window_size is not None and window_size[1] == 0
-    steps = torch.arange(k.shape[1])
-    distance = steps[-q.shape[1] :, None] - steps[None]
-    is_seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+    """[H, queries, keys], minus infinity where a token does not look; sequences of both end together."""
+    assert window_size is not None
+    left, right = window_size
+    places = torch.arange(q.shape[1]) + k.shape[1] - q.shape[1]
+    distance = places[:, None] - torch.arange(k.shape[1])
+    is_seen = ((distance >= -right) | (right < 0)) & ((distance <= left) | (left < 0))
     scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     return scores.masked_fill(~is_seen, -torch.inf)
