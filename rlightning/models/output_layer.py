@@ -161,6 +161,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(logits, rounded, out=grad_hidden[own])
             if grad_weight is not None:
                 add_product(grad_weight, logits.T, hidden[own])
+            del logits  # its memory is free once the chunks are through, before the weight's gradient is rounded
         if grad_hidden is not None and settings.group is not None:
             dist.all_reduce(grad_hidden, group=settings.group)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None

@@ -64,6 +64,11 @@ def describe_model(trainer: Trainer, module: EvaluationSteps, num_parameters: in
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
     attention = describe_attention(module.model_config, device, computes_in)
+    if module.share_prefixes:
+        exact = (
+            "once" if module.shares_prefixes else "each time, as two small layers of the model compute them otherwise"
+        )
+        attention += f", shared prefixes {exact}"
     reference = f", reference {module.reference_path}" if module.kl_coef else ""
     adapter = module.adapter
     trained = "" if adapter is None else f", trained by {adapter.describe()} ({adapter.num_parameters:,} parameters)"

@@ -44,6 +44,7 @@ from rlightning.objectives.policy import TokenLoss
 from rlightning.parallel.collectives import all_reduce
 from rlightning.rollout import Sampling
 from rlightning.types import LossTotals, RolloutBatch
+from rlightning.types.axes import move
 from rlightning.types.batch_plan import BatchPlan
 
 log = logging.getLogger(__name__)
@@ -269,8 +270,9 @@ class UpdateModule(PolicyModule):
         """
         totals = LossTotals(*self.all_sum(count_units(minibatch)).tolist())
         if minibatch.is_skipped is not None:
-            sampled = minibatch.sampled_lengths.to(self.device)
-            means.add_share(SKIPPED_SHARE, (minibatch.is_skipped.to(self.device) * sampled).sum(), sampled.sum())
+            sampled = minibatch.sampled_lengths
+            skipped = torch.stack([(minibatch.is_skipped * sampled).sum(), sampled.sum()])
+            means.add_share(SKIPPED_SHARE, *move(skipped, self.device))
             minibatch = minibatch.select((~minibatch.is_skipped).nonzero()[:, 0], "N")
         # Without a sequence on any rank gradients are 0 rather than absent: optimizers step, by their moments.
         microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch) or [[]]
@@ -278,8 +280,8 @@ class UpdateModule(PolicyModule):
             batch = self.to_microbatch(minibatch, sequences)
             batch.totals = totals
             num_computed = batch.num_tokens if batch.shared is None else batch.shared.unique.numel()
-            tokens = torch.tensor([batch.num_tokens - num_computed, batch.num_tokens * bool(sequences)])
-            means.add_share(SHARED_SHARE, *tokens.to(self.device))
+            shared = torch.tensor([batch.num_tokens - num_computed, batch.num_tokens * bool(sequences)])
+            means.add_share(SHARED_SHARE, *move(shared, self.device))
             # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
             with self.local_gradients() if number < len(microbatches) else nullcontext():
                 self.manual_backward(self.loss(batch, means) * self.data_parallel_size)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlightning.python_values import field_values
+from rlightning.types.axes import move
 
 
 class Prefixes(NamedTuple):
@@ -77,11 +78,11 @@ class SharedPrefixes:
     max_path: int
 
     def to(self, device: torch.device) -> "SharedPrefixes":
-        """Return the layout on a device."""
+        """Return the layout on a device; copies from host to GPU are asynchronous."""
         values = field_values(self)
         for name, value in values.items():
             if isinstance(value, Tensor):
-                values[name] = value.to(device)
+                values[name] = move(value, device)
         return SharedPrefixes(**values)
 
 

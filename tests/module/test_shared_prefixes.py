@@ -16,6 +16,7 @@ from random_trajectories import random_groups, two_branches
 from rank_processes import each_run, finish, start_calls
 from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_data, make_trainer
 from tiny_models import save_tiny
+from transformers import AutoConfig
 from varlen_on_cpu import run_kernels_on_cpu
 
 from rlightning.algorithms import GRPO
@@ -216,6 +217,13 @@ def test_a_run_takes_the_same_steps(arguments: dict[str, Any], model_folder: str
     once, alone = (train(tmp_path, model_folder, is_shared, **arguments) for is_shared in (True, False))
     assert once["share"] > 0.25 and alone["share"] == 0
     check_close(once, alone)
+
+
+def test_mixed_precision_does_not_round_the_trial(model_folder: str) -> None:
+    config = AutoConfig.from_pretrained(model_folder)
+    config.initializer_range *= 2  # no trial of an earlier test is of this configuration
+    with torch.autocast("cpu", torch.bfloat16):
+        assert can_share_prefixes(config)
 
 
 def train_rank(folder: Path, model: str) -> list[dict[str, Any]]:
