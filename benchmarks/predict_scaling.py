@@ -8,14 +8,16 @@ steps of more than one GPU: they stand beside what is predicted for them, to sho
 
     generate   one GPU's seconds, and what the slowest of N engines takes longer: the expected greatest of N normally
                distributed ones, with the deviation that one GPU's steps have; then rank 0 sends the trajectories
-    update     one GPU's seconds, and of FSDP's all-gathers and reduce-scatters what is not hidden: those before the
-               first layer and after the last, and what takes longer than a micro-batch's arithmetic
+    update     one GPU's seconds, what FSDP itself adds to them (with --meshes), and what is not hidden of its
+               collectives: those before the first layer and after the last, and what takes longer than a
+               micro-batch's arithmetic
     sync       one GPU's seconds, and all-gathers of the weights for the engines
     rest       one GPU's seconds, and the collectives of the host processes
 
 A collective takes a latency, which grows with the number of ranks along a line through the measured ones, and its bytes
 at the measured bandwidth. Beyond --gpus-per-node there is the network, whose bandwidth and latency are arguments:
-assumptions, not measured. "hsdp" shards within a node and sums gradients between nodes.
+assumptions, not measured. "hsdp" shards within a node and sums gradients between nodes. --meshes, of meshes.py, adds a
+table of its updates, predicted and measured.
 
 Writes --out/table.md, table.csv and scaling.svg. Not in it: failures, slow hosts, other jobs on the network, what rank
 0 computes for a trajectory, and that the optimizer's step gets shorter with shards.
@@ -25,16 +27,15 @@ import argparse
 import csv
 import json
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 from draw import Line, draw
-from launch import BENCHMARKS, Rows, finish
+from launch import Rows, finish, format_table
 from make_model import SHAPES
 
 BYTES_PER_TOKEN = 16
@@ -70,7 +71,6 @@ class Work:
 
     Attributes:
         step: measured on one GPU; the rewards are in its rest.
-        deviation: of its generation's seconds.
         tokens: trained on.
         num_microbatches: of them.
         layer: parameters of one layer.
@@ -78,10 +78,11 @@ class Work:
         others: its other parameters.
         is_reduced_once: gradients are reduced after the last micro-batch alone.
         is_kept: layers stay gathered between forward and backward.
+        fsdp_share: of the update's seconds that FSDP adds on one GPU.
+        deviation: of the generation's seconds.
     """
 
     step: Step
-    deviation: float
     tokens: int
     num_microbatches: int
     layer: int
@@ -89,6 +90,8 @@ class Work:
     others: int
     is_reduced_once: bool = False
     is_kept: bool = False
+    fsdp_share: float = 0.0
+    deviation: float = 0.0
 
 
 class Links:
@@ -105,68 +108,74 @@ class Links:
         self.gpus_per_node, self.bandwidth, self.latency = gpus_per_node, bandwidth, latency
         self._seconds: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for row in rows:
-            if row["dtype"] != "bfloat16":  # its bandwidth is that of float32
+            if row["dtype"] != "bfloat16":  # as fast, byte for byte, as float32
                 self._seconds[row["operation"]][int(row["GPUs"])][int(row["bytes"])] = float(row["us"]) / 1e6
-        if not self._seconds:
-            raise SystemExit("There are no measured collectives.")
 
     def seconds(self, operation: str, size: float, num_gpus: int) -> float:
-        """Of one call on so many bytes in all, on neighbouring GPUs of as few nodes as there can be."""
+        """Of one call on so many bytes in all, by as few nodes as there can be."""
         if num_gpus == 1:
             return 0.0
-        within = min(num_gpus, self.gpus_per_node)
-        num_nodes = math.ceil(num_gpus / self.gpus_per_node)
+        within, num_nodes = min(num_gpus, self.gpus_per_node), math.ceil(num_gpus / self.gpus_per_node)
+        hop, most = self._hop(operation), max(self._seconds[operation])
+        # A ring passes the ranks of a node, and then goes on to the next node.
+        latency = self._latency(operation, within) + (num_nodes - 1) * (self.latency + (within - 1) * hop)
         share = (num_gpus - 1) / num_gpus
-        # A ring passes each rank of a node, and then goes on to the next node.
-        node_hops = self.latency + (within - 1) * self._hop(operation)
-        latency = self._latency(operation, within) + (num_nodes - 1) * node_hops
-        transfer = share * size / self._bandwidth(operation)
-        if num_nodes > 1:
-            transfer = max(transfer, share * size / self.bandwidth)
-        return latency + transfer
+        beside_latency = self._interpolate(operation, size) - self._latency(operation, most)
+        transfer = max(beside_latency, 0.0) * share / ((most - 1) / most)
+        return latency + max(transfer, share * size / self.bandwidth if num_nodes > 1 else 0.0)
 
-    def all_reduce_between_nodes(self, size: float, num_nodes: int) -> float:
-        """Seconds of summing so many bytes over nodes, a GPU of each, by trees."""
-        hops = 2 * math.ceil(math.log2(num_nodes))
-        return hops * self.latency + 2 * (num_nodes - 1) / num_nodes * size / self.bandwidth
+    def all_reduce(self, size: float, num_copies: int, shard_size: int) -> float:
+        """Seconds of summing so many bytes over the copies of a model, each of which is on so many GPUs."""
+        if num_copies * shard_size <= self.gpus_per_node:
+            return self.seconds("all-reduce", size, num_copies)
+        hops = 2 * math.ceil(math.log2(num_copies))  # up and down a tree
+        return hops * self.latency + 2 * (num_copies - 1) / num_copies * size / self.bandwidth
 
-    def _smallest(self, operation: str) -> dict[int, float]:
-        """Seconds of the smallest size, by the number of ranks."""
-        return {ranks: by_size[min(by_size)] for ranks, by_size in sorted(self._seconds[operation].items())}
+    def _latencies(self, operation: str) -> list[tuple[int, float]]:
+        """The numbers of ranks, and the seconds of the smallest size."""
+        return [(ranks, by_size[min(by_size)]) for ranks, by_size in sorted(self._seconds[operation].items())]
 
     def _hop(self, operation: str) -> float:
-        """Seconds that a rank more adds to the latency."""
-        (first, least), *_, (last, most) = [*self._smallest(operation).items()] * 2
+        """Seconds of latency that one more rank adds."""
+        latencies = self._latencies(operation)
+        (first, least), (last, most) = latencies[0], latencies[-1]
         return max((most - least) / (last - first), 0.0) if last > first else 0.0
 
     def _latency(self, operation: str, num_ranks: int) -> float:
-        first, least = next(iter(self._smallest(operation).items()))
+        first, least = self._latencies(operation)[0]
         return least + self._hop(operation) * (num_ranks - first)
 
-    def _bandwidth(self, operation: str) -> float:
-        """Bytes that a rank receives a second, by the largest size on the most ranks."""
-        ranks, by_size = max(self._seconds[operation].items())
-        size = max(by_size)
-        return (ranks - 1) / ranks * size / max(by_size[size] - by_size[min(by_size)], 1e-9)
+    def _interpolate(self, operation: str, size: float) -> float:
+        """Seconds on the most ranks that were measured, along lines through the measured sizes."""
+        by_size = self._seconds[operation][max(self._seconds[operation])]
+        sizes = sorted(by_size)
+        above = next((number for number, one in enumerate(sizes) if one >= size), None)
+        if above is None:
+            return by_size[sizes[-1]] * size / sizes[-1]
+        if above == 0:
+            return by_size[sizes[0]]
+        low, high = sizes[above - 1], sizes[above]
+        return by_size[low] + (by_size[high] - by_size[low]) * (size - low) / (high - low)
 
 
 def greatest_normal(count: int) -> float:
-    """The expected greatest of so many standard normal values, by Blom's approximation (0 of one)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+    """The expected greatest of so many standard normal values: of the integral of 1 - cdf^count, less that below 0."""
+    normal, width = NormalDist(), 0.01
+    places = (width * (number + 0.5) for number in range(-1000, 1000))
+    return width * sum((1 if place > 0 else 0) - normal.cdf(place) ** count for place in places)
 
 
 def exposed_update(work: Work, links: Links, num_gpus: int, shard_size: int) -> float:
     """Seconds of an update's collectives that its arithmetic does not hide."""
-    num_nodes = num_gpus // shard_size
+    num_copies = num_gpus // shard_size
 
     def gather(parameters: int) -> float:
         return links.seconds("all-gather", WEIGHT_BYTES * parameters, shard_size)
 
     def reduce(parameters: int) -> float:
-        seconds = links.seconds("reduce-scatter", GRADIENT_BYTES * parameters, shard_size)
-        if num_nodes > 1:
-            seconds += links.all_reduce_between_nodes(GRADIENT_BYTES * parameters / shard_size, num_nodes)
-        return seconds
+        size = GRADIENT_BYTES * parameters
+        within = links.seconds("reduce-scatter", size, shard_size)
+        return within + (links.all_reduce(size / shard_size, num_copies, shard_size) if num_copies > 1 else 0.0)
 
     ends = gather(work.others) + gather(work.layer)
     gathers = work.num_layers * gather(work.layer) * (1 if work.is_kept else 2) + gather(work.others)
@@ -192,7 +201,7 @@ def predict(work: Work, links: Links, num_gpus: int, shard_size: int) -> Step:
         generate=one.generate
         + work.deviation * greatest_normal(num_gpus)
         + links.seconds("scatter (host)", sent, num_gpus),
-        update=one.update + exposed_update(work, links, num_gpus, shard_size),
+        update=one.update * (1 + work.fsdp_share) + exposed_update(work, links, num_gpus, shard_size),
         sync=one.sync + num_gathers * links.seconds("all-gather", WEIGHT_BYTES * parameters / num_gathers, shard_size),
         rest=one.rest + HOST_COLLECTIVES * links.seconds("gather of objects (host)", 1024, num_gpus),
     )
@@ -204,40 +213,77 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def read_steps(path: Path) -> dict[int, tuple[Step, float]]:
-    """The steps that weak_scaling.py measured, by the number of GPUs, with the deviation of their generation."""
-    steps = {}
+def read_steps(path: Path) -> tuple[dict[int, Step], float]:
+    """The steps that weak_scaling.py measured, by the number of GPUs, and the deviation of one GPU's generation."""
+    steps, deviations = {}, {}
     for row in read_csv(path):
+        num_gpus, total = int(row["GPUs"]), float(row["step, s"])
         generate, update, sync = (float(row[f"{phase}, s"]) for phase in ("generate", "update", "sync"))
-        step = Step(generate, update, sync, float(row["step, s"]) - generate - update - sync)
-        steps[int(row["GPUs"])] = step, float(row["generate's deviation"])
-    return steps
+        steps[num_gpus] = Step(generate, update, sync, total - generate - update - sync)
+        deviations[num_gpus] = float(row["generate's deviation"])
+    if 1 not in steps:
+        raise SystemExit(f"{path} has no row of one GPU, from which the others are predicted.")
+    return steps, deviations[1]
 
 
-def make_work(arguments: argparse.Namespace, step: Step, deviation: float) -> Work:
-    """One GPU's share, with the sizes of the model."""
-    from transformers import Qwen3Config
+def count_parameters(shape: dict[str, Any]) -> tuple[int, int]:
+    """Of one layer, and of embedding and output layer; norms, which are few, are left out."""
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"] + shape["num_key_value_heads"]
+    layer = 2 * hidden * shape["head_dim"] * heads + 3 * hidden * shape["intermediate_size"]
+    return layer, shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
 
-    from rlightning.models.counts import build_empty
-    from rlightning.models.layers import decoder_layers
 
-    policy = build_empty(Qwen3Config(**SHAPES[arguments.model]))
-    layers = decoder_layers(policy)
-    layer = sum(parameter.numel() for parameter in layers[0].parameters())
+def read_updates(path: Path | None) -> dict[str, dict[str, dict[str, float]]]:
+    """The rows of meshes.py that have come to their updates, by model and mesh."""
+    updates: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for row in read_csv(path) if path is not None else []:
+        if row["update, s"]:
+            seconds, rate, num_gpus = float(row["update, s"]), float(row["tokens/s a GPU"]), float(row["GPUs"])
+            updates[row["model"]][row["mesh"]] = {"seconds": seconds, "tokens": seconds * rate, "GPUs": num_gpus}
+    return updates
+
+
+def make_work(
+    arguments: argparse.Namespace, model: str, step: Step, tokens: int, updates: dict[str, dict[str, float]]
+) -> Work:
+    """One GPU's share of a step of a model of make_model.py, with its measured updates."""
+    layer, others = count_parameters(SHAPES[model])
+    rates = [updates[mesh]["tokens"] / updates[mesh]["seconds"] for mesh in ("one", "one-fsdp") if mesh in updates]
     return Work(
         step=step,
-        deviation=deviation,
-        tokens=arguments.tokens,
-        num_microbatches=math.ceil(arguments.tokens / arguments.microbatch_tokens),
+        tokens=tokens,
+        num_microbatches=math.ceil(tokens / arguments.microbatch_tokens),
         layer=layer,
-        num_layers=len(layers),
-        others=sum(parameter.numel() for parameter in policy.parameters()) - layer * len(layers),
+        num_layers=SHAPES[model]["num_hidden_layers"],
+        others=others,
         is_reduced_once=not arguments.fsdp.get("reduce_every_microbatch", True),
         is_kept=not arguments.fsdp.get("reshard_after_forward", True),
+        fsdp_share=rates[0] / rates[1] - 1 if len(rates) == 2 else 0.0,
     )
 
 
-def tabulate(work: Work, links: Links, sizes: Sequence[int], measured: dict[int, tuple[Step, float]]) -> Rows:
+def tabulate_updates(
+    arguments: argparse.Namespace, links: Links, updates: dict[str, dict[str, dict[str, float]]]
+) -> Rows:
+    """The updates of meshes.py, predicted from one GPU's beside the measured ones."""
+    rows: Rows = []
+    for model, by_mesh in updates.items():
+        if "one" not in by_mesh:
+            continue
+        for mesh, measured in by_mesh.items():
+            num_gpus = int(measured["GPUs"])
+            if num_gpus == 1 or mesh == "tensor":
+                continue
+            tokens = measured["tokens"]
+            seconds = by_mesh["one"]["seconds"] * tokens / by_mesh["one"]["tokens"]  # of one GPU's share
+            work = make_work(arguments, model, Step(0.0, seconds, 0.0, 0.0), round(tokens), by_mesh)
+            update = predict(work, links, num_gpus, num_gpus if mesh == "fsdp" else 2).update
+            row = {"model": model, "GPUs": num_gpus, "mesh": mesh, "one GPU, s": seconds, "update, s": update}
+            rows.append(row | {"measured": measured["seconds"]})
+    return rows
+
+
+def tabulate(work: Work, links: Links, sizes: Sequence[int], measured: dict[int, Step]) -> Rows:
     """A row for each number of GPUs and each way to shard over them, measured steps beside the predicted ones."""
     rows: Rows = []
     for num_gpus in sizes:
@@ -246,35 +292,36 @@ def tabulate(work: Work, links: Links, sizes: Sequence[int], measured: dict[int,
             shards["hsdp"] = links.gpus_per_node
         for mesh, shard_size in shards.items():
             step = predict(work, links, num_gpus, shard_size)
-            seen = measured.get(num_gpus)
+            seen = measured[num_gpus].total if num_gpus in measured else None
             row: dict[str, Any] = {"GPUs": num_gpus, "mesh": mesh}
-            for phase in ("generate", "update", "sync", "rest"):
-                row[f"{phase}, s"] = getattr(step, phase)
-                row[f"{phase}, measured"] = getattr(seen[0], phase) if seen else None
-            row |= {"step, s": step.total, "step, measured": seen[0].total if seen else None}
-            row |= {"efficiency": work.step.total / step.total}
-            rows.append(row | {"efficiency, measured": work.step.total / seen[0].total if seen else None})
+            row |= {f"{name}, s": seconds for name, seconds in asdict(step).items()}
+            row |= {"step, s": step.total, "measured": seen, "efficiency": work.step.total / step.total}
+            rows.append(row | {"measured efficiency": work.step.total / seen if seen else None})
     return rows
 
 
 def draw_efficiency(rows: Rows) -> str:
     """Efficiency against the number of GPUs as SVG."""
-    columns = (("efficiency, measured", "fsdp"), ("efficiency", "fsdp"), ("efficiency", "hsdp"))
-    labels = ("measured", "predicted, FSDP over all", "predicted, HSDP: a copy a node")
+    curves = (
+        ("measured", "measured efficiency", "fsdp"),
+        ("predicted, FSDP over all", "efficiency", "fsdp"),
+        ("predicted, HSDP, a copy a node", "efficiency", "hsdp"),
+    )
     lines = []
-    for color, ((column, mesh), label) in enumerate(zip(columns, labels, strict=True)):
+    for color, (label, column, mesh) in enumerate(curves):
         chosen = [row for row in rows if row["mesh"] == mesh and row[column] is not None]
         lines.append(Line([(math.log2(row["GPUs"]), row[column]) for row in chosen], color, label))
     return draw(lines, title="Efficiency against one GPU", x_label="log2 of the number of GPUs")
 
 
-def main() -> None:
-    """Predict, beside what was measured."""
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=Path, required=True, help="the table.csv of weak_scaling.py")
     parser.add_argument("--collectives", type=Path, required=True, help="the table.csv of collectives.py")
-    parser.add_argument("--model", choices=SHAPES, default="0.6b", help="of both (0.6b)")
-    parser.add_argument("--tokens", type=int, default=163840, help="a step and GPU (163840)")
+    parser.add_argument("--meshes", type=Path, help="the table.csv of meshes.py")
+    parser.add_argument("--model", choices=SHAPES, default="0.6b", help="of the steps (0.6b)")
+    parser.add_argument("--tokens", type=int, default=163840, help="of a step and GPU (163840)")
     parser.add_argument("--microbatch-tokens", type=int, default=16384, help="max_tokens_per_microbatch (16384)")
     parser.add_argument("--fsdp", type=json.loads, default={}, metavar="JSON", help="arguments of FSDP ({})")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="with the measured links between them (8)")
@@ -282,17 +329,29 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=10.0, help="microseconds of a hop through it (10)")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 16, 64, 256, 1024], help="(8 16 64 256 1024)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/predict_scaling"), help="gets the tables")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Predict, beside what was measured."""
+    arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    sys.path[:0] = [str(BENCHMARKS.parent)]
-    measured = read_steps(arguments.steps)
-    if 1 not in measured:
-        parser.error(f"--steps {arguments.steps} has no row of one GPU, from which the others are predicted")
-    collectives = read_csv(arguments.collectives)
-    links = Links(collectives, arguments.gpus_per_node, 1e9 * arguments.bandwidth, arguments.latency / 1e6)
-    rows = tabulate(make_work(arguments, *measured[1]), links, sorted({*measured, *arguments.gpus}), measured)
+    measured, deviation = read_steps(arguments.steps)
+    links = Links(
+        read_csv(arguments.collectives), arguments.gpus_per_node, 1e9 * arguments.bandwidth, arguments.latency / 1e6
+    )
+    updates = read_updates(arguments.meshes)
+    work = make_work(arguments, arguments.model, measured[1], arguments.tokens, updates[arguments.model])
+    work = replace(work, deviation=deviation)
+    rows = tabulate(work, links, sorted({*measured, *arguments.gpus}), measured)
+    seen = [
+        {"GPUs": num_gpus} | {f"{name}, s": one for name, one in asdict(step).items()}
+        for num_gpus, step in measured.items()
+    ]
     (arguments.out / "scaling.svg").write_text(draw_efficiency(rows))
-    finish(arguments, rows)
+    finish(
+        arguments, rows, ["Measured:\n", format_table(seen), format_table(tabulate_updates(arguments, links, updates))]
+    )
 
 
 if __name__ == "__main__":

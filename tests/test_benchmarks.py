@@ -178,6 +178,7 @@ def test_meshes_are_compared_with_one_device(run_benchmark: RunBenchmark, tmp_pa
     assert [(row["mesh"], row["step"]) for row in steps] == [("one", "1"), ("one", "2"), ("fsdp", "1"), ("fsdp", "2")]
 
 
+@pytest.mark.long
 def test_collectives_are_timed_between_two_processes(tmp_path: Path) -> None:
     options = ("--device", "cpu", "--gpus", "2", "--limit", "300", "--out", "out")
     run_python(BENCHMARKS / "collectives.py", *options, folder=tmp_path)
