@@ -14,10 +14,10 @@ steps of more than one GPU: they stand beside what is predicted for them, to sho
     sync       one GPU's seconds, and all-gathers of the weights for the engines
     rest       one GPU's seconds, and the collectives of the host processes
 
-A collective takes a latency, which grows with the number of ranks along a line through the measured ones, and its bytes
-at the measured bandwidth. Beyond --gpus-per-node there is the network, whose bandwidth and latency are arguments:
-assumptions, not measured. "hsdp" shards within a node and sums gradients between nodes. --meshes, of meshes.py, adds a
-table of its updates, predicted and measured.
+A collective takes a latency, which grows with the number of ranks along a line through the measured ones, and beside it
+the seconds that its bytes have taken on the most ranks measured. Beyond --gpus-per-node there is the network, whose
+bandwidth and latency are arguments: assumptions, not measured. "hsdp" shards within a node and sums gradients between
+nodes. --meshes, of meshes.py, adds a table of its updates, predicted and measured.
 
 Writes --out/table.md, table.csv and scaling.svg. Not in it: failures, slow hosts, other jobs on the network, what rank
 0 computes for a trajectory, and that the optimizer's step gets shorter with shards.
@@ -44,8 +44,6 @@ GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
 """Of a parameter, reduced in float32 and gathered in bfloat16."""
 GATHER_BYTES = 256 << 20
 """Of one all-gather of a weight sync; as in rlightning/parallel/gathering.py."""
-
-
 HOST_COLLECTIVES = 30
 """Of a step with engines, counted on two ranks: decisions, counts, metrics, and who has which trajectories."""
 
