@@ -1,13 +1,14 @@
 """A prediction of steps on 8 to 1,024 GPUs, from what was measured on a few.
 
     python benchmarks/predict_scaling.py --steps runs/benchmarks/weak_scaling/table.csv \\
-      --collectives runs/benchmarks/collectives/table.csv --model 0.6b --tokens 163840
+      --collectives runs/benchmarks/collectives/table.csv --collector runs/benchmarks/collector/table.csv
 
 The same work a GPU on each number of GPUs, an engine a rank, as of weak_scaling.py. Nothing is fitted to the measured
 steps of more than one GPU: they stand beside what is predicted for them, to show how far off it is. A step is
 
     generate   one GPU's seconds, and what the slowest of N engines takes longer: the expected greatest of N normally
-               distributed ones, with the deviation that one GPU's steps have; then rank 0 sends the trajectories
+               distributed ones, with the deviation that one GPU's steps have; or what rank 0's collector computes
+               meanwhile, if that is more; then rank 0 packs the trajectories and sends them
     update     one GPU's seconds, what FSDP itself adds to them (with --meshes), and what is not hidden of its
                collectives: those before the first layer and after the last, and what takes longer than a
                micro-batch's arithmetic
@@ -19,8 +20,8 @@ the seconds that its bytes have taken on the most ranks measured. Beyond --gpus-
 bandwidth and latency are arguments: assumptions, not measured. "hsdp" shards within a node and sums gradients between
 nodes. --meshes, of meshes.py, adds a table of its updates, predicted and measured.
 
-Writes --out/table.md, table.csv and scaling.svg. Not in it: failures, slow hosts, other jobs on the network, what rank
-0 computes for a trajectory, and that the optimizer's step gets shorter with shards.
+Writes --out/table.md, table.csv and scaling.svg. Not in it: failures, slow hosts, other jobs on the network, what
+it takes rank 0 to read what engines send, and that the optimizer's step gets shorter with shards.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -38,8 +39,6 @@ from draw import Line, draw
 from launch import Rows, finish, format_table
 from make_model import SHAPES
 
-BYTES_PER_TOKEN = 16
-"""Of a trajectory: its id in 8, its log-probability and weight version in 4 each."""
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
 """Of a parameter, reduced in float32 and gathered in bfloat16."""
 GATHER_BYTES = 256 << 20
@@ -64,32 +63,52 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one GPU does in a step.
+class Trajectories:
+    """A GPU's trajectories in a step.
 
     Attributes:
-        step: measured on one GPU; the rewards are in its rest.
-        tokens: trained on.
-        num_microbatches: of them.
-        layer: parameters of one layer.
+        count: of them.
+        deviation: of the seconds in which an engine samples them.
+        collect: seconds of rank 0's CPU time for one, while engines sample.
+        pack: the same when they have.
+        size: bytes of one.
+    """
+
+    count: int
+    deviation: float
+    collect: float
+    pack: float
+    size: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """A GPU's update.
+
+    Attributes:
+        seconds: on one GPU.
+        num_microbatches: of the update.
         num_layers: of the model.
+        layer: parameters of one layer.
         others: its other parameters.
         is_reduced_once: gradients are reduced after the last micro-batch alone.
         is_kept: layers stay gathered between forward and backward.
-        fsdp_share: of the update's seconds that FSDP adds on one GPU.
-        deviation: of the generation's seconds.
+        fsdp_share: of the seconds, that FSDP adds on one GPU.
     """
 
-    step: Step
-    tokens: int
+    seconds: float
     num_microbatches: int
-    layer: int
     num_layers: int
+    layer: int
     others: int
-    is_reduced_once: bool = False
-    is_kept: bool = False
-    fsdp_share: float = 0.0
-    deviation: float = 0.0
+    is_reduced_once: bool
+    is_kept: bool
+    fsdp_share: float
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return self.num_layers * self.layer + self.others
 
 
 class Links:
@@ -163,8 +182,17 @@ def greatest_normal(count: int) -> float:
     return width * sum((1 if place > 0 else 0) - normal.cdf(place) ** count for place in places)
 
 
-def exposed_update(work: Work, links: Links, num_gpus: int, shard_size: int) -> float:
-    """Seconds of an update's collectives that its arithmetic does not hide."""
+def generation_seconds(one: float, trajectories: Trajectories, links: Links, num_gpus: int) -> float:
+    """Until the trajectories of so many GPUs are with their ranks."""
+    sampled = one + trajectories.deviation * greatest_normal(num_gpus)
+    total = num_gpus * trajectories.count
+    sent = links.seconds("scatter (host)", total * trajectories.size, num_gpus)
+    sent += (total - trajectories.count) * trajectories.pack
+    return max(sampled, total * trajectories.collect) + sent
+
+
+def update_seconds(update: Update, links: Links, num_gpus: int, shard_size: int) -> float:
+    """An update on so many GPUs: its arithmetic, and the collectives that this does not hide."""
     num_copies = num_gpus // shard_size
 
     def gather(parameters: int) -> float:
@@ -175,32 +203,30 @@ def exposed_update(work: Work, links: Links, num_gpus: int, shard_size: int) -> 
         within = links.seconds("reduce-scatter", size, shard_size)
         return within + (links.all_reduce(size / shard_size, num_copies, shard_size) if num_copies > 1 else 0.0)
 
-    ends = gather(work.others) + gather(work.layer)
-    gathers = work.num_layers * gather(work.layer) * (1 if work.is_kept else 2) + gather(work.others)
-    reduces, last = work.num_layers * reduce(work.layer) + reduce(work.others), reduce(work.others)
-    arithmetic = work.step.update / work.num_microbatches
-    exposed = 0.0
-    for number in range(1, work.num_microbatches + 1):
-        is_reduced = number == work.num_microbatches or not work.is_reduced_once
-        unhidden = ends + (last if is_reduced else 0.0)
-        exposed += unhidden + max(gathers + (reduces if is_reduced else 0.0) - unhidden - arithmetic, 0.0)
-    return exposed
+    gathers = update.num_layers * gather(update.layer) * (1 if update.is_kept else 2) + gather(update.others)
+    reduces = update.num_layers * reduce(update.layer) + reduce(update.others)
+    first, last = gather(update.others) + gather(update.layer), reduce(update.others)
+    seconds = update.seconds * (1 + update.fsdp_share)
+    arithmetic = seconds / update.num_microbatches
+    for number in range(1, update.num_microbatches + 1):
+        is_reduced = number == update.num_microbatches or not update.is_reduced_once
+        unhidden = first + (last if is_reduced else 0.0)
+        seconds += unhidden + max(gathers + (reduces if is_reduced else 0.0) - unhidden - arithmetic, 0.0)
+    return seconds
 
 
-def predict(work: Work, links: Links, num_gpus: int, shard_size: int) -> Step:
-    """A step on so many GPUs, of which so many share one copy of the weights."""
-    one = work.step
+def predict(
+    one: Step, update: Update, trajectories: Trajectories, links: Links, num_gpus: int, shard_size: int
+) -> Step:
+    """A step on so many GPUs, of which so many share one copy of the weights, from one GPU's."""
     if num_gpus == 1:
         return one
-    parameters = work.num_layers * work.layer + work.others
-    num_gathers = math.ceil(WEIGHT_BYTES * parameters / GATHER_BYTES)
-    sent = BYTES_PER_TOKEN * work.tokens * num_gpus
+    weights = WEIGHT_BYTES * update.parameters
+    num_gathers = math.ceil(weights / GATHER_BYTES)
     return Step(
-        generate=one.generate
-        + work.deviation * greatest_normal(num_gpus)
-        + links.seconds("scatter (host)", sent, num_gpus),
-        update=one.update * (1 + work.fsdp_share) + exposed_update(work, links, num_gpus, shard_size),
-        sync=one.sync + num_gathers * links.seconds("all-gather", WEIGHT_BYTES * parameters / num_gathers, shard_size),
+        generate=generation_seconds(one.generate, trajectories, links, num_gpus),
+        update=update_seconds(update, links, num_gpus, shard_size),
+        sync=one.sync + num_gathers * links.seconds("all-gather", weights / num_gathers, shard_size),
         rest=one.rest + HOST_COLLECTIVES * links.seconds("gather of objects (host)", 1024, num_gpus),
     )
 
@@ -231,6 +257,13 @@ def count_parameters(shape: dict[str, Any]) -> tuple[int, int]:
     return layer, shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
 
 
+def read_trajectories(path: Path, count: int, deviation: float) -> Trajectories:
+    """What collector.py measured with the most trajectories."""
+    row = read_csv(path)[-1]
+    collect, pack, size = (float(row[name]) for name in ("collect, us", "pack, us", "KB"))
+    return Trajectories(count, deviation, collect / 1e6, pack / 1e6, size * 1e3)
+
+
 def read_updates(path: Path | None) -> dict[str, dict[str, dict[str, float]]]:
     """The rows of meshes.py that have come to their updates, by model and mesh."""
     updates: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
@@ -241,18 +274,17 @@ def read_updates(path: Path | None) -> dict[str, dict[str, dict[str, float]]]:
     return updates
 
 
-def make_work(
-    arguments: argparse.Namespace, model: str, step: Step, tokens: int, updates: dict[str, dict[str, float]]
-) -> Work:
-    """One GPU's share of a step of a model of make_model.py, with its measured updates."""
+def make_update(
+    arguments: argparse.Namespace, model: str, seconds: float, tokens: float, updates: dict[str, dict[str, float]]
+) -> Update:
+    """The update of one GPU's tokens by a model of make_model.py, whose updates on meshes were measured, or not."""
     layer, others = count_parameters(SHAPES[model])
     rates = [updates[mesh]["tokens"] / updates[mesh]["seconds"] for mesh in ("one", "one-fsdp") if mesh in updates]
-    return Work(
-        step=step,
-        tokens=tokens,
+    return Update(
+        seconds=seconds,
         num_microbatches=math.ceil(tokens / arguments.microbatch_tokens),
-        layer=layer,
         num_layers=SHAPES[model]["num_hidden_layers"],
+        layer=layer,
         others=others,
         is_reduced_once=not arguments.fsdp.get("reduce_every_microbatch", True),
         is_kept=not arguments.fsdp.get("reshard_after_forward", True),
@@ -266,35 +298,35 @@ def tabulate_updates(
     """The updates of meshes.py, predicted from one GPU's beside the measured ones."""
     rows: Rows = []
     for model, by_mesh in updates.items():
-        if "one" not in by_mesh:
-            continue
-        for mesh, measured in by_mesh.items():
-            num_gpus = int(measured["GPUs"])
-            if num_gpus == 1 or mesh == "tensor":
+        for mesh in ("fsdp", "hsdp"):
+            if mesh not in by_mesh or "one" not in by_mesh:
                 continue
-            tokens = measured["tokens"]
-            seconds = by_mesh["one"]["seconds"] * tokens / by_mesh["one"]["tokens"]  # of one GPU's share
-            work = make_work(arguments, model, Step(0.0, seconds, 0.0, 0.0), round(tokens), by_mesh)
-            update = predict(work, links, num_gpus, num_gpus if mesh == "fsdp" else 2).update
-            row = {"model": model, "GPUs": num_gpus, "mesh": mesh, "one GPU, s": seconds, "update, s": update}
-            rows.append(row | {"measured": measured["seconds"]})
+            one, measured = by_mesh["one"], by_mesh[mesh]
+            num_gpus, tokens = int(measured["GPUs"]), measured["tokens"]
+            update = make_update(arguments, model, one["seconds"] * tokens / one["tokens"], tokens, by_mesh)
+            predicted = update_seconds(update, links, num_gpus, num_gpus if mesh == "fsdp" else 2)
+            row = {"model": model, "GPUs": num_gpus, "mesh": mesh, "one GPU, s": update.seconds}
+            rows.append(row | {"update, s": predicted, "measured": measured["seconds"]})
     return rows
 
 
-def tabulate(work: Work, links: Links, sizes: Sequence[int], measured: dict[int, Step]) -> Rows:
+def tabulate(
+    update: Update, trajectories: Trajectories, links: Links, sizes: Sequence[int], measured: dict[int, Step]
+) -> Rows:
     """A row for each number of GPUs and each way to shard over them, measured steps beside the predicted ones."""
     rows: Rows = []
+    one = measured[1]
     for num_gpus in sizes:
         shards = {"fsdp": num_gpus}
         if num_gpus > links.gpus_per_node:
             shards["hsdp"] = links.gpus_per_node
         for mesh, shard_size in shards.items():
-            step = predict(work, links, num_gpus, shard_size)
+            step = predict(one, update, trajectories, links, num_gpus, shard_size)
             seen = measured[num_gpus].total if num_gpus in measured else None
             row: dict[str, Any] = {"GPUs": num_gpus, "mesh": mesh}
             row |= {f"{name}, s": seconds for name, seconds in asdict(step).items()}
-            row |= {"step, s": step.total, "measured": seen, "efficiency": work.step.total / step.total}
-            rows.append(row | {"measured efficiency": work.step.total / seen if seen else None})
+            row |= {"step, s": step.total, "measured": seen, "efficiency": one.total / step.total}
+            rows.append(row | {"measured efficiency": one.total / seen if seen else None})
     return rows
 
 
@@ -317,9 +349,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=Path, required=True, help="the table.csv of weak_scaling.py")
     parser.add_argument("--collectives", type=Path, required=True, help="the table.csv of collectives.py")
+    parser.add_argument("--collector", type=Path, required=True, help="the table.csv of collector.py: its last row")
     parser.add_argument("--meshes", type=Path, help="the table.csv of meshes.py")
     parser.add_argument("--model", choices=SHAPES, default="0.6b", help="of the steps (0.6b)")
     parser.add_argument("--tokens", type=int, default=163840, help="of a step and GPU (163840)")
+    parser.add_argument("--trajectories", type=int, default=256, help="of a step and GPU (256)")
     parser.add_argument("--microbatch-tokens", type=int, default=16384, help="max_tokens_per_microbatch (16384)")
     parser.add_argument("--fsdp", type=json.loads, default={}, metavar="JSON", help="arguments of FSDP ({})")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="with the measured links between them (8)")
@@ -339,12 +373,12 @@ def main() -> None:
         read_csv(arguments.collectives), arguments.gpus_per_node, 1e9 * arguments.bandwidth, arguments.latency / 1e6
     )
     updates = read_updates(arguments.meshes)
-    work = make_work(arguments, arguments.model, measured[1], arguments.tokens, updates[arguments.model])
-    work = replace(work, deviation=deviation)
-    rows = tabulate(work, links, sorted({*measured, *arguments.gpus}), measured)
+    model, tokens = arguments.model, arguments.tokens
+    update = make_update(arguments, model, measured[1].update, tokens, updates.get(model, {}))
+    trajectories = read_trajectories(arguments.collector, arguments.trajectories, deviation)
+    rows = tabulate(update, trajectories, links, sorted({*measured, *arguments.gpus}), measured)
     seen = [
-        {"GPUs": num_gpus} | {f"{name}, s": one for name, one in asdict(step).items()}
-        for num_gpus, step in measured.items()
+        {"GPUs": size} | {f"{name}, s": one for name, one in asdict(step).items()} for size, step in measured.items()
     ]
     (arguments.out / "scaling.svg").write_text(draw_efficiency(rows))
     finish(
