@@ -18,7 +18,8 @@ steps of more than one GPU: they stand beside what is predicted for them, to sho
 A collective takes a latency, which grows with the number of ranks along a line through the measured ones, and beside it
 the seconds that its bytes have taken on the most ranks measured. Beyond --gpus-per-node there is the network, whose
 bandwidth and latency are arguments: assumptions, not measured. "hsdp" shards within a node and sums gradients between
-nodes. --meshes, of meshes.py, adds a table of its updates, predicted and measured.
+nodes. --meshes, of meshes.py, adds a table of its updates: "arithmetic" is one GPU's seconds with as many layers
+checkpointed, "collectives" the seconds of all of them, hidden or not.
 
 Writes --out/table.md, table.csv and scaling.svg. Not in it: failures, slow hosts, other jobs on the network, what
 it takes rank 0 to read what engines send, and that the optimizer's step gets shorter with shards.
@@ -29,7 +30,7 @@ import csv
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -191,27 +192,38 @@ def generation_seconds(one: float, trajectories: Trajectories, links: Links, num
     return max(sampled, total * trajectories.collect) + sent
 
 
-def update_seconds(update: Update, links: Links, num_gpus: int, shard_size: int) -> float:
-    """An update on so many GPUs: its arithmetic, and the collectives that this does not hide."""
+def collective_seconds(update: Update, links: Links, num_gpus: int, shard_size: int) -> Iterator[tuple[float, float]]:
+    """Of each micro-batch the seconds of all its collectives, and of those that no arithmetic can hide.
+
+    Embedding and output layer are gathered once, and gradients are summed over copies of the model once.
+    """
     num_copies = num_gpus // shard_size
 
     def gather(parameters: int) -> float:
         return links.seconds("all-gather", WEIGHT_BYTES * parameters, shard_size)
 
-    def reduce(parameters: int) -> float:
+    def reduce(parameters: int, is_last: bool) -> float:
+        if update.is_reduced_once and not is_last:
+            return 0.0
         size = GRADIENT_BYTES * parameters
-        within = links.seconds("reduce-scatter", size, shard_size)
-        return within + (links.all_reduce(size / shard_size, num_copies, shard_size) if num_copies > 1 else 0.0)
+        over_copies = links.all_reduce(size / shard_size, num_copies, shard_size) if is_last and num_copies > 1 else 0.0
+        return links.seconds("reduce-scatter", size, shard_size) + over_copies
 
-    gathers = update.num_layers * gather(update.layer) * (1 if update.is_kept else 2) + gather(update.others)
-    reduces = update.num_layers * reduce(update.layer) + reduce(update.others)
-    first, last = gather(update.others) + gather(update.layer), reduce(update.others)
+    for number in range(update.num_microbatches):
+        is_first, is_last = number == 0, number == update.num_microbatches - 1
+        gathers_of_a_layer = int(is_first) if update.is_kept else 2
+        before = gather(update.others) * is_first + gather(update.layer) * min(gathers_of_a_layer, 1)
+        after = reduce(update.others, is_last)
+        layers = update.num_layers * (gathers_of_a_layer * gather(update.layer) + reduce(update.layer, is_last))
+        yield gather(update.others) * is_first + layers + after, before + after
+
+
+def update_seconds(update: Update, links: Links, num_gpus: int, shard_size: int) -> float:
+    """An update on so many GPUs: its arithmetic, and the collectives that this does not hide."""
     seconds = update.seconds * (1 + update.fsdp_share)
     arithmetic = seconds / update.num_microbatches
-    for number in range(1, update.num_microbatches + 1):
-        is_reduced = number == update.num_microbatches or not update.is_reduced_once
-        unhidden = first + (last if is_reduced else 0.0)
-        seconds += unhidden + max(gathers + (reduces if is_reduced else 0.0) - unhidden - arithmetic, 0.0)
+    for every, unhidden in collective_seconds(update, links, num_gpus, shard_size):
+        seconds += unhidden + max(every - unhidden - arithmetic, 0.0)
     return seconds
 
 
@@ -265,36 +277,40 @@ def read_trajectories(path: Path, count: int, deviation: float) -> Trajectories:
 
 
 def read_updates(path: Path | None) -> dict[str, dict[str, dict[str, float]]]:
-    """The rows of meshes.py that have come to their updates, by model and mesh."""
+    """The rows of meshes.py that have come to their updates, by model and mesh.
+
+    "passes" is what an update computes, in forward passes: one, two backward, and one of each checkpointed layer.
+    """
     updates: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for row in read_csv(path) if path is not None else []:
         if row["update, s"]:
-            seconds, rate, num_gpus = float(row["update, s"]), float(row["tokens/s a GPU"]), float(row["GPUs"])
-            updates[row["model"]][row["mesh"]] = {"seconds": seconds, "tokens": seconds * rate, "GPUs": num_gpus}
+            seconds, rate = float(row["update, s"]), float(row["tokens/s a GPU"])
+            checkpointed, layers = map(int, row["checkpointed"].split(" of "))
+            one = {"seconds": seconds, "tokens": seconds * rate, "passes": 3 + checkpointed / layers}
+            one |= {"GPUs": float(row["GPUs"]), "micro-batches": float(row["micro-batches"])}
+            updates[row["model"]][row["mesh"]] = one
     return updates
 
 
 def make_update(
-    arguments: argparse.Namespace, model: str, seconds: float, tokens: float, updates: dict[str, dict[str, float]]
+    fsdp: dict[str, Any], model: str, seconds: float, num_microbatches: int, updates: dict[str, dict[str, float]]
 ) -> Update:
-    """The update of one GPU's tokens by a model of make_model.py, whose updates on meshes were measured, or not."""
+    """One GPU's update by a model of make_model.py, whose updates on meshes were measured, or not."""
     layer, others = count_parameters(SHAPES[model])
     rates = [updates[mesh]["tokens"] / updates[mesh]["seconds"] for mesh in ("one", "one-fsdp") if mesh in updates]
     return Update(
         seconds=seconds,
-        num_microbatches=math.ceil(tokens / arguments.microbatch_tokens),
+        num_microbatches=num_microbatches,
         num_layers=SHAPES[model]["num_hidden_layers"],
         layer=layer,
         others=others,
-        is_reduced_once=not arguments.fsdp.get("reduce_every_microbatch", True),
-        is_kept=not arguments.fsdp.get("reshard_after_forward", True),
+        is_reduced_once=not fsdp.get("reduce_every_microbatch", True),
+        is_kept=not fsdp.get("reshard_after_forward", True),
         fsdp_share=rates[0] / rates[1] - 1 if len(rates) == 2 else 0.0,
     )
 
 
-def tabulate_updates(
-    arguments: argparse.Namespace, links: Links, updates: dict[str, dict[str, dict[str, float]]]
-) -> Rows:
+def tabulate_updates(links: Links, updates: dict[str, dict[str, dict[str, float]]]) -> Rows:
     """The updates of meshes.py, predicted from one GPU's beside the measured ones."""
     rows: Rows = []
     for model, by_mesh in updates.items():
@@ -303,10 +319,13 @@ def tabulate_updates(
                 continue
             one, measured = by_mesh["one"], by_mesh[mesh]
             num_gpus, tokens = int(measured["GPUs"]), measured["tokens"]
-            update = make_update(arguments, model, one["seconds"] * tokens / one["tokens"], tokens, by_mesh)
-            predicted = update_seconds(update, links, num_gpus, num_gpus if mesh == "fsdp" else 2)
-            row = {"model": model, "GPUs": num_gpus, "mesh": mesh, "one GPU, s": update.seconds}
-            rows.append(row | {"update, s": predicted, "measured": measured["seconds"]})
+            seconds = one["seconds"] * tokens / one["tokens"] * measured["passes"] / one["passes"]
+            update = make_update({}, model, seconds, int(measured["micro-batches"]), by_mesh)
+            shard_size = num_gpus if mesh == "fsdp" else 2
+            predicted = update_seconds(update, links, num_gpus, shard_size)
+            every = sum(seconds for seconds, _ in collective_seconds(update, links, num_gpus, shard_size))
+            row = {"model": model, "GPUs": num_gpus, "mesh": mesh, "arithmetic, s": seconds}
+            rows.append(row | {"collectives, s": every, "update, s": predicted, "measured": measured["seconds"]})
     return rows
 
 
@@ -373,17 +392,15 @@ def main() -> None:
         read_csv(arguments.collectives), arguments.gpus_per_node, 1e9 * arguments.bandwidth, arguments.latency / 1e6
     )
     updates = read_updates(arguments.meshes)
-    model, tokens = arguments.model, arguments.tokens
-    update = make_update(arguments, model, measured[1].update, tokens, updates.get(model, {}))
+    model, num_microbatches = arguments.model, math.ceil(arguments.tokens / arguments.microbatch_tokens)
+    update = make_update(arguments.fsdp, model, measured[1].update, num_microbatches, updates.get(model, {}))
     trajectories = read_trajectories(arguments.collector, arguments.trajectories, deviation)
     rows = tabulate(update, trajectories, links, sorted({*measured, *arguments.gpus}), measured)
     seen = [
         {"GPUs": size} | {f"{name}, s": one for name, one in asdict(step).items()} for size, step in measured.items()
     ]
     (arguments.out / "scaling.svg").write_text(draw_efficiency(rows))
-    finish(
-        arguments, rows, ["Measured:\n", format_table(seen), format_table(tabulate_updates(arguments, links, updates))]
-    )
+    finish(arguments, rows, ["Measured:\n", format_table(seen), format_table(tabulate_updates(links, updates))])
 
 
 if __name__ == "__main__":
