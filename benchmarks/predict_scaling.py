@@ -31,13 +31,14 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 from draw import Line, draw
 from launch import Rows, finish, format_table
+from links import Links
 from make_model import SHAPES
 
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
@@ -110,70 +111,6 @@ class Update:
     def parameters(self) -> int:
         """Of the model."""
         return self.num_layers * self.layer + self.others
-
-
-class Links:
-    """Seconds of collectives on any number of GPUs.
-
-    Args:
-        rows: of collectives.py.
-        gpus_per_node: that are linked as the measured ones are.
-        bandwidth: bytes a second of the network, a GPU.
-        latency: seconds of one hop through it.
-    """
-
-    def __init__(self, rows: Sequence[dict[str, str]], gpus_per_node: int, bandwidth: float, latency: float) -> None:
-        self.gpus_per_node, self.bandwidth, self.latency = gpus_per_node, bandwidth, latency
-        self._seconds: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-        for row in rows:
-            if row["dtype"] != "bfloat16":  # as fast, byte for byte, as float32
-                self._seconds[row["operation"]][int(row["GPUs"])][int(row["bytes"])] = float(row["us"]) / 1e6
-
-    def seconds(self, operation: str, size: float, num_gpus: int) -> float:
-        """Of one call on so many bytes in all, by as few nodes as there can be."""
-        if num_gpus == 1:
-            return 0.0
-        within, num_nodes = min(num_gpus, self.gpus_per_node), math.ceil(num_gpus / self.gpus_per_node)
-        hop, most = self._hop(operation), max(self._seconds[operation])
-        # A ring passes the ranks of a node, and then goes on to the next node.
-        latency = self._latency(operation, within) + (num_nodes - 1) * (self.latency + (within - 1) * hop)
-        share = (num_gpus - 1) / num_gpus
-        beside_latency = self._interpolate(operation, size) - self._latency(operation, most)
-        transfer = max(beside_latency, 0.0) * share / ((most - 1) / most)
-        return latency + max(transfer, share * size / self.bandwidth if num_nodes > 1 else 0.0)
-
-    def all_reduce(self, size: float, num_copies: int, shard_size: int) -> float:
-        """Seconds of summing so many bytes over the copies of a model, each of which is on so many GPUs."""
-        if num_copies * shard_size <= self.gpus_per_node:
-            return self.seconds("all-reduce", size, num_copies)
-        hops = 2 * math.ceil(math.log2(num_copies))  # up and down a tree
-        return hops * self.latency + 2 * (num_copies - 1) / num_copies * size / self.bandwidth
-
-    def _latencies(self, operation: str) -> list[tuple[int, float]]:
-        """The numbers of ranks, and the seconds of the smallest size."""
-        return [(ranks, by_size[min(by_size)]) for ranks, by_size in sorted(self._seconds[operation].items())]
-
-    def _hop(self, operation: str) -> float:
-        """Seconds of latency that one more rank adds."""
-        latencies = self._latencies(operation)
-        (first, least), (last, most) = latencies[0], latencies[-1]
-        return max((most - least) / (last - first), 0.0) if last > first else 0.0
-
-    def _latency(self, operation: str, num_ranks: int) -> float:
-        first, least = self._latencies(operation)[0]
-        return least + self._hop(operation) * (num_ranks - first)
-
-    def _interpolate(self, operation: str, size: float) -> float:
-        """Seconds on the most ranks that were measured, along lines through the measured sizes."""
-        by_size = self._seconds[operation][max(self._seconds[operation])]
-        sizes = sorted(by_size)
-        above = next((number for number, one in enumerate(sizes) if one >= size), None)
-        if above is None:
-            return by_size[sizes[-1]] * size / sizes[-1]
-        if above == 0:
-            return by_size[sizes[0]]
-        low, high = sizes[above - 1], sizes[above]
-        return by_size[low] + (by_size[high] - by_size[low]) * (size - low) / (high - low)
 
 
 def greatest_normal(count: int) -> float:
@@ -349,17 +286,22 @@ def tabulate(
     return rows
 
 
-def draw_efficiency(rows: Rows) -> str:
-    """Efficiency against the number of GPUs as SVG."""
+def draw_efficiency(rows: Rows, idle_host: Rows) -> str:
+    """Efficiency against the number of GPUs as SVG, with a copy of the model on each node.
+
+    Args:
+        rows: of :func:`tabulate`.
+        idle_host: the same, if trajectories took rank 0 no time.
+    """
     curves = (
-        ("measured", "measured efficiency", "fsdp"),
-        ("predicted, FSDP over all", "efficiency", "fsdp"),
-        ("predicted, HSDP, a copy a node", "efficiency", "hsdp"),
+        ("measured", "measured efficiency", rows),
+        ("predicted", "efficiency", rows),
+        ("predicted, without rank 0's work on trajectories", "efficiency", idle_host),
     )
     lines = []
-    for color, (label, column, mesh) in enumerate(curves):
-        chosen = [row for row in rows if row["mesh"] == mesh and row[column] is not None]
-        lines.append(Line([(math.log2(row["GPUs"]), row[column]) for row in chosen], color, label))
+    for color, (label, column, chosen) in enumerate(curves):
+        by_size = {row["GPUs"]: row[column] for row in chosen if row[column] is not None}  # "hsdp" is the last
+        lines.append(Line([(math.log2(size), value) for size, value in by_size.items()], color, label))
     return draw(lines, title="Efficiency against one GPU", x_label="log2 of the number of GPUs")
 
 
@@ -395,11 +337,13 @@ def main() -> None:
     model, num_microbatches = arguments.model, math.ceil(arguments.tokens / arguments.microbatch_tokens)
     update = make_update(arguments.fsdp, model, measured[1].update, num_microbatches, updates.get(model, {}))
     trajectories = read_trajectories(arguments.collector, arguments.trajectories, deviation)
-    rows = tabulate(update, trajectories, links, sorted({*measured, *arguments.gpus}), measured)
+    sizes = sorted({*measured, *arguments.gpus})
+    rows = tabulate(update, trajectories, links, sizes, measured)
+    idle_host = tabulate(update, replace(trajectories, collect=0.0, pack=0.0, size=0.0), links, sizes, measured)
     seen = [
         {"GPUs": size} | {f"{name}, s": one for name, one in asdict(step).items()} for size, step in measured.items()
     ]
-    (arguments.out / "scaling.svg").write_text(draw_efficiency(rows))
+    (arguments.out / "scaling.svg").write_text(draw_efficiency(rows, idle_host))
     finish(arguments, rows, ["Measured:\n", format_table(seen), format_table(tabulate_updates(links, updates))])
 
 
