@@ -16,6 +16,7 @@ Writes --out/table.md and table.csv, a line a way: medians of the steps after th
 `-- --rollout.seed 0`, which is slower, both sample the same, and their metrics differ by rounding alone.
 """
 
+import argparse
 import json
 import time
 import zlib
@@ -38,13 +39,16 @@ from launch import (
 )
 
 SPMD, FSDP = "SPMD", "rlightning.parallel.FSDP"
-STRATEGIES: dict[str, dict[str, Any]] = {
-    SPMD: {"class_path": FSDP},
-    "controller": {"class_path": "rlightning.controller.RayController", "init_args": {"worker_strategy": FSDP}},
-}
 REWARD = "controller.checksum_reward"
 UNEQUAL = ("time/", "throughput/", "memory/")
 """Metrics that two runs of the same work need not share."""
+
+
+def ray_strategy(worker_strategy: Any, arguments: argparse.Namespace, num_workers: int) -> dict[str, Any]:
+    """A controller's strategy as YAML has it; on the CPU with as many workers as asked for, however few cores."""
+    options = {"ray_options": {"num_cpus": num_workers}} if arguments.device == "cpu" else {}
+    settings = {"worker_strategy": worker_strategy, **options}
+    return {"class_path": "rlightning.controller.RayController", "init_args": settings}
 
 
 def checksum_reward(completion: str) -> float:
@@ -120,7 +124,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=570.0, help="seconds of all, shared evenly between turns (570)")
     arguments = parse(parser)
     deadline = time.monotonic() + arguments.limit
-    needed = arguments.gpus * min(arguments.at_once, len(STRATEGIES))
+    strategies = {SPMD: {"class_path": FSDP}, "controller": ray_strategy(FSDP, arguments, arguments.gpus)}
+    needed = arguments.gpus * min(arguments.at_once, len(strategies))
     if arguments.device == "cuda" and (has := count_gpus()) < needed:
         parser.error(f"--gpus {arguments.gpus} --at-once {arguments.at_once} needs {needed} GPUs, and there are {has}")
     prepare(arguments)
@@ -139,14 +144,14 @@ def main() -> None:
     )
 
     def run(number: int, way: str) -> Run:
-        job = Job(way, config | {"trainer": config["trainer"] | {"strategy": STRATEGIES[way]}}, arguments.gpus)
-        turns = 1 if arguments.at_once > 1 else len(STRATEGIES) - number
+        job = Job(way, config | {"trainer": config["trainer"] | {"strategy": strategies[way]}}, arguments.gpus)
+        turns = 1 if arguments.at_once > 1 else len(strategies) - number
         first = number * arguments.gpus if arguments.at_once > 1 else 0
         timeout = (deadline - time.monotonic()) / turns
         return fit(job, arguments, range(first, first + arguments.gpus), timeout=timeout)
 
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        runs = list(pool.map(run, range(len(STRATEGIES)), STRATEGIES))
+        runs = list(pool.map(run, range(len(strategies)), strategies))
     rows = [summarise(runs[0], arguments.warm_up, None)]
     rows.append(summarise(runs[1], arguments.warm_up, rows[0]["step, s"]))
     finish(arguments, rows, compare(runs[0], runs[1], arguments.warm_up))

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import json
+import math
 import os
 import random
 import shutil
@@ -258,13 +259,16 @@ def callback(path: str, **arguments: Any) -> dict[str, Any]:
     return {"class_path": path, "init_args": arguments}
 
 
-def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_device: int = 1) -> Iterator[Run]:
+def run_jobs(
+    jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_device: int = 1, deadline: float = math.inf
+) -> Iterator[Run]:
     """Run each job as soon as there are devices for it; in their order, at most ``--at-once`` at a time.
 
     Args:
         jobs: what to run.
         arguments: of :func:`benchmark_parser`.
         runs_per_device: that may share one.
+        deadline: of `time.monotonic`, at which the rest is stopped.
 
     Yields:
         The runs in the jobs' order, each when it has ended, well or not.
@@ -283,7 +287,8 @@ def run_jobs(jobs: Sequence[Job], arguments: argparse.Namespace, *, runs_per_dev
             for device in devices:
                 room[device] -= 1
         try:
-            return fit(job, arguments, sorted(devices))
+            timeout = min(deadline - time.monotonic(), RUN_TIMEOUT)
+            return fit(job, arguments, sorted(devices), timeout=timeout)
         finally:
             with changed:
                 for device in devices:

@@ -2,11 +2,13 @@
 
 import csv
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from rlightning.callbacks import VLLMRollout
 from rlightning.hooks import RLCallback
 from rlightning.models.counts import build_empty, cache_by_config, num_active_experts, num_experts
 from rlightning.parallel.device import synchronize
@@ -77,6 +79,28 @@ class LimitMemory(RLCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called before a model is loaded or an engine started."""
         torch.cuda.set_per_process_memory_fraction(self.share, trainer.strategy.root_device)
+
+
+class RaiseStaleness(RLCallback):
+    """Changes ``rollout.max_staleness`` before steps; the run's configuration has the largest bound.
+
+    Args:
+        bounds: by the number of steps before.
+    """
+
+    def __init__(self, bounds: dict[int, int]) -> None:
+        super().__init__()
+        self.bounds = bounds
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Set the bound, if it changes with this step, where the rollout and the loss read it."""
+        bound = self.bounds.get(trainer.global_step)
+        if bound is None:
+            return
+        (rollout,) = (one for one in trainer.callbacks if isinstance(one, VLLMRollout))
+        rollout.max_staleness = rollout.in_flight.max_staleness = bound
+        rollout.options = replace(rollout.options, max_staleness=bound)
+        module.choose_correction(bound)
 
 
 class SyncTrace(CSVTrace):

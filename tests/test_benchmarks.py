@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     *("make_model", "weak_scaling", "weight_sync", "learning_curves", "sharded_loading"),
     *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
-    *("controller", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
+    *("controller", "controller_leaks", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
     *("meshes", "collectives", "collector", "predict_scaling"),
 )
 
@@ -86,11 +86,11 @@ def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_benchmark_compares_with_trl_if_installed(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
-    options = "--work variable --prompts 4 --samples 2 --max-new-tokens 24 --steps 2 --microbatch-tokens 512"
+    options = "--work variable --prompts 4 --samples 2 --max-new-tokens 24 --turns 2 --steps 2 --microbatch-tokens 512"
     printed = run_benchmark("compare_trl", f"{options} --trl '{{}}' -- --model.compile false")
     rows = read_csv(tmp_path / "out" / "table.csv")
     assert rows[0]["side"] == "rlightning, 512 tokens" and float(rows[0]["tokens/s"]) > 0
-    assert 1 <= float(rows[0]["mean length"]) <= float(rows[0]["longest"]) <= 24
+    assert 2 <= float(rows[0]["mean length"]) <= float(rows[0]["longest"]) <= 24
     if importlib.util.find_spec("trl") is None:
         assert "TRL is not installed here" in printed
     else:

@@ -60,20 +60,24 @@ class Witness(RLCallback):
             self.engines.add(engine.process.pid)
 
 
-def train(folder: Path, ranks_per_engine: int, victim: int | None, arguments: dict[str, Any]) -> dict[str, Any]:
+def train(
+    folder: Path, ranks_per_engine: int, victim: int | None, accelerator: str, arguments: dict[str, Any]
+) -> dict[str, Any]:
     """Of a rank: three steps, in the second of which one rank's engine is killed."""
     engine = {"tensor_parallel_size": ranks_per_engine} if ranks_per_engine > 1 else {}
     rollout, witness = make_rollout(engine=engine, **arguments), Witness(victim)
     strategy = FSDP(tensor_parallel_size=ranks_per_engine)
-    trainer = make_trainer(folder, 3, rollout, witness, strategy=strategy, devices=2)
+    trainer = make_trainer(folder, 3, rollout, witness, strategy=strategy, devices=2, accelerator=accelerator)
     module = make_module(str(folder / "model"), prompts_per_step=4, samples_per_prompt=3)
     trainer.fit(module, make_data(folder))
     return {"steps": witness.steps, "num_engines": len(witness.engines), "in_flight": in_flight(rollout)}
 
 
-def run(folder: Path, ranks_per_engine: int, victim: int, **arguments: Any) -> list[dict[str, Any]]:
+def run(
+    folder: Path, ranks_per_engine: int, victim: int, accelerator: str = "cpu", **arguments: Any
+) -> list[dict[str, Any]]:
     save_model(folder / "model", num_key_value_heads=2)  # one a tensor-parallel rank
-    return finish(start_calls(train, 2, folder, ranks_per_engine, victim, arguments))
+    return finish(start_calls(train, 2, folder, ranks_per_engine, victim, accelerator, arguments))
 
 
 def check_steps(first: dict[str, Any], second: dict[str, Any], oversample: float) -> None:
@@ -128,9 +132,11 @@ def test_tensor_parallel_ranks_recover_killed_shared_engine(tmp_path: Path) -> N
         assert one["updated"] == other["updated"] == one["sampled"] + other["sampled"]
 
 
-@pytest.mark.slow
-def test_ranks_sharing_standalone_engines_recover_killed_engine(tmp_path: Path) -> None:
-    first, second = run(tmp_path, 1, victim=0, num_engines=2, **RUNS_AHEAD)
+@pytest.mark.parametrize(
+    "accelerator", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.multigpu(4))]
+)
+def test_ranks_sharing_standalone_engines_recover_killed_engine(accelerator: str, tmp_path: Path) -> None:
+    first, second = run(tmp_path, 1, victim=0, accelerator=accelerator, num_engines=2, **RUNS_AHEAD)
     assert second["num_engines"] == 0  # they belong to rank 0, which saw one of them come back
     check_runs_ahead(first["steps"], second["steps"], first["in_flight"])
     for one, other in zip(first["steps"], second["steps"], strict=True):

@@ -171,13 +171,15 @@ def test_sigterm_saves_and_ends_a_controller_with_143(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_killed_controller_leaves_no_process_of_ray(tmp_path: Path) -> None:
-    process, _ = fit_until_step_2(tmp_path)
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.multigpu(4))])
+def test_killed_controller_of_four_workers_leaves_no_process(accelerator: str, tmp_path: Path) -> None:
+    four = ("--trainer.devices", "4", "--trainer.strategy.ray_options", '{"num_cpus": 4}')
+    process, _ = fit_until_step_2(tmp_path, "--trainer.accelerator", accelerator, *four)
     [raylet] = [pid for pid, name in find_children(process.pid).items() if name == "raylet"]
     started = [process.pid, *find_children(process.pid), *find_children(raylet)]
     process.kill()
     process.communicate(timeout=300)
-    assert len(started) >= 5
+    assert len(started) >= 8
     assert still_running(started) == []
 
 

@@ -65,7 +65,7 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
             number, pair = torch.ones(1, device=f"cuda:{rank}"), dist.new_group()
             for group in (dist.group.WORLD, pair):  # their communicators are there from here on
                 dist.all_reduce(number, group=group)
-            assert number.tolist() == [4]
+            assert number.tolist() == [dist.get_world_size() ** 2]
         elif others != "stuck":
             at_work[rank].write_text(str(os.getpid()))
         if failing in (rank, -1):
@@ -146,10 +146,10 @@ def test_an_exception_of_all_ranks_has_one_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("failing", "others"), [(1, "process"), (0, "stuck")])
-def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str) -> None:
-    codes, errors = run_ranks(tmp_path, failing, "kill", others)
-    assert [code for rank, code in enumerate(codes) if rank != failing] == [1, 1]
+@pytest.mark.parametrize(("failing", "others", "num_ranks"), [(1, "process", 4), (0, "stuck", 3)])
+def test_a_killed_rank_ends_the_others(tmp_path: Path, failing: int, others: str, num_ranks: int) -> None:
+    codes, errors = run_ranks(tmp_path, failing, "kill", others, num_ranks)
+    assert [code for rank, code in enumerate(codes) if rank != failing] == [1] * (num_ranks - 1)
     for rank, error in enumerate(errors):
         if rank != failing:
             assert f"rank {rank} ends because rank {failing} is gone" in error
@@ -167,17 +167,24 @@ def test_killed_rank_with_forked_child_ends_the_others(tmp_path: Path) -> None:
     assert "rank 0 ends because rank 1 is gone" in errors[0]
 
 
-@pytest.mark.multigpu
-@pytest.mark.parametrize("how", ["raise", "kill"])
-def test_failure_ends_rank_blocked_in_device_collective(tmp_path: Path, how: str) -> None:
-    """Within seconds, with a grace of ten minutes: its communicators are aborted, and it cleans up."""
-    codes, errors = run_ranks(tmp_path, 1, how, "device", num_ranks=2)
+@pytest.mark.parametrize(
+    ("how", "num_ranks"),
+    [
+        pytest.param("raise", 2, marks=pytest.mark.multigpu),
+        pytest.param("kill", 2, marks=pytest.mark.multigpu),
+        pytest.param("kill", 4, marks=pytest.mark.multigpu(4)),
+    ],
+)
+def test_failure_ends_ranks_blocked_in_device_collective(tmp_path: Path, how: str, num_ranks: int) -> None:
+    """Within seconds, with a grace of ten minutes: their communicators are aborted, and they clean up."""
+    codes, errors = run_ranks(tmp_path, 1, how, "device", num_ranks)
     struck = (tmp_path / "struck").stat().st_mtime
-    assert codes[0] == 1, errors
-    assert "rank 0 ends because rank 1 " in errors[0]
-    assert "rank 0 cleans up" in errors[0] and "is through" not in errors[0]
-    assert "Traceback" not in errors[0]
-    assert (tmp_path / "cleaned-up-0").stat().st_mtime - struck < 30
+    for rank in set(range(num_ranks)) - {1}:
+        assert codes[rank] == 1, errors
+        assert f"rank {rank} ends because rank 1 " in errors[rank]
+        assert f"rank {rank} cleans up" in errors[rank] and "is through" not in errors[rank]
+        assert "Traceback" not in errors[rank]
+        assert (tmp_path / f"cleaned-up-{rank}").stat().st_mtime - struck < 30
 
 
 @pytest.mark.processes

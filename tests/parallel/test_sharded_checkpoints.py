@@ -1,5 +1,6 @@
 """A run that is handed on: from one process to two that shard, to two that split each layer, and so on."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,18 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from disks import Disk, made_disk
+from rank_processes import each_run, finish, start_calls
 from sft_run import SIZES, CountSteps, pose_as_launched, train, write_rows
 from sharded_net import run_ranks
 from tiny import full_weights, save_model
 
 from rlightning import intervals
 from rlightning.errors import ConfigError, SaveError
-from rlightning.parallel.checkpoint_folder import is_checkpoint_folder, stored_tensors
+from rlightning.parallel.checkpoint_folder import is_checkpoint_folder, read_whole, stored_tensors
 from rlightning.parallel.fsdp import FSDP
 
 pytestmark = pytest.mark.processes
 
 STEPS = 8
+FLOAT32_TOLERANCE = 1e-4
+"""Of a weight after four steps: a hundredth of the learning rate, as in test_equivalence.py."""
 
 
 def two_ranks(folder: Path, port: int) -> None:
@@ -80,6 +84,42 @@ def test_a_run_goes_on_whatever_the_ranks(tmp_path: Path) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(ours["state"][number][key], state[key], atol=1e-5, rtol=1e-3)
     assert trainer.datamodule.stream.state_dict() == reference.datamodule.stream.state_dict()
+
+
+def save_each(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Train each run on all ranks, with the arguments of :func:`train`, ``strategy`` being those of FSDP."""
+    for name, arguments in each_run(runs):
+        strategy = FSDP(**arguments.pop("strategy", {}))
+        _, trainer = train(folder, devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **arguments)
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+
+
+@pytest.mark.parametrize(
+    "accelerator",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.multigpu(4))],
+)
+def test_checkpoint_of_four_ranks_resumes_on_two_and_one(accelerator: str, tmp_path: Path) -> None:
+    """On two ranks weights and moments are those of the four bit by bit; steps from there sum in another order."""
+    save_model(tmp_path / "model", **SIZES)
+    write_rows(tmp_path)
+    in_one_go, _ = train(tmp_path, 4, accelerator=accelerator)
+    four = {"four": {"max_steps": 2, "accelerator": accelerator, "strategy": {"tensor_parallel_size": 2}}}
+    finish(start_calls(save_each, 4, tmp_path, four))
+    resumed: dict[str, Any] = {"accelerator": accelerator, "ckpt_path": tmp_path / "four.ckpt"}
+    two = {"two": {"max_steps": 2, **resumed}, "two_on": {"max_steps": 4, **resumed}}
+    finish(start_calls(save_each, 2, tmp_path, two))
+    on_one, _ = train(tmp_path, 4, **resumed)
+
+    saved, loaded, on_two = (read_whole(tmp_path / f"{name}.ckpt") for name in ("four", "two", "two_on"))
+    (saved_state,), (loaded_state,) = saved["optimizer_states"], loaded["optimizer_states"]
+    assert (saved["global_step"], loaded["global_step"], on_two["global_step"]) == (2, 2, 4)
+    torch.testing.assert_close(loaded["state_dict"], saved["state_dict"], atol=0, rtol=0)
+    torch.testing.assert_close(loaded_state["state"], saved_state["state"], atol=0, rtol=0)
+    expected = in_one_go.state_dict()
+    for weights in (on_one.state_dict(), on_two["state_dict"]):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight.cpu(), expected[name].cpu(), atol=FLOAT32_TOLERANCE, rtol=0)
 
 
 def full_disk_on_two_ranks(folder: Path, disk: Disk) -> None:
