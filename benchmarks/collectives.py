@@ -15,6 +15,7 @@ with the same --out has measured stays in the table.
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from time import monotonic, perf_counter
 
 import torch
 import torch.distributed as dist
-from launch import GIB, KeptRows, finish
+from launch import BENCHMARKS, GIB, KeptRows, finish
 from torch.multiprocessing import spawn
 
 # Newer versions of torch warn of the old names.
@@ -80,20 +81,17 @@ def copies(size: int, device: torch.device) -> dict[str, Callable[[], object]]:
 
 def time_call(call: Callable[[], object], num_calls: int, device: torch.device) -> float:
     """Seconds of a call on the slowest rank."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    from rlightning.parallel.device import synchronize
 
     call()
     seconds = []
     for _ in range(ROUNDS):
-        wait()
+        synchronize(device)
         dist.all_reduce(torch.zeros(1))  # on the CPU: the ranks start together
         begun = perf_counter()
         for _ in range(num_calls):
             call()
-        wait()
+        synchronize(device)
         seconds.append((perf_counter() - begun) / num_calls)
     slowest = torch.tensor(median(seconds))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -150,6 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/collectives"), help="gets the tables")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    sys.path[:0] = [str(BENCHMARKS.parent)]
     for num_ranks in arguments.gpus:
         with tempfile.TemporaryDirectory() as folder:
             spawn(measure, (num_ranks, f"{folder}/store", arguments), nprocs=num_ranks)

@@ -12,9 +12,9 @@ own. All runs of a model on --gpus have the same global batch; with --same-batch
 
 A row a run: medians of the updates after the warm-up. The seconds are the slowest rank's, the MFU (docs/performance.md)
 is the mean of the ranks', the peak is of tensors on the rank where it is largest, beside what `rlightning plan` says of
-them. "off by" is the largest relative difference of all steps from the first run of the model with the same global
-batch: of the tokens' log-probabilities (their mean distance from those of equally likely tokens), of the entropy, and
-of the gradient's norm.
+them and of the layers whose activations are computed twice. "off by" is the largest relative difference of all steps
+from the first run of the model with the same global batch: of the tokens' log-probabilities (their mean distance from
+those of equally likely tokens), of the entropy, and of the gradient's norm.
 
 A run that fails is a row, and one for which --limit leaves no time a note. What an earlier call with the same --out has
 measured stays in the table. `steps.csv` has the steps of all runs.
@@ -22,6 +22,7 @@ measured stays in the table. `steps.csv` has the steps of all runs.
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -110,6 +111,7 @@ def measure(run: Run, model: str, mesh: str, arguments: argparse.Namespace) -> d
         "GPUs": num_gpus,
         "mesh": mesh,
         "tokens": tokens,
+        "micro-batches": math.ceil(tokens / num_gpus / arguments.microbatch_tokens),
         "seconds": median(counted) if counted else None,
         "mfu": median(mfus) if mfus else None,
         "peak": peak / GIB if peak else None,
@@ -141,12 +143,14 @@ def tabulate(measured: Rows) -> Rows:
             "model": one["model"],
             "GPUs": one["GPUs"],
             "mesh": one["mesh"],
+            "micro-batches": one.get("micro-batches"),
             "update, s": one["seconds"],
             "tokens/s a GPU": rate,
             "MFU a GPU": one["mfu"],
             "x one GPU": rate / single if rate and single else None,
             "peak, GiB": one["peak"],
             "planned": one["planned"],
+            "checkpointed": one.get("checkpointed"),
             "beside": None if reference is one else reference["mesh"],
         }
         for name in CURVES:
@@ -194,14 +198,16 @@ def run_at_once(jobs: Sequence[Job], arguments: argparse.Namespace, timeout: flo
         return list(pool.map(lambda job, at: fit(job, arguments, at, timeout=timeout), jobs, devices))
 
 
-def planned_peak(arguments: argparse.Namespace, job: Job, memory: int) -> float | None:
-    """GiB of tensors in the update on a device of so many bytes, as planned; None for a job that is refused."""
+def read_plan(arguments: argparse.Namespace, job: Job, memory: int) -> dict[str, Any]:
+    """What is planned for an update on a device of so many bytes; None for a job that is refused."""
     from rlightning.errors import ConfigError
 
     try:
-        return float(plan(arguments, replace(job, name=f"plans/{job.name}"), memory).update().tensors / GIB)
+        planned = plan(arguments, replace(job, name=f"plans/{job.name}"), memory)
     except ConfigError:
-        return None
+        return {"planned": None, "checkpointed": None}
+    checkpointed = f"{planned.count_checkpointed_layers()} of {planned.trainer.num_layers}"
+    return {"planned": planned.update().tensors / GIB, "checkpointed": checkpointed}
 
 
 def main() -> None:
@@ -220,7 +226,7 @@ def main() -> None:
     batches += [[entry] for entry in work if entry not in single]
     with ThreadPoolExecutor(1) as planner:
         # Computed while the runs run.
-        peaks = {job.name: planner.submit(planned_peak, named[model], job, memory.result()) for model, _, job in work}
+        plans = {job.name: planner.submit(read_plan, named[model], job, memory.result()) for model, _, job in work}
         for batch in batches:
             left = arguments.deadline - time.monotonic()
             if left < START_SECONDS:
@@ -228,7 +234,7 @@ def main() -> None:
                 continue
             runs = run_at_once([job for *_, job in batch], arguments, min(left, arguments.timeout))
             for (model, mesh, job), run in zip(batch, runs, strict=True):
-                kept.put(measure(run, model, mesh, arguments) | {"planned": peaks[job.name].result()})
+                kept.put(measure(run, model, mesh, arguments) | plans[job.name].result())
                 say(format_table(tabulate(kept.rows[-1:])).splitlines()[-1])
     write_steps(arguments.out / "steps.csv", kept.rows)
     finish(arguments, tabulate(kept.rows), notes)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import shlex
 from collections.abc import Callable
@@ -21,7 +22,7 @@ SCRIPTS = (
     *("make_model", "weak_scaling", "weight_sync", "learning_curves", "sharded_loading"),
     *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
     *("controller", "controller_leaks", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
-    *("meshes", "collectives", "predict_scaling"),
+    *("meshes", "collectives", "collector", "predict_scaling"),
 )
 
 
@@ -178,6 +179,7 @@ def test_meshes_are_compared_with_one_device(run_benchmark: RunBenchmark, tmp_pa
     assert [(row["mesh"], row["step"]) for row in steps] == [("one", "1"), ("one", "2"), ("fsdp", "1"), ("fsdp", "2")]
 
 
+@pytest.mark.long
 def test_collectives_are_timed_between_two_processes(tmp_path: Path) -> None:
     options = ("--device", "cpu", "--gpus", "2", "--limit", "300", "--out", "out")
     run_python(BENCHMARKS / "collectives.py", *options, folder=tmp_path)
@@ -186,3 +188,59 @@ def test_collectives_are_timed_between_two_processes(tmp_path: Path) -> None:
     row = rows["all-gather", "float32", "65536"]
     assert float(row["GB/s"]) == pytest.approx(65536 / float(row["us"]) / 1e3)
     assert float(row["bus"]) == pytest.approx(float(row["GB/s"]) / 2)  # one rank has half of it already
+
+
+def test_steps_on_more_devices_are_predicted(tmp_path: Path) -> None:
+    # Latencies of 10 us on 2 and 30 on 4, then 100 GB/s to the last rank: 1 GB takes 5 and 7.5 ms.
+    lines = ["GPUs,operation,dtype,bytes,us"]
+    for operation in ("all-gather", "reduce-scatter", "all-reduce", "gather of objects (host)", "scatter (host)"):
+        lines += [f"2,{operation},float32,0,10", f"4,{operation},float32,0,30", f"4,{operation},float32,1e9,7530"]
+    (tmp_path / "links.csv").write_text("\n".join(lines).replace("1e9", "1000000000"))
+    (tmp_path / "host.csv").write_text('"collect, us","pack, us",KB\n100000,100,2\n')
+    header = '"step, s","generate, s","update, s","sync, s",generate\'s deviation'
+    (tmp_path / "steps.csv").write_text(f"GPUs,{header}\n1,10,6,3,0.5,1\n2,12,8,3,0.5,1\n")
+    options = ["--steps", "steps.csv", "--collectives", "links.csv", "--collector", "host.csv", "--model", "tiny"]
+    options += [
+        "--trajectories",
+        "20",
+        "--tokens",
+        "1000",
+        "--microbatch-tokens",
+        "500",
+        "--gpus",
+        "4",
+        "16",
+        "--out",
+        "out",
+    ]
+    run_python(BENCHMARKS / "predict_scaling.py", *options, folder=tmp_path)
+    rows = {(row["GPUs"], row["mesh"]): row for row in read_csv(tmp_path / "out" / "table.csv")}
+    assert list(rows) == [("1", "fsdp"), ("2", "fsdp"), ("4", "fsdp"), ("16", "fsdp"), ("16", "hsdp")]
+    assert (rows["1", "fsdp"]["step, s"], rows["1", "fsdp"]["measured"]) == ("10.0", "10.0")
+    assert float(rows["2", "fsdp"]["measured efficiency"]) == pytest.approx(10 / 12)
+    two = {name: float(rows["2", "fsdp"][f"{name}, s"]) for name in ("generate", "update", "sync", "rest")}
+    # the greatest of two normal values is expected at 1 / sqrt(pi); 40 trajectories of 2 KB, 20 of them not rank 0's
+    assert two["generate"] == pytest.approx(6 + math.pi**-0.5 + 10e-6 + 80000 / 2 / 100e9 + 20 * 100e-6, abs=1e-6)
+    # the collector computes 80 x 0.1 s, more than engines sample
+    assert float(rows["4", "fsdp"]["generate, s"]) == pytest.approx(8 + 60 * 100e-6, abs=1e-4)
+    # Not hidden: the embedding's gather, and in both micro-batches a layer's and the reduction of the embedding.
+    embedding, layer = 1024 * 64, 64 * 32 * 8 + 3 * 64 * 128
+    moved = 2 * embedding + 2 * (2 * layer + 4 * embedding)
+    assert two["update"] == pytest.approx(3 + 5 * 10e-6 + moved / 2 / 100e9, abs=1e-9)
+    weights = 2 * (embedding + 2 * layer)
+    assert two["sync"] == pytest.approx(0.5 + 10e-6 + weights / 2 / 100e9, abs=1e-9)
+    assert two["rest"] == pytest.approx(0.5 + 30 * (10e-6 + 1024 / 2 / 100e9), abs=1e-9)
+    # 8 ranks: 70 us; on to a second node 10 us and 7 hops of 10, at 50 GB/s; with a copy on each, nothing
+    sync = [float(rows["16", mesh]["sync, s"]) - 0.5 for mesh in ("fsdp", "hsdp")]
+    assert sync == pytest.approx([150e-6 + weights * 15 / 16 / 50e9, 70e-6 + weights * 7 / 8 / 100e9], abs=1e-9)
+    assert "<svg" in (tmp_path / "out" / "scaling.svg").read_text()
+
+
+@pytest.mark.long
+def test_collectors_work_is_measured_without_engines(tmp_path: Path) -> None:
+    options = ("--prompts", "2", "--samples", "2", "--max-new-tokens", "64", "--out", "out")
+    run_python(BENCHMARKS / "collector.py", *options, folder=tmp_path)
+    (row,) = read_csv(tmp_path / "out" / "table.csv")
+    assert (row["trajectories"], row["tokens"]) == ("4", "64")
+    assert float(row["KB"]) > 64 * 16 / 1e3  # an id, a log-probability and a weight version a token
+    assert all(float(row[name]) > 0 for name in ("collect, us", "pack, us", "unpack, us", "trajectories/s"))

@@ -119,6 +119,7 @@ def test_sft_has_no_engine(project: Path) -> None:
     assert "engine" not in text and "sync" not in text
 
 
+@pytest.mark.long
 def test_a_run_without_rollout_section_is_planned(project: Path) -> None:
     (project / "run.yaml").write_text(RUN.replace("{max_new_tokens: 1024}", "null"))
     assert parse_work(["fit", "--config", "run.yaml"]).rollout is None
