@@ -104,8 +104,8 @@ def summarise(process: str, trace: list[dict[str, str]]) -> Rows:
 
 def main() -> None:
     """Train, and compare the first steps with the last."""
-    usual: dict[str, Any] = {"warm_up": 10, "samples": 4, "max_new_tokens": 32, "microbatch_tokens": 4096}
-    parser = benchmark_parser(__doc__ or "", "controller_leaks", steps=210, model="tiny", limit=570.0, **usual)
+    usual: dict[str, Any] = {"warm_up": 30, "samples": 4, "max_new_tokens": 32, "microbatch_tokens": 4096}
+    parser = benchmark_parser(__doc__ or "", "controller_leaks", steps=230, model="tiny", limit=570.0, **usual)
     parser.add_argument("--prompts", type=int, default=4, help="a step (4)")
     arguments = parse(parser)
     prepare(arguments)
