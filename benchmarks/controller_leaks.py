@@ -25,6 +25,7 @@ import torch
 from controller import ray_strategy
 from launch import Job, Rows, benchmark_parser, callback, finish, fit, grpo_config, parse, prepare
 from probes import CSVTrace
+from ray_traffic import object_store_bytes
 from synthetic import SyntheticRollout
 
 from rlightning.controller.tensor_store import live_bytes, live_entries
@@ -77,11 +78,7 @@ class ControllerLevels(WorkerLevels):
 
     def levels(self) -> list[float]:
         """The present values."""
-        import ray
-
-        name = "object_store_memory"
-        used = ray.cluster_resources()[name] - ray.available_resources().get(name, 0.0)
-        return [*super().levels(), used / 1000]
+        return [*super().levels(), object_store_bytes() / 1000]
 
 
 class WorkerRollout(SyntheticRollout):
