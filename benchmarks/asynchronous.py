@@ -12,7 +12,8 @@ which colocated engines work on a few long ones.
 
 A split is one run in which the bound on staleness rises, so that engines start once, with room for the largest bound.
 Each bound has --steps steps, and as many more as the bound is, until tokens are that old; neither these nor --warm-up
-steps count.
+steps count. Engines start sooner with fewer sizes of CUDA graphs, such as
+`-- --rollout.engine.cudagraph_capture_sizes [1,2,4,8,16,32,64,96,128,192,256,320,384,512,640]`.
 
 Writes --out/table.md and table.csv, a line a placement and bound: the median of the steps' seconds, and all tokens over
 all seconds. "x colocated" is tokens trained a second over those of the colocated run with the smallest engines on as
