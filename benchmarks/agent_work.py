@@ -12,6 +12,9 @@ from probes import CSVTrace
 
 from rlightning.types import Prompt
 
+ANSWER = "the answer of a tool, as long as"
+"""Of :class:`Waits`, and of TRL's tool: a token a letter, as of :func:`launch.write_prompts`."""
+
 
 class Waits:
     """An environment of so many turns, each of which takes between two times.
@@ -38,7 +41,7 @@ class Waits:
             seconds = self._draw.uniform(self.shortest, self.longest)
             self._waited += seconds
             await asyncio.sleep(seconds)
-        return "go on", self._draw.random(), self._turn == self.num_turns, {"waited": self._waited}
+        return ANSWER, self._draw.random(), self._turn == self.num_turns, {"waited": self._waited}
 
 
 async def ask_once(client: Any, messages: Any, model: str, idle: float = 0.0) -> float:

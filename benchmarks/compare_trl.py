@@ -2,6 +2,7 @@
 
     python benchmarks/compare_trl.py
     python benchmarks/compare_trl.py --work fixed --microbatch-tokens 18432 --trl '{"gradient_checkpointing": false}'
+    python benchmarks/compare_trl.py --turns 8 --trl '{}' '{"vllm_enable_sleep_mode": false}'
 
 GRPO on one GPU with a colocated vLLM that sleeps during the update, the same prompts, 64 a step with 8 completions
 each, random rewards, no reference model, bfloat16. Two kinds of work: "fixed", 1,024 new tokens each, and "variable",
@@ -14,6 +15,12 @@ first: 16 sequences a micro-batch, activation checkpointing, importance sampling
 it comes, and TRL without the last two, of which this project does neither. Each run is a process of its own. TRL's
 weights and optimizer are bfloat16, this project's float32 with bfloat16 compute; `-- --trainer.precision bf16-true`
 would change it. With --adapter both train LoRA on all linear layers of a bfloat16 base.
+
+With --turns there are trajectories of so many turns, each of at most a --turns th of --max-new-tokens, and after each
+but the last the answer of a tool, which takes --tool-seconds: here a StepEnvironment, in TRL a method of its
+`environment_factory`. As a model of random weights writes no calls, each of its turns counts as one. TRL samples a turn
+of all trajectories before it calls the tools, one trajectory's after the other's, and its engine, where it sleeps, does
+so after each turn.
 
 A run that fails, or for which --limit leaves no time, is left out, and what an earlier call with the same --out has
 measured stays in the table: so one may call it again for the rest. "outside" is the share of a step that is neither
@@ -31,6 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from agent_work import ANSWER
 from launch import (
     BENCHMARKS,
     GIB,
@@ -63,17 +71,37 @@ START_SECONDS = 60.0
 
 
 def stop_tokens(arguments: argparse.Namespace, work: str) -> list[int]:
-    """What ends a completion besides the end of sequence: a third of the longest in the mean; none for fixed work."""
-    return rare_tokens(arguments.model, max(arguments.max_new_tokens // 3, 1)) if work == "variable" else []
+    """What ends a turn besides the end of sequence: a third of the longest in the mean; none for fixed work."""
+    return rare_tokens(arguments.model, max(longest_turn(arguments) // 3, 1)) if work == "variable" else []
+
+
+def longest_turn(arguments: argparse.Namespace) -> int:
+    """Tokens of a completion's longest turn."""
+    return int(arguments.max_new_tokens // arguments.turns)
+
+
+def longest_completion(arguments: argparse.Namespace) -> int:
+    """Tokens of the longest completion, with the answers of tools."""
+    return longest_turn(arguments) * arguments.turns + len(ANSWER) * (arguments.turns - 1)
+
+
+def waits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The environment of completions of several turns."""
+    seconds = {"shortest": arguments.tool_seconds, "longest": arguments.tool_seconds}
+    game = {"environment": "agent_work.Waits", "arguments": {"num_turns": arguments.turns, **seconds}}
+    settings = {**game, "max_turns": arguments.turns}
+    return {"class_path": "rlightning.environments.StepEnvironment", "init_args": settings}
 
 
 def make_job(arguments: argparse.Namespace, work: str, microbatch_tokens: int) -> Job:
     """This project's run."""
     rollout = {
-        "max_new_tokens": arguments.max_new_tokens,
+        "max_new_tokens": longest_turn(arguments),
         "gpu_memory_utilization": arguments.utilization,
         "stop_token_ids": stop_tokens(arguments, work),
     }
+    if arguments.turns > 1:
+        rollout["engine"] = {"max_model_len": PROMPT_TOKENS + longest_completion(arguments)}
     config = grpo_config(
         arguments,
         prompts_per_step=arguments.prompts,
@@ -83,6 +111,8 @@ def make_job(arguments: argparse.Namespace, work: str, microbatch_tokens: int) -
         rollout=rollout,
         callbacks=[callback("synthetic.UpdateTrace"), callback("device_poll.DevicePeaks")],
     )
+    if arguments.turns > 1:
+        config["environment"] = waits(arguments)
     return Job(f"{work}/rlightning_{microbatch_tokens}", config)
 
 
@@ -118,7 +148,7 @@ def trl_settings(arguments: argparse.Namespace, work: str, changes: dict[str, An
         "per_device_train_batch_size": microbatch,
         "gradient_accumulation_steps": completions // microbatch,
         "num_generations": arguments.samples,
-        "max_completion_length": arguments.max_new_tokens,
+        "max_completion_length": longest_completion(arguments),
         "max_steps": arguments.steps,
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
@@ -139,11 +169,15 @@ def trl_settings(arguments: argparse.Namespace, work: str, changes: dict[str, An
             "vllm_mode": "colocate",
             "vllm_enable_sleep_mode": True,
             "vllm_gpu_memory_utilization": arguments.utilization,
-            "vllm_max_model_length": PROMPT_TOKENS + arguments.max_new_tokens,
+            "vllm_max_model_length": PROMPT_TOKENS + longest_completion(arguments),
         }
+    sampling: dict[str, Any] = {}
     if tokens := stop_tokens(arguments, work):
-        settings["generation_kwargs"] = {"stop_token_ids": tokens} if is_cuda else {"eos_token_id": [0, *tokens]}
-    return settings | changes
+        sampling |= {"stop_token_ids": tokens} if is_cuda else {"eos_token_id": [0, *tokens]}
+    if arguments.turns > 1:
+        sampling["max_tokens" if is_cuda else "max_new_tokens"] = longest_turn(arguments)
+        settings["max_tool_calling_iterations"] = arguments.turns - 1
+    return settings | {"generation_kwargs": sampling} | changes
 
 
 def run_trl(arguments: argparse.Namespace, work: str, changes: str, timeout: float) -> tuple[str, Rows, str]:
@@ -161,6 +195,7 @@ def run_trl(arguments: argparse.Namespace, work: str, changes: str, timeout: flo
     command = [sys.executable, str(BENCHMARKS / "trl_steps.py"), "--model", arguments.model]
     command += ["--prompts", str(arguments.out / "prompts.jsonl"), "--out", str(path)]
     command += ["--settings", json.dumps(settings), "--adapter", json.dumps(arguments.adapter)]
+    command += ["--tool-seconds", str(arguments.tool_seconds)] if arguments.turns > 1 else []
     paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
     exit_code = run_logged(command, folder / "run.log", environment, timeout)
@@ -225,6 +260,8 @@ def main() -> None:
     parser.add_argument("--microbatch-tokens", type=int, nargs="*", default=[18432, 32768], help="18432 32768")
     parser.add_argument("--adapter", type=json.loads, default={}, metavar="JSON", help="rank and alpha of LoRA (none)")
     parser.add_argument("--trl", nargs="*", default=TRL_VARIANTS, metavar="JSON", help="see above")
+    parser.add_argument("--turns", type=int, default=1, help="of a completion (1)")
+    parser.add_argument("--tool-seconds", type=float, default=0.0, help="between two turns (0)")
     arguments = parse(parser)
     deadline = time.monotonic() + arguments.limit
     prepare(arguments)

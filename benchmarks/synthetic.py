@@ -79,12 +79,15 @@ class SyntheticRollout(RLCallback, Generator):
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
     ) -> list[list[Trajectory]]:
-        """Completions with the log-probabilities of a sampler that knows nothing; the same in each run."""
-        rng = np.random.default_rng(self.steps_begun)
+        """Completions with the log-probabilities of a sampler that knows nothing.
+
+        A prompt's are the same in each run, whichever rank it is on.
+        """
         self.steps_begun += 1
         room = math.inf if self.steps_begun <= self.num_steps - self.short_steps else self.short_tokens
         groups: list[list[Sample]] = []
         for prompt in prompts:
+            rng = np.random.default_rng([self.steps_begun, prompt.index])
             lengths = draw_lengths(sampling.max_new_tokens, num_samples, rng, is_variable=self.is_variable)
             tokens = sum(lengths) + len(lengths) * len(prompt.token_ids)
             is_room = tokens <= room or not groups

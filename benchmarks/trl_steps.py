@@ -9,6 +9,7 @@ correction computes before the update.
 """
 
 import argparse
+import asyncio
 import csv
 import json
 import random
@@ -19,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from agent_work import ANSWER
 from device_poll import DevicePoll
 from probes import reset_peak, six_n_flops
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
@@ -33,9 +35,53 @@ COLUMNS = (
 )
 
 
-def reward(completions: list[str], **columns: Any) -> list[float]:
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}{% endfor %}"
+)
+"""A chat template by which conversations are their contents, as without one here; TRL wants it to write calls."""
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
     """Uniform in [0, 1), as rewards.random_reward."""
     return [random.random() for _ in completions]
+
+
+class Answers:
+    """An environment of TRL whose tool answers after some time, as agent_work.Waits; 0: at once."""
+
+    seconds = 0.0
+
+    def reset(self, **columns: Any) -> None:
+        """Keep the prompt as it is."""
+
+    async def look_up(self) -> str:
+        """
+        Look it up.
+
+        Returns:
+            The answer.
+        """
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        return ANSWER
+
+
+def call_tool(tokenizer: Any, token_ids: list[int], **options: Any) -> dict[str, Any]:
+    """Read a turn as a call of the tool, whatever it says: in place of TRL's ``parse_response``."""
+    call = {"type": "function", "function": {"name": Answers.look_up.__name__, "arguments": {}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def tool_settings(tokenizer: Any, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Have the rows be chats, whose turns all call a tool; arguments of TRL's trainer."""
+    from trl.trainer import grpo_trainer
+
+    grpo_trainer.parse_response = call_tool
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, {}
+    for row in rows:
+        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+    Answers.seconds = seconds
+    return {"environment_factory": Answers}
 
 
 class Clock:
@@ -77,22 +123,25 @@ class StepTrace(TrainerCallback):
         self.clock = Clock()
         self.poll: DevicePoll | None = None
         self.begun = 0.0
-        self.lengths: list[tuple[int, int]] = []
+        self.lengths: list[tuple[int, int]] = []  # of each sequence, and of what was sampled of it
         self.allocated = 0
         with path.open("w", newline="") as file:
             csv.writer(file).writerow(COLUMNS)
 
     def watch(self, trainer: Any) -> None:
         """Time the trainer's methods."""
-        self.clock.wrap(trainer, "_generate_single_turn", "generate", self._count)
+        self.clock.wrap(trainer, "_generate_single_turn", "generate")
+        self.clock.wrap(trainer, "_generate", "other", self._count)
         self.clock.wrap(trainer, "_calculate_rewards", "reward")
         if getattr(trainer, "vllm_generation", None) is not None:
             self.clock.wrap(trainer.vllm_generation, "sync_weights", "sync")
         self.clock.wrap(trainer, "_generate_and_score_completions", "other", self._begin_update)
 
-    def _count(self, prompts: Any, result: Any) -> None:
-        completions = result[0]
-        self.lengths += [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True)]
+    def _count(self, _: Any, result: Any) -> None:
+        token_ids, completions, sampled = result[:3]
+        masks = sampled or [[1] * len(completion) for completion in completions]
+        lengths = zip(token_ids, completions, masks, strict=True)
+        self.lengths += [(len(prompt) + len(completion), sum(mask)) for prompt, completion, mask in lengths]
 
     def _begin_update(self, *_: Any) -> None:
         begun = perf_counter()
@@ -125,11 +174,9 @@ class StepTrace(TrainerCallback):
         seconds = perf_counter() - self.begun
         phases = self.clock.seconds
         update = seconds - sum(phases.values())
-        completions = [completion for _, completion in self.lengths]
-        tokens = sum(map(sum, self.lengths))
-        flops = sequence_flops(
-            self.config, torch.tensor([sum(pair) for pair in self.lengths]), torch.tensor(completions)
-        )
+        lengths, completions = (list(column) for column in zip(*self.lengths, strict=True))
+        tokens = sum(lengths)
+        flops = sequence_flops(self.config, torch.tensor(lengths), torch.tensor(completions))
         peak = device_peak(self.device)
         mfu = ["", ""]
         if peak is not None:
@@ -161,6 +208,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the CSV file")
     parser.add_argument("--settings", default="{}", help="JSON: arguments of GRPOConfig")
     parser.add_argument("--adapter", type=json.loads, default={}, help="JSON: rank and alpha of LoRA")
+    parser.add_argument(
+        "--tool-seconds", type=float, help="of a call; each turn calls a tool (completions of one turn)"
+    )
     arguments = parser.parse_args()
     try:
         from datasets import Dataset
@@ -169,15 +219,18 @@ def main() -> None:
         raise SystemExit(f"TRL is not installed here ({error}): pip install trl") from error
     rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
     settings = GRPOConfig(output_dir=str(arguments.out.parent), **json.loads(arguments.settings))
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
+    tools = {} if arguments.tool_seconds is None else tool_settings(tokenizer, rows, arguments.tool_seconds)
     trace = StepTrace(arguments.out, AutoConfig.from_pretrained(arguments.model), settings.device)
     trainer = GRPOTrainer(
         model=arguments.model,
         reward_funcs=reward,
         args=settings,
         train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
+        processing_class=tokenizer,
         callbacks=[trace],
         peft_config=make_lora(arguments.adapter),
+        **tools,
     )
     trace.watch(trainer)
     trainer.train()

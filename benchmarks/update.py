@@ -4,13 +4,15 @@
     python benchmarks/update.py --try compile=false "gradient_checkpointing=true trainer.precision=bf16-true" --profile
     python benchmarks/update.py --tokens 131072 --try "" compile=false -- --model.entropy_coef 0.01
     python benchmarks/update.py --alike 0 0.5
+    python benchmarks/update.py --without "" flash_attn
 
 A run is `rlightning fit` as it is, but that completions of random tokens take the engine's place. Every combination of
---model, --strategy, --microbatch-tokens, --alike and --try is a variant; --alike is the share of groups whose rewards
-are all equal, which an update skips; a --try is a list of KEY=VALUE, where a key without a
-section is one of the algorithm's. All are forks of one process, which has done the imports. A variant starts when the
-one before has ended, has a log of its own, and may fail. A step is 60 prompts x 8 completions x (128 + 1,024) tokens,
-or 553,000 tokens; with --variable each completion ends at random, and there are as many as make --tokens.
+--model, --strategy, --microbatch-tokens, --alike, --without and --try is a variant; --alike is the share of groups
+whose rewards are all equal, which an update skips; --without names a package that cannot be imported, as if it were
+not installed; a --try is a list of KEY=VALUE, where a key without a section is one of the algorithm's. All are forks
+of one process, which has done the imports. A variant starts when the one before has ended, has a log of its own, and
+may fail. A step is 60 prompts x 8 completions x (128 + 1,024) tokens, or 553,000 tokens; with --variable each
+completion ends at random, and there are as many as make --tokens.
 
 Prints a line a variant when it is done, and at last the table: medians of the updates after the warm-up, in which the
 device was waited for. "MFU" and "MFU, 6N" are defined in docs/performance.md. "graphs" is how many torch.compile has
@@ -145,11 +147,13 @@ def fork(work: Callable[[], None], log: Path, timeout: float) -> int:
     return exit_code if exit_code is not None else 1
 
 
-def fork_fit(arguments: argparse.Namespace, job: Job, timeout: float) -> Run:
-    """Fit a job in a fork, in a folder of its own below ``--out``."""
+def fork_fit(arguments: argparse.Namespace, job: Job, timeout: float, without: str) -> Run:
+    """Fit a job in a fork, in a folder of its own below ``--out``, without a package if one is named."""
     folder, command = write_run(arguments, job)
 
     def work() -> None:
+        if without:
+            sys.modules[without] = None  # Python's own way to have its import fail
         from rlightning.cli.lightning_cli import RLCLI
 
         RLCLI(command)
@@ -159,10 +163,13 @@ def fork_fit(arguments: argparse.Namespace, job: Job, timeout: float) -> Run:
     return Run(job, folder, exit_code, time.perf_counter() - begun)
 
 
-def run_variant(arguments: argparse.Namespace, job: Job, timeout: float) -> Run:
-    """Fit a job in a fork; in a process of its own, where a library used the GPU before there were forks."""
-    run = fork_fit(arguments, job, timeout)
-    if run.exit_code and any(reason in run.read_log() for reason in NO_FORK):
+def run_variant(arguments: argparse.Namespace, job: Job, timeout: float, without: str) -> Run:
+    """Fit a job in a fork; in a process of its own, where a library used the GPU before there were forks.
+
+    That one has all packages, so a variant without one fails there.
+    """
+    run = fork_fit(arguments, job, timeout, without)
+    if not without and run.exit_code and any(reason in run.read_log() for reason in NO_FORK):
         return fit(job, arguments, [0])
     return run
 
@@ -204,6 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--strategy", nargs="+", default=["auto"], help="auto, fsdp2 (auto)")
     parser.add_argument("--alike", type=float, nargs="+", default=[0.0], help="share of groups to skip (0)")
     parser.add_argument("--try", nargs="+", default=[""], dest="tries", metavar="KEYS", help="see above")
+    parser.add_argument("--without", nargs="+", default=[""], metavar="PACKAGE", help="that is not installed (none)")
     parser.add_argument("--tokens", type=int, default=551000, help="a step, about (551000)")
     parser.add_argument("--variable", action="store_true", help="completions end at random")
     parser.add_argument("--profile", action="store_true", help="two further, shorter steps")
@@ -229,19 +237,21 @@ def main() -> None:
     import rlightning.cli.lightning_cli  # noqa: F401
 
     rows: list[dict[str, Any]] = []
-    lists = (arguments.model, arguments.strategy, arguments.microbatch_tokens, arguments.alike, arguments.tries)
-    for number, (model, strategy, microbatch_tokens, alike, tried) in enumerate(itertools.product(*lists), start=1):
+    lists = [arguments.model, arguments.strategy, arguments.microbatch_tokens, arguments.alike]
+    lists += [arguments.without, arguments.tries]
+    for number, chosen in enumerate(itertools.product(*lists), start=1):
+        model, strategy, microbatch_tokens, alike, without, tried = chosen
         named = argparse.Namespace(**vars(arguments) | {"model": model})
         prepare(named)
         named.options = [*arguments.options, *write_options(tried)]
         job = make_job(named, str(number), strategy, microbatch_tokens, alike)
         variant = {"model": Path(model).name, "strategy": strategy, "micro-batch": microbatch_tokens}
-        variant |= {"alike": alike, "tried": tried}
+        variant |= {"alike": alike, "without": without, "tried": tried}
         left = deadline - time.monotonic()
         if left < 20:
             say(f"{number}: {variant} is left out, as --limit is over")
             continue
-        run = run_variant(named, job, min(arguments.timeout, left))
+        run = run_variant(named, job, min(arguments.timeout, left), without)
         rows.append(variant | summarise(run, arguments))
         seconds, first = rows[-1]["update, s"], rows[0]["update, s"]
         rows[-1]["x first"] = seconds / first if seconds and first else None

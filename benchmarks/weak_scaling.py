@@ -12,7 +12,7 @@ Writes --out/table.md and table.csv, a line a number of GPUs: medians of the ste
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 from launch import PHASES, Job, Run, benchmark_parser, finish, format_table, grpo_config, parse, prepare, run_jobs, say
@@ -37,12 +37,14 @@ def summarise(run: Run, warm_up: int, baseline: float | None) -> dict[str, Any]:
     rate = median(row["throughput/tokens_per_second"] for row in steps) / num_gpus
     phases = {f"{phase}, s": median(row.get(f"time/{phase}", 0.0) for row in steps) for phase in PHASES}
     seconds = [row["time/step"] for row in steps]
+    generations = [row["time/generate"] for row in steps]
     return {
         "GPUs": num_gpus,
         "step, s": median(seconds),
         "min": min(seconds),
         "max": max(seconds),
         **phases,
+        "generate's deviation": stdev(generations) if len(steps) > 1 else 0.0,
         "rest, s": median(row["time/step"] - sum(row.get(f"time/{phase}", 0.0) for phase in PHASES) for row in steps),
         "tokens/s a GPU": rate,
         "efficiency": rate / (baseline or rate),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.attention.varlen import _varlen_attn_backward
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "scale_tensors",
     "set_allocator",
     "set_group_timeout",
+    "varlen_attn_backward",
     "with_local_tensor",
 ]
 
@@ -103,3 +105,27 @@ def set_allocator(settings: str) -> None:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that its ``state_dict`` leaves out."""
     return module._non_persistent_buffers_set
+
+
+def varlen_attn_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window_size: tuple[int, int],
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of ``varlen_attn``, from a result and log-sum-exps given."""
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which it has none of
+    inputs, bounds = (grad, query, key, value, out, lse), (cu_seq_q, cu_seq_k, max_q, max_k)
+    grads: tuple[Tensor, Tensor, Tensor] = _varlen_attn_backward(
+        *inputs, *bounds, window_size == (-1, 0), random_state, scale, list(window_size)
+    )
+    return grads

@@ -23,6 +23,7 @@ SCRIPTS = (
     *("make_model", "weak_scaling", "weight_sync", "learning_curves", "sharded_loading"),
     *("update", "kernels", "compare_trl", "memory_table", "defaults", "optimizer_states", "asynchronous", "staleness"),
     *("controller", "controller_leaks", "canary", "adapters", "adapter_curves", "agents", "shared_prefix"),
+    *("meshes", "collectives", "predict_scaling"),
 )
 
 
@@ -98,11 +99,11 @@ def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_benchmark_compares_with_trl_if_installed(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
-    options = "--work variable --prompts 4 --samples 2 --max-new-tokens 24 --steps 2 --microbatch-tokens 512"
+    options = "--work variable --prompts 4 --samples 2 --max-new-tokens 24 --turns 2 --steps 2 --microbatch-tokens 512"
     printed = run_benchmark("compare_trl", f"{options} --trl '{{}}' -- --model.compile false")
     rows = read_csv(tmp_path / "out" / "table.csv")
     assert rows[0]["side"] == "rlightning, 512 tokens" and float(rows[0]["tokens/s"]) > 0
-    assert 1 <= float(rows[0]["mean length"]) <= float(rows[0]["longest"]) <= 24
+    assert 2 <= float(rows[0]["mean length"]) <= float(rows[0]["longest"]) <= 24
     if importlib.util.find_spec("trl") is None:
         assert "TRL is not installed here" in printed
     else:
@@ -175,3 +176,27 @@ def test_the_canary_is_asked_about_right_and_wrong_weights(run_benchmark: RunBen
     assert told["down_proj stale"] == "no"  # lost in rounding
     assert all(strike["off by, %"] > 0 and strike["strike"] in said for strike in strikes)
     assert list((tmp_path / "out").rglob("metrics.csv")) == []  # no step of training
+
+
+@pytest.mark.slow
+def test_meshes_are_compared_with_one_device(run_benchmark: RunBenchmark, tmp_path: Path) -> None:
+    sizes = "--gpus 2 --tokens 1600 --max-new-tokens 64 --microbatch-tokens 1024 --steps 2 --warm-up 1 --same-batch"
+    run_benchmark("meshes", f"--mesh one fsdp {sizes} -- --model.compile false")
+    one, fsdp = read_csv(tmp_path / "out" / "table.csv")
+    assert [(row["mesh"], row["GPUs"], row["end"]) for row in (one, fsdp)] == [("one", "1", "ok"), ("fsdp", "2", "ok")]
+    assert all(float(row[name]) > 0 for row in (one, fsdp) for name in ("update, s", "tokens/s a GPU", "planned"))
+    assert (one["x one GPU"], one["beside"], fsdp["beside"]) == ("1.0", "", "one")
+    # float32, and the same batch
+    assert all(float(fsdp[f"{name} off by"]) < 1e-3 for name in ("log-probs", "entropy", "grad norm"))
+    steps = read_csv(tmp_path / "out" / "steps.csv")
+    assert [(row["mesh"], row["step"]) for row in steps] == [("one", "1"), ("one", "2"), ("fsdp", "1"), ("fsdp", "2")]
+
+
+def test_collectives_are_timed_between_two_processes(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--gpus", "2", "--limit", "300", "--out", "out")
+    run_python(BENCHMARKS / "collectives.py", *options, folder=tmp_path)
+    rows = {(row["operation"], row["dtype"], row["bytes"]): row for row in read_csv(tmp_path / "out" / "table.csv")}
+    assert len(rows) == (4 * 2 + 2) * 2
+    row = rows["all-gather", "float32", "65536"]
+    assert float(row["GB/s"]) == pytest.approx(65536 / float(row["us"]) / 1e3)
+    assert float(row["bus"]) == pytest.approx(float(row["GB/s"]) / 2)  # one rank has half of it already

@@ -40,6 +40,9 @@ ALLOWED = {
         "_cdata": "tells storages apart that have no memory, and so no data_ptr()",
     },
     "models/adapter_layers.py": {"_disable_adapters": "PEFT's public method also freezes the adapter's weights"},
+    "models/flash_attention_4.py": {
+        "_flash_attn_bwd": "the backward alone, for torch.compile; torch's own integration calls it, too"
+    },
     "models/layers.py": {
         "_dynamo _inductor": "options of torch.compile that torch.compiler does not have",
         "_is_fsdp_managed_module": "the mark by which torch.compile takes a module's integers for variables",
@@ -121,6 +124,7 @@ MODULES = {
     "torch.distributed.distributed_c10d": ("_get_default_store", "_set_pg_timeout", "_world"),
     "torch.distributed.distributed_c10d.ProcessGroup": ("_get_backend",),
     "torch.distributed.tensor.DTensor": ("_local_tensor",),
+    "torch.nn.attention.varlen": ("_varlen_attn_backward",),
     "torch.nn.Module": ("_non_persistent_buffers_set",),
     "torch": ("_foreach_copy_", "_foreach_mul_", "_foreach_norm"),
 }

@@ -160,8 +160,8 @@ def arguments(section: Namespace | None) -> Arguments:
 def make_callbacks(config: Namespace) -> list[object]:
     """Build the callbacks that affect the plan: the rollout callback, and callbacks that offload memory."""
     listed = config["trainer"]["callbacks"] or []
-    sections = [*(listed if isinstance(listed, list) else [listed]), config["rollout"]]
-    kinds = [(find_class(section["class_path"], [], "trainer.callbacks"), arguments(section)) for section in sections]
+    sections = [*(listed if isinstance(listed, list) else [listed]), config["rollout"]]  # None: of `rollout: null`
+    kinds = [(find_class(one["class_path"], [], "trainer.callbacks"), arguments(one)) for one in sections if one]
     return [kind(**given) for kind, given in kinds if hasattr(kind, "plan_memory") or hasattr(kind, "moved_each_step")]
 
 

@@ -1,17 +1,18 @@
 """Attention over packed sequences, as an attention function of transformers.
 
 The model runs on one row of ``T`` tokens; only attention has to know where a sequence ends. On CUDA in half precision
-that is ``torch.nn.attention.varlen.varlen_attn``. For what that cannot do (:func:`varlen_obstacle`) queries, keys and
+that is FlashAttention 4, or ``torch.nn.attention.varlen.varlen_attn`` where that is not installed or cannot be used
+(:mod:`~rlightning.models.flash_attention_4`). For what neither can do (:func:`varlen_obstacle`) queries, keys and
 values are padded to [N, longest] inside this function alone, which is exact: padding lies to the right of a causal
 sequence, so no real token sees it.
 
-Both ways are traced by ``torch.compile`` into one graph for all numbers of tokens and sequences, so nothing here may
+All of them are traced by ``torch.compile`` into one graph for all numbers of tokens and sequences, so nothing here may
 branch on one.
 
 Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens, ``N`` sequences, ``L`` the longest.
 """
 
-import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-from rlightning.models.counts import head_size
+from rlightning.models.counts import head_size, num_key_value_heads
+from rlightning.models.flash_attention_4 import flash_attention, flash_attention_obstacle
+from rlightning.models.segment_attention import SHARED_HEADS, segment_attention
 from rlightning.types.shared_prefixes import SharedPrefixes
 
 T = TypeVar("T")
@@ -29,8 +32,6 @@ PACKED_ATTENTION = "rlightning_packed"
 """The name to load a model with: ``attn_implementation=PACKED_ATTENTION``."""
 MAX_HEAD_SIZE = 256
 """The largest that ``varlen_attn`` takes; a smaller one has to be a multiple of 8."""
-SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Argument by which ``varlen_attn`` accepts fewer key/value heads than query heads; torch 2.11 needs none."""
 
 
 def packed_inputs(
@@ -52,8 +53,9 @@ def packed_inputs(
     if shared is not None:
         tensors = {"input_ids": token_ids[shared.unique][None], "position_ids": position_ids[shared.unique][None]}
         queries = {"cu_seq_lens_q": shared.cu_seqlens, "max_length_q": shared.max_length}
-        keys = {"cu_seq_lens_k": cu_seqlens, "max_length_k": max_length, "key_places": shared.places}
-        return {**tensors, **queries, **keys, "use_cache": False}
+        keys = {"cu_seq_lens_k": shared.path_cu_seqlens, "max_length_k": shared.max_path, "key_places": shared.paths}
+        segments = {"segments": shared.segments, "max_segment": shared.max_segment}
+        return {**tensors, **queries, **keys, **segments, "use_cache": False}
     tensors = {"input_ids": token_ids[None], "position_ids": position_ids[None]}
     bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return {**tensors, **bounds, "max_length_q": max_length, "max_length_k": max_length, "use_cache": False}
@@ -71,6 +73,8 @@ def packed_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_k: int = 0,
     key_places: Tensor | None = None,
+    segments: Tensor | None = None,
+    max_segment: tuple[int, int] = (0, 0),
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -90,6 +94,8 @@ def packed_attention(
         cu_seq_lens_k: where sequences begin among their keys, which are more than their queries with shared prefixes.
         max_length_k: see there.
         key_places: [T], with shared prefixes: the one of [U] tokens whose key and value stand for each.
+        segments: with shared prefixes: see :class:`~rlightning.types.shared_prefixes.SharedPrefixes`.
+        max_segment: see there.
         scaling: of the dot products; None is ``D ** -0.5``.
         dropout: must be 0: a policy's log-probabilities are not random.
         sliding_window: how many tokens back a token sees, itself included; None is all.
@@ -113,16 +119,31 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, heads, D], the layout of packed kernels
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    sizes = q.dtype, q.shape[-1], v.shape[-1]
-    obstacle = kernel_obstacle(*sizes) if as_on_cuda else varlen_obstacle(q.device, *sizes)
-    attend = varlen_attention if obstacle is None else padded_attention
+    attend = _choose_kernel(q, k, v, has_window=sliding_window is not None, as_on_cuda=as_on_cuda)
     if key_places is None:
         return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0), None
-    # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end.
-    assert cu_seq_lens_k is not None
+    assert cu_seq_lens_k is not None and segments is not None
+    if attend is not padded_attention and sliding_window is None:
+        bounds = cu_seq_lens_q, max_length_q, segments, max_segment
+        return segment_attention(q, k, v, *bounds, scaling).unsqueeze(0), None
+    # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end, and a
+    # window, which differs from token to token of a segment, counts from there.
     k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]
-    bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
-    return attend(q, k, v, bounds, longest, scaling, sliding_window).unsqueeze(0), None
+    ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+    return attend(q, k, v, ends, longest, scaling, sliding_window).unsqueeze(0), None
+
+
+def _choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_window: bool, as_on_cuda: bool) -> Callable[..., Tensor]:
+    """Return the fastest of the three functions that can be used. ``as_on_cuda`` is that for a device without one."""
+    sizes = q.dtype, q.shape[-1], v.shape[-1]
+    obstacle = kernel_obstacle(*sizes) if as_on_cuda else varlen_obstacle(q.device, *sizes)
+    if obstacle is not None:
+        return padded_attention
+    if as_on_cuda:  # FlashAttention 4 takes no more memory
+        return varlen_attention
+    heads_per_key = q.shape[1] // k.shape[1]
+    slower = flash_attention_obstacle(q.device, q.dtype, q.shape[-1], heads_per_key, has_window)
+    return flash_attention if slower is None else varlen_attention
 
 
 class _Gather(torch.autograd.Function):
@@ -174,9 +195,14 @@ def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None =
 
 
 def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return which implementation of attention a model uses, for the log."""
-    obstacle = varlen_obstacle(device, dtype, head_size(config))
-    return "packed (varlen_attn)" if obstacle is None else f"padded to the longest sequence, because {obstacle}"
+    """Return which implementation of attention a model uses, and why not a faster one, for the log."""
+    size, keys = head_size(config), num_key_value_heads(config)
+    obstacle = varlen_obstacle(device, dtype, size)
+    if obstacle is not None:
+        return f"padded to the longest sequence, because {obstacle}"
+    heads_per_key = config.get_text_config().num_attention_heads // keys
+    slower = flash_attention_obstacle(device, dtype, size, heads_per_key, False)
+    return "packed (FlashAttention 4)" if slower is None else f"packed (varlen_attn, as FlashAttention 4 {slower})"
 
 
 def varlen_attention(

@@ -102,15 +102,19 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
 
 
 def path_share(config: PreTrainedConfig) -> float:
-    """Return an upper bound on the share of key and value in what a layer keeps of a token for the backward pass.
+    """Return an upper bound on what layers keep of a shared token for each sequence that shares it, as a share of what
+    they keep of a token for the backward pass.
 
-    It keeps at least key and value, query, attention's result, four hidden states and three inner ones.
+    Layers with a window copy its key and value. All keep at least key and value, query, attention's result, four hidden
+    states and three inner ones.
     """
     text_config = config.get_text_config()
     heads, hidden_size = int(text_config.num_attention_heads), int(text_config.hidden_size)
     cached = 2 * num_key_value_heads(config) * head_size(config)
     others = 2 * heads * head_size(config) + 4 * hidden_size
-    return cached / (cached + others + 3 * inner_size(config))
+    num_layers = dict(_count_windows(config))
+    copying = 1 - num_layers.get(None, 0) / sum(num_layers.values())
+    return copying * cached / (cached + others + 3 * inner_size(config))
 
 
 def inner_size(config: PreTrainedConfig) -> int:

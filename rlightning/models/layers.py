@@ -73,9 +73,13 @@ def cache_folder() -> str:
     """Return the folder for compiled code; torch's default is in TMPDIR, which may be deleted with the job."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name) in (None, default_cache_dir()):  # torch may have written its default there
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ[name] = str(cache / "rlightning" / "torchinductor")
+        os.environ[name] = str(user_cache() / "torchinductor")
     return os.environ[name]
+
+
+def user_cache() -> Path:
+    """Return the folder of what this package keeps for the user's later runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlightning"
 
 
 def compile_layers(policy: PreTrainedModel) -> None:

@@ -221,7 +221,7 @@ def join_families(
         prefixes: of all sequences.
         lengths: [N], in tokens.
         max_tokens: of a family; one that has more is cut, and each part computes the prefix again.
-        path_share: what a shared token takes of the memory of one that is computed: its key and value are copied.
+        path_share: what a shared token takes of the memory of one that is computed, where its key and value are copied.
 
     Returns:
         Sequences, a list a family, in the order of their first ones; and the tokens that each family takes.

@@ -58,7 +58,7 @@ from rlightning.parallel.sharding import named_weights, rounded_vectors
 from rlightning.protocols import StateDict
 from rlightning.python_values import to_python
 from rlightning.types import RolloutBatch
-from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_prefixes
+from rlightning.types.shared_prefixes import Prefixes, share_prefixes
 
 log = logging.getLogger(__name__)
 
@@ -390,16 +390,15 @@ class PolicyModule(Ranks, SavedModule):
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
         """Return the given sequences on this rank's device; a padding batch with no loss if none are given.
 
-        What they share is computed once, if that is asked for and enough to pay for copies of keys and values.
+        What they share is computed once, if that is asked for and enough to pay for more calls of attention's kernel.
         """
         if not sequences:
             return batch.padding().to(self.device)
         chosen = batch.select(sequences, "N")
         microbatch = chosen.to(self.device)
-        if self.shares_prefixes:
-            prefixes = find_prefixes(chosen.token_ids, chosen.cu_seqlens)
-            if prefixes.lengths.sum() >= MIN_SHARED * chosen.num_tokens:
-                microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
+        prefixes = self.long_prefixes(chosen)
+        if prefixes.lengths.sum() >= MIN_SHARED * chosen.num_tokens:
+            microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
         return microbatch
 
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:

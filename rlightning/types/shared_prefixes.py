@@ -11,6 +11,7 @@ with the one before it: what it adds are its own tokens, whose keys and values a
 group, branches of a trajectory and system prompts of a data set are found in the same way, from token ids.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rlightning.python_values import field_values
 
 
 class Prefixes(NamedTuple):
@@ -42,26 +45,44 @@ class Prefixes(NamedTuple):
         return cls([*range(num_sequences)], np.zeros(num_sequences, np.int64))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
     """The layout in which a model computes a micro-batch of ``T`` tokens from ``U`` distinct ones.
+
+    Own tokens of the sequences follow each other in the sequences' sorted order, so that those who share a segment lie
+    side by side.
 
     Attributes:
         unique: [U] int64, the tokens that are computed, as places in the batch.
         places: [T] int64, which of them stands for each token of the batch.
-        cu_seqlens: [N+1] int32, where each sequence's own tokens begin, and ``U``.
+        cu_seqlens: [N+1] int32, where each sorted sequence's own tokens begin, and ``U``.
         max_length: own tokens of the sequence that has most.
+        segments: [2 x depth, B+1] int32: a row of bounds of queries and one of bounds of keys for each depth of the
+            tree; queries ``queries[b]:queries[b+1]`` attend to all of the keys ``keys[b]:keys[b+1]``, one of which may
+            be none.
+        max_segment: most queries, and most keys, between two bounds; both at least 2.
+        paths: [T] int64, the places of each sorted sequence's tokens, one sequence after the other.
+        path_cu_seqlens: [N+1] int32, where they begin, and ``T``.
+        max_path: tokens of the longest sequence.
     """
 
     unique: Tensor
     places: Tensor
     cu_seqlens: Tensor
     max_length: int
+    segments: Tensor
+    max_segment: tuple[int, int]
+    paths: Tensor
+    path_cu_seqlens: Tensor
+    max_path: int
 
     def to(self, device: torch.device) -> "SharedPrefixes":
         """Return the layout on a device."""
-        parts = (self.unique.to(device), self.places.to(device), self.cu_seqlens.to(device))
-        return SharedPrefixes(*parts, self.max_length)
+        values = field_values(self)
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.to(device)
+        return SharedPrefixes(**values)
 
 
 def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor) -> Prefixes:
@@ -93,19 +114,87 @@ def share_prefixes(cu_seqlens: Tensor, prefixes: Prefixes) -> SharedPrefixes:
         cu_seqlens: [N+1], of the micro-batch.
         prefixes: of its sequences.
     """
-    bounds = cu_seqlens.numpy().astype(np.int64)
-    own = np.diff(bounds) - prefixes.lengths
-    starts = np.concatenate([[0], own.cumsum()])
-    places = np.empty(bounds[-1], np.int64)
-    unique = np.empty(starts[-1], np.int64)
-    path = np.zeros(0, np.int64)
-    for n in prefixes.order:
-        path = np.concatenate([path[: prefixes.lengths[n]], np.arange(starts[n], starts[n + 1])])
-        places[bounds[n] : bounds[n + 1]] = path
-        unique[starts[n] : starts[n + 1]] = np.arange(bounds[n] + prefixes.lengths[n], bounds[n + 1])
+    bounds, order = cu_seqlens.numpy().astype(np.int64), np.array(prefixes.order, np.int64)
+    lengths, shared = np.diff(bounds)[order], prefixes.lengths[order]
+    starts = _bounds(lengths - shared)
+    unique, places = np.empty(starts[-1], np.int64), np.empty(bounds[-1], np.int64)
+    paths = [np.zeros(0, np.int64)]
+    for n, own, end, kept in zip(order, starts[:-1], starts[1:], shared, strict=True):
+        paths.append(np.concatenate([paths[-1][:kept], np.arange(own, end)]))
+        places[bounds[n] : bounds[n + 1]] = paths[-1]
+        unique[own:end] = np.arange(bounds[n] + kept, bounds[n + 1])
+    found = _find_segments(lengths.tolist(), shared.tolist(), starts.tolist())
+    segments = _lay_out(found, int(starts[-1]))
+    # The kernel sets to zero what has no key, or no query. Single queries it would take to be one a sequence.
+    longest = [max(int(rows.diff().max()), 2) for rows in (segments[::2], segments[1::2])]
     return SharedPrefixes(
-        torch.from_numpy(unique),
-        torch.from_numpy(places),
-        torch.from_numpy(starts.astype(np.int32)),
-        int(own.max(initial=0)),
+        unique=torch.from_numpy(unique),
+        places=torch.from_numpy(places),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        max_length=int((lengths - shared).max(initial=0)),
+        segments=segments,
+        max_segment=(longest[0], longest[1]),
+        paths=torch.from_numpy(np.concatenate(paths)),
+        path_cu_seqlens=torch.from_numpy(_bounds(lengths).astype(np.int32)),
+        max_path=int(lengths.max(initial=0)),
     )
+
+
+class _Segment(NamedTuple):
+    """A run of tokens, and the tokens of those who share it: places among the ``U`` tokens."""
+
+    queries: int
+    queries_end: int
+    keys: int
+    keys_end: int
+
+
+def _find_segments(lengths: Sequence[int], shared: Sequence[int], starts: Sequence[int]) -> list[_Segment]:
+    """Return the segments of a tree of sorted sequences.
+
+    Args:
+        lengths: [N], in tokens.
+        shared: [N], tokens that each has in common with the one before it.
+        starts: [N+1], where their own tokens begin.
+    """
+    segments = []
+    # Pieces of the path: begin and end in it, place of the first token, and where the own tokens of sharers begin.
+    path: list[tuple[int, int, int, int]] = []
+    for n, kept in enumerate([*shared, 0]):
+        while path and path[-1][1] > kept:
+            begin, end, place, sharers = path.pop()
+            if begin < kept:
+                path.append((begin, kept, place, sharers))
+            if sharers < starts[n]:
+                keys = place + max(kept - begin, 0)
+                segments.append(_Segment(sharers, starts[n], keys, place + end - begin))
+        if n < len(lengths):
+            path.append((kept, lengths[n], starts[n], starts[n + 1]))
+    return segments
+
+
+def _lay_out(segments: Sequence[_Segment], num_tokens: int) -> Tensor:
+    """Return the bounds of segments, with what lies between them: queries without keys, and keys without queries.
+
+    Segments that share a query are nested, and go into different rows. Of segments that do not, the first one's
+    queries and keys lie before those of the second.
+    """
+    rows = [([0], [0])]
+    for one in sorted(segments, key=lambda segment: (segment.queries, -segment.queries_end)):
+        depth = next((d for d, (queries, _) in enumerate(rows) if queries[-1] <= one.queries), len(rows))
+        if depth == len(rows):
+            rows.append(([0], [0]))
+        queries, keys = rows[depth]
+        queries += [one.queries, one.queries, one.queries_end]
+        keys += [keys[-1], one.keys, one.keys_end]
+    width = max(len(queries) for queries, _ in rows) + 2
+    bounds = torch.full((2 * len(rows), width), num_tokens, dtype=torch.int32)
+    for depth, (queries, keys) in enumerate(rows):
+        bounds[2 * depth, : len(queries)] = torch.tensor(queries)
+        bounds[2 * depth + 1, : len(keys) + 1] = torch.tensor([*keys, keys[-1]])
+    return bounds
+
+
+def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where parts begin that lie end to end, and where the last one ends."""
+    return np.concatenate([[0], lengths.cumsum()])

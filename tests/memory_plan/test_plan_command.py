@@ -119,6 +119,11 @@ def test_sft_has_no_engine(project: Path) -> None:
     assert "engine" not in text and "sync" not in text
 
 
+def test_a_run_without_rollout_section_is_planned(project: Path) -> None:
+    (project / "run.yaml").write_text(RUN.replace("{max_new_tokens: 1024}", "null"))
+    assert parse_work(["fit", "--config", "run.yaml"]).rollout is None
+
+
 @pytest.mark.long
 def test_unlimited_prompts_are_planned_by_models_positions(project: Path) -> None:
     change_config(project / "model", max_position_embeddings=1100)

@@ -5,9 +5,12 @@ import pytest
 import torch
 from tiny_models import load_eager, make_sequences, packed_inputs, save_tiny
 from torch import Tensor
+from varlen_on_cpu import run_kernels_on_cpu
 
-from rlightning.models import load_policy
+from rlightning.models import attention, load_policy
 from rlightning.models.attention import packed_attention
+from rlightning.types import RolloutBatch
+from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 WINDOW_THEN_ALL = ["sliding_attention", "full_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,6 +72,30 @@ def test_autocast_covers_attention() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = packed_attention(torch.nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=3)
     assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_shared_segments_give_the_results_of_copies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Result and gradients by merged calls of the kernel, against copied keys and values in float64."""
+    starts = [[3, 4, 5, 6, 7], [3, 4, 5, 8], [3, 4, 9, 9], [10, 11], [10, 11], [10, 12, 13]]
+    batch = RolloutBatch.of_sequences(starts)
+    shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
+    inputs = attention.packed_inputs(batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_length, shared)
+    options = {name: value for name, value in inputs.items() if name not in ("input_ids", "position_ids", "use_cache")}
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, shared.unique.numel(), 8) for heads in (4, 2, 2)]
+    exact = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    direction = torch.randn(1, shapes[0][2], 4, 8, generator=generator, dtype=torch.float64)
+    results = []
+    for leaves in (exact, [x.detach().to(dtype).requires_grad_() for x in exact]):
+        query, key, value = leaves
+        out, _ = packed_attention(torch.nn.Module(), query, key, value, None, scaling=0.7, **options)
+        results.append([out, *torch.autograd.grad(out, leaves, direction.to(out.dtype))])
+        run_kernels_on_cpu(monkeypatch)
+    tolerance = 0.01 if dtype == torch.bfloat16 else 1e-12
+    for expected, got in zip(*results, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - expected).norm() <= tolerance * expected.norm()
 
 
 def attend(window: int | None) -> Tensor:

@@ -20,6 +20,7 @@ from rlightning.errors import ConfigError
 from rlightning.models import layers, load_policy, packed_logprobs
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers, should_compile
 from rlightning.types import RolloutBatch
+from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 SHAPES = [[7, 2, 5, 12], [9], [3, 3, 3], [2, 2], [1], [2, 13]]
 """Lengths of micro-batches in which T, N and the longest change, and are as small as they get."""
@@ -87,16 +88,43 @@ def test_layer_kind_compiles_once_per_gradient_mode(name: str, kinds: int, tmp_p
 
 
 @pytest.mark.long
-def test_packed_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_flash_attention", [False, True])
+def test_packed_kernels_are_compiled_once(
+    has_flash_attention: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
     policies = [load_policy(folder) for _ in range(2)]
     rounds = [(train, SHAPES), (evaluate, SHAPES), (train, LATER_SHAPES), (evaluate, LATER_SHAPES)]
     expected = [run(policies[0], shapes) for run, shapes in rounds]
-    run_kernels_on_cpu(monkeypatch)
+    run_kernels_on_cpu(monkeypatch, has_flash_attention=has_flash_attention)
     compile_layers(policies[1])
+    if has_flash_attention:
+        checkpoint_layers(policies[1], 1)
     got = [run(policies[1], shapes) for run, shapes in rounds]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert count_graphs() == 2 and not counters["graph_break"]
+
+
+@pytest.mark.long
+def test_segments_of_any_depth_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("qwen3", tmp_path, head_dim=8)
+    alone, once = (load_policy(folder) for _ in range(2))
+    run_kernels_on_cpu(monkeypatch)
+    compile_layers(once)
+    for shapes in ([(8, 3), (2, 4)], [(7, 2), (5, 9), (3, 3), (3, 6)], [(4, 3)] * 7, [(20, 2), (9, 2), (15, 2)]):
+        # Each sequence is the start of the same tokens, and tokens of its own.
+        sequences = [[*range(3, 3 + kept), *[30 + n] * new] for n, (kept, new) in enumerate(shapes)]
+        batch = RolloutBatch.of_sequences(sequences)
+        expected = packed_logprobs(alone, batch)[0]
+        batch.shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
+        got = packed_logprobs(once, batch)[0]
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        gradients = [
+            torch.autograd.grad(logprobs.sum(), list(decoder_layers(policy).parameters()))
+            for policy, logprobs in ((once, got), (alone, expected))
+        ]
+        torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+    assert count_graphs() == 1 and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

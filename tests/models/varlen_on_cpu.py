@@ -1,20 +1,73 @@
 """The kernels behind ``varlen_attn`` for tests without a GPU: what torch documents of them, in a loop over sequences.
 
-With them everything around the kernels can be tested on the CPU: layouts, windows, shared heads, compilation.
+They also stand behind the two functions of FlashAttention 4 that are called. With them everything around the kernels
+can be tested on the CPU: layouts, windows, shared heads, compilation.
 """
 
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlightning.models import attention
+from rlightning.models import attention, flash_attention_4
+from rlightning.models.flash_attention_4 import INTERFACE
 
 
-def run_kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have packed attention take ``varlen_attn`` on the CPU too, in any dtype."""
+class FlashAttentionOnCPU(ModuleType):
+    """What is called of FlashAttention 4's module."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: tuple[int | None, int | None],
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        assert causal and return_lse and window_size[1] is None
+        bounds, sides = (cu_seqlens_q, cu_seqlens_k), sides_of(window_size[0])
+        return forward(q, k, v, *bounds, len(q), len(k), True, softmax_scale, sides)[:2]
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        *,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size_left: int | None,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert causal and not deterministic
+        bounds, sides = (cu_seqlens_q, cu_seqlens_k), sides_of(window_size_left)
+        return backward(dout, q, k, v, out, lse, *bounds, len(q), len(k), True, out, softmax_scale, sides)
+
+
+def sides_of(tokens_left: int | None) -> list[int]:
+    return [-1 if tokens_left is None else tokens_left, 0]
+
+
+def run_kernels_on_cpu(monkeypatch: pytest.MonkeyPatch, *, has_flash_attention: bool = False) -> None:
+    """Have packed attention take ``varlen_attn`` on the CPU too, or FlashAttention 4, in any dtype."""
+    if has_flash_attention:
+        monkeypatch.setitem(sys.modules, INTERFACE, FlashAttentionOnCPU(INTERFACE))
+        monkeypatch.setattr(flash_attention_4, "_find_obstacle", lambda *_: None)
     if not torch._C._dispatch_has_kernel_for_dispatch_key("torch_attn::_varlen_attn", "CPU"):
         torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward)
         torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward)
@@ -35,13 +88,15 @@ def forward(
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, H, D], keys and values [T, K, D]: the result [T, H, D], log-sum-exps [H, T], a random state."""
-    out = torch.empty_like(query)
-    sums = torch.empty(query.shape[1], query.shape[0])
-    for rows in sequences(cu_seq_q, max_q):
-        q, k, v = split(query, key, value, rows)
-        scores = masked_scores(q, k, scale, window_size)
-        out[rows] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
-        sums[:, rows] = scores.logsumexp(-1)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    out = torch.zeros_like(query)
+    sums = torch.full((query.shape[1], query.shape[0]), torch.inf, dtype=dtype)
+    for rows, keys in sequences(cu_seq_q, cu_seq_k, max_q, max_k):
+        if rows.start < rows.stop and keys.start < keys.stop:
+            q, k, v = split(query, key, value, rows, keys)
+            scores = masked_scores(q, k, scale, window_size)
+            out[rows] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
+            sums[:, rows] = scores.logsumexp(-1)
     return out, sums, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -62,38 +117,41 @@ def backward(
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values (FlashAttention, arXiv:2205.14135, appendix B.2)."""
-    grads = [torch.zeros(x.shape) for x in (query, key, value)]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grads = [torch.zeros(x.shape, dtype=dtype) for x in (query, key, value)]
     groups = query.shape[1] // key.shape[1]
-    for rows in sequences(cu_seq_q, max_q):
-        q, k, v = split(query, key, value, rows)
-        grad, result = (x[rows].transpose(0, 1).float() for x in (grad_out, out))
+    for rows, keys in sequences(cu_seq_q, cu_seq_k, max_q, max_k):
+        q, k, v = split(query, key, value, rows, keys)
+        grad, result = (x[rows].transpose(0, 1).to(dtype) for x in (grad_out, out))
         weights = (masked_scores(q, k, scale, window_size) - lse[:, rows, None]).exp()
         grad_scores = weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True))
         grad_scores *= q.shape[-1] ** -0.5 if scale is None else scale
         grads[0][rows] = (grad_scores @ k).transpose(0, 1)
         for total, part in ((grads[1], grad_scores.transpose(1, 2) @ q), (grads[2], weights.transpose(1, 2) @ grad)):
-            total[rows] = part.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
+            total[keys] = part.unflatten(0, (-1, groups)).sum(1).transpose(0, 1)
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
-def sequences(bounds: Tensor, longest: int) -> Iterator[slice]:
-    """The rows of each sequence."""
-    assert bounds.diff().max() <= longest
-    return (slice(start, end) for start, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False))
+def sequences(queries: Tensor, keys: Tensor | None, max_q: int, max_k: int) -> Iterator[tuple[slice, slice]]:
+    """The rows of each sequence's queries and of its keys."""
+    assert keys is not None and queries.diff().max() <= max_q and keys.diff().max() <= max_k
+    return zip(*([slice(*pair) for pair in pairwise(bounds.tolist())] for bounds in (queries, keys)), strict=True)
 
 
-def split(query: Tensor, key: Tensor, value: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """One sequence's queries, keys and values, each [H, L, D] float32."""
+def split(query: Tensor, key: Tensor, value: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence's queries, keys and values, each [H, L, D] in float32 or float64."""
     groups = query.shape[1] // key.shape[1]
-    q, k, v = (x[rows].transpose(0, 1).float() for x in (query, key, value))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x[part].transpose(0, 1).to(dtype) for x, part in ((query, rows), (key, keys), (value, keys)))
     return q, k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
 
 
 def masked_scores(q: Tensor, k: Tensor, scale: float | None, window_size: list[int] | None) -> Tensor:
-    """[H, L, L], minus infinity where a token does not look."""
-    assert window_size is not None and window_size[1] == 0
-    steps = torch.arange(q.shape[1])
-    distance = steps[:, None] - steps[None]
-    is_seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+    """[H, queries, keys], minus infinity where a token does not look; sequences of both end together."""
+    assert window_size is not None
+    left, right = window_size
+    places = torch.arange(q.shape[1]) + k.shape[1] - q.shape[1]
+    distance = places[:, None] - torch.arange(k.shape[1])
+    is_seen = ((distance >= -right) | (right < 0)) & ((distance <= left) | (left < 0))
     scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     return scores.masked_fill(~is_seen, -torch.inf)

@@ -16,6 +16,7 @@ from random_trajectories import random_groups, two_branches
 from rank_processes import each_run, finish, start_calls
 from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_data, make_trainer
 from tiny_models import save_tiny
+from varlen_on_cpu import run_kernels_on_cpu
 
 from rlightning.algorithms import GRPO
 from rlightning.models import load_policy, packed_logprobs
@@ -44,9 +45,40 @@ def test_own_tokens_of_a_tree_are_computed_once() -> None:
     assert prefixes.order == [0, 3, 1, 2, 4]
     assert prefixes.lengths.tolist() == [0, 2, 0, 3, 1]  # the last token of a copy is its own
     shared = share_prefixes(batch.cu_seqlens, prefixes)
-    assert batch.token_ids[shared.unique].tolist() == [3, 4, 5, 6, 7, 8, 9, 5, 6, 10, 6]
-    assert shared.cu_seqlens.tolist() == [0, 5, 7, 9, 10, 11] and shared.max_length == 5
-    assert shared.places.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 0, 1, 2, 9, 7, 10]
+    assert batch.token_ids[shared.unique].tolist() == [3, 4, 5, 6, 7, 10, 8, 9, 5, 6, 6]
+    assert shared.cu_seqlens.tolist() == [0, 5, 6, 8, 10, 11] and shared.max_length == 5
+    assert shared.places.tolist() == [0, 1, 2, 3, 4, 0, 1, 6, 7, 8, 9, 0, 1, 2, 5, 8, 10]
+    assert shared.paths.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 0, 1, 6, 7, 8, 9, 8, 10]
+    assert shared.path_cu_seqlens.tolist() == [0, 5, 9, 13, 15, 17] and shared.max_path == 5
+
+
+def test_segments_of_a_tree() -> None:
+    """10, 8 and 9 attend to 3 and 4, 10 alone to 5 as well, and the last 6 to the 5 of its copy."""
+    batch = RolloutBatch.of_sequences([[3, 4, 5, 6, 7], [3, 4, 8, 9], [5, 6], [3, 4, 5, 10], [5, 6]])
+    shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
+    first = [[0, 5, 5, 8, 10, 10, 11, 11, 11], [0, 0, 0, 2, 2, 8, 9, 9, 11]]
+    second = [[0, 5, 5, 6, 11, 11, 11, 11, 11], [0, 0, 2, 3, 3, 11, 11, 11, 11]]
+    assert shared.segments.tolist() == first + second and shared.max_segment == (5, 8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(RANDOM)
+def test_each_token_attends_to_its_history_once(draw: random.Random) -> None:
+    batch = RolloutBatch.of_sequences(random_tree(draw))
+    shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
+    num_tokens = shared.unique.numel()
+    expected, got = (torch.zeros(num_tokens, num_tokens, dtype=torch.int64) for _ in range(2))
+    for start, end in pairwise(shared.path_cu_seqlens.tolist()):
+        path = shared.paths[start:end]
+        for step in range(end - start):
+            expected[path[step], path[: step + 1]] = 1
+    for start, end in pairwise(shared.cu_seqlens.tolist()):
+        got[start:end, start:end] += torch.ones(end - start, end - start, dtype=torch.int64).tril()
+    for queries, keys in shared.segments.unflatten(0, (-1, 2)):
+        assert queries[0] == keys[0] == 0 and queries[-1] == keys[-1] == num_tokens
+        for query, key in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
+            got[slice(*query), slice(*key)] += 1
+    assert torch.equal(got, expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -118,16 +150,20 @@ def test_loss_and_gradient_are_of_sequences_alone(kind: str, draw: random.Random
     assert can_share_prefixes(policy.config)
     weights = torch.rand(2, batch.num_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     results = []
-    for is_shared in (False, True):
-        if is_shared:
+    for way in ("alone", "by copies", "by segments"):
+        if way != "alone":
             batch.shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
         policy.zero_grad()
-        logprobs, entropy = packed_logprobs(policy, batch, temperature=0.7, needs_entropy_grad=True)
-        ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            if way == "by segments":
+                run_kernels_on_cpu(patch)
+            logprobs, entropy = packed_logprobs(policy, batch, temperature=0.7, needs_entropy_grad=True)
+            ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in policy.parameters()]
         results.append([logprobs.detach(), entropy.detach(), *gradients])
-    for alone, once in zip(*results, strict=True):
-        torch.testing.assert_close(once, alone, rtol=1e-9, atol=1e-11)
+    for alone, *others in zip(*results, strict=True):
+        for once in others:
+            torch.testing.assert_close(once, alone, rtol=1e-9, atol=1e-11)
 
 
 class LongPrompts(ActorGenerator):

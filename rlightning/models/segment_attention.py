@@ -1,0 +1,170 @@
+"""Attention of sequences that begin alike, without a copy of the keys and values that they share.
+
+::
+
+    a b c d e          part 0, causal: own tokens of each sequence among themselves
+          x            part 1: x y z attend to a b
+        y z            part 2: x     attends to c
+
+A segment is a run of tokens that the same sequences share. All of its queries, which lie side by side, attend to its
+keys in one call of the kernel, and segments of one depth in the tree are one call. With ``o_i`` and ``l_i``, result and
+log-sum-exp of part ``i``, attention over all keys is
+
+    l = log sum_i exp(l_i),    o = sum_i exp(l_i - l) o_i
+
+A part's backward pass with ``o`` and ``l`` in place of its own results has the weights of the whole softmax, and so
+the part's summand of the gradient (FlashAttention, arXiv:2205.14135, appendix B.2; over blocks of keys as in Ring
+Attention, arXiv:2310.01889). A shared key's gradient leaves the kernel summed over all who share it.
+
+Letters: ``U`` tokens that are computed, ``N`` sequences, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from rlightning.torch_internals import varlen_attn_backward
+
+SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Argument by which ``varlen_attn`` accepts fewer key/value heads than query heads; torch 2.11 needs none."""
+
+
+class _Part(NamedTuple):
+    """One call of the kernel: bounds of queries and keys [B+1], the longest of each, and the window of its mask."""
+
+    queries: Tensor
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+    window: tuple[int, int]
+
+
+def segment_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    segments: Tensor,
+    max_segment: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    """Compute causal attention over sequences that share segments, with the kernels of ``varlen_attn``.
+
+    Args:
+        q: [U, H, D]; keys and values are [U, K, D].
+        cu_seqlens: [N+1] int32, where each sequence's own tokens begin, and ``U``.
+        max_length: own tokens of the sequence that has most, or more.
+        segments: see :class:`~rlightning.types.shared_prefixes.SharedPrefixes`.
+        max_segment: queries of the segment that has most, and keys, or more; both at least 2.
+        scaling: of the dot products; None is ``D ** -0.5``.
+
+    Returns:
+        [U, H, D].
+    """
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    result: tuple[Tensor, Tensor] = _attend(q, k, v, cu_seqlens, segments, max_length, *max_segment, scaling)
+    return result[0]
+
+
+@torch.library.custom_op("rlightning::segment_attention", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    segments: Tensor,
+    max_length: int,
+    max_queries: int,
+    max_keys: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention's result [U, H, D] and its log-sum-exps [H, U].
+
+    An operator of its own, so that torch.compile makes one graph for trees of all depths, and keeps nothing else for
+    the backward pass.
+    """
+    heads = SHARED_HEADS if query.shape[1] != key.shape[1] else {}
+    merged: tuple[Tensor, Tensor] | None = None
+    for part in _parts(cu_seqlens, segments, max_length, max_queries, max_keys):
+        result = varlen_attn(
+            *(query, key, value, part.queries, part.keys, part.max_queries, part.max_keys),
+            return_aux=AuxRequest(lse=True),
+            scale=scale,
+            window_size=part.window,
+            **heads,
+        )
+        assert isinstance(result, tuple)
+        merged = result if merged is None else _merge(merged, result)
+    assert merged is not None
+    return merged[0].to(query.dtype), merged[1]
+
+
+def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return attention over the keys of two parts, in float32 at least.
+
+    Args:
+        first: result [U, H, D] and log-sum-exps [H, U].
+        second: of a part in which a query may have no key: FlashAttention 2 gives it infinity.
+    """
+    lse = second[1].masked_fill(second[1].isposinf(), -torch.inf)
+    total = torch.logaddexp(first[1], lse)
+    weights = [(one - total).exp().T.unsqueeze(-1) for one in (first[1], lse)]
+    return (first[0] * weights[0]).addcmul_(second[0], weights[1]), total
+
+
+def _parts(cu_seqlens: Tensor, segments: Tensor, max_length: int, max_queries: int, max_keys: int) -> Iterator[_Part]:
+    """Yield the calls of the kernel."""
+    yield _Part(cu_seqlens, cu_seqlens, max_length, max_length, (-1, 0))
+    for queries, keys in segments.unflatten(0, (-1, 2)):
+        yield _Part(queries, keys, max_queries, max_keys, (-1, -1))
+
+
+@_attend.register_fake
+def _attend_shapes(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return torch.empty_like(query), lse
+
+
+@torch.library.custom_op("rlightning::segment_attention_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    segments: Tensor,
+    max_length: int,
+    max_queries: int,
+    max_keys: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    grad, sums = grad.contiguous(), list[Tensor]()
+    for part in _parts(cu_seqlens, segments, max_length, max_queries, max_keys):
+        grads = varlen_attn_backward(grad, query, key, value, out, lse, *part, scale=scale)
+        sums = [total.add_(one) for total, one in zip(sums, grads, strict=True)] if sums else list(grads)
+    return sums[0], sums[1], sums[2]
+
+
+@_attend_backward.register_fake
+def _attend_backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_seqlens, segments, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens, segments)
+
+
+def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * (2 + len(ctx.numbers)))
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
