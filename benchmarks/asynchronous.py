@@ -1,7 +1,7 @@
 """Trainer and engines on different GPUs, at several staleness, against colocated runs on the same GPUs.
 
     python benchmarks/asynchronous.py --splits 1+1 2+2
-    python benchmarks/asynchronous.py --splits 2+2 1+3 --tensor-parallel 1 2 4 --staleness 0 1 4 --limit 330
+    python benchmarks/asynchronous.py --splits 2+2 1+3 --tensor-parallel 1 2 4 --staleness 0 1 4 --limit 560
     python benchmarks/asynchronous.py --prompts 16 32 64 --staleness 2 --cache recompute
 
 A split of 1+3 trains on one GPU and generates on three, --engines on each; a colocated run trains and generates on all
@@ -12,7 +12,7 @@ which colocated engines work on a few long ones.
 
 A split is one run in which the bound on staleness rises, so that engines start once, with room for the largest bound.
 Each bound has --steps steps, and as many more as the bound is, until tokens are that old; neither these nor --warm-up
-steps count.
+steps count. On a bare machine a run takes three minutes, two of them for the start of its engines.
 
 Writes --out/table.md and table.csv, a line a placement and bound: the median of the steps' seconds, and all tokens over
 all seconds. "x colocated" is tokens trained a second over those of the colocated run with the smallest engines on as
@@ -20,7 +20,7 @@ many GPUs; "trainer waits" and "engines idle" are shares of the time, of colocat
 "sync" is the median of weight syncs, "swap" how long generation stands still for one; "expired" are prompts that grew
 too old, a step. "free" is what an engine's GPU had left for it when it started, beside an actor or without, "cache"
 what it took for its KV cache, both in GiB, of one engine and by vLLM's own words. A run that fails or is stopped by
---limit has lines too, of the steps that it came to. Lines are kept in --out: a later call adds to them.
+--limit has lines too, of the steps that it came to. Lines are kept in --out: a later call adds what is missing.
 """
 
 import argparse
@@ -49,6 +49,7 @@ from launch import (
 from weak_scaling import rare_tokens
 
 COLOCATED = "colocated"
+KEYS = ("GPUs", "prompts", "run", "tensor parallel", "staleness")
 ENGINE_MEMORY = re.compile(r"Initial free memory (?P<free>[\d.]+) GiB, reserved (?P<cache>[\d.]+) GiB")
 
 
@@ -135,7 +136,19 @@ def make_job(arguments: argparse.Namespace, placement: Placement, prompts: int) 
     return Job(f"{num_gpus}_gpus_{name}", config, num_gpus)
 
 
-def summarise(run: Run, placement: Placement, prompts: int, phase: Phase, rows: Rows) -> dict[str, Any]:
+def identify(prompts: int, placement: Placement, phase: Phase) -> dict[str, Any]:
+    """The columns of a line that tell it from others."""
+    trainers, engines, tensor_parallel = placement
+    values = (trainers + engines, prompts, placement.name, tensor_parallel, phase.staleness)
+    return dict(zip(KEYS, values, strict=True))
+
+
+def is_missing(line: dict[str, Any], rows: Rows) -> bool:
+    """Whether no run that ended well has given a line."""
+    return not any(line.items() <= row.items() and row["end"] == "ok" for row in rows)
+
+
+def summarise(run: Run, placement: Placement, prompts: int, phase: Phase) -> dict[str, Any]:
     """One line, of whatever steps there are.
 
     Args:
@@ -143,7 +156,6 @@ def summarise(run: Run, placement: Placement, prompts: int, phase: Phase, rows: 
         placement: where it trains and generates.
         prompts: a step.
         phase: of the run.
-        rows: of the runs before.
     """
     steps = run.metrics()[phase.counted : phase.end]
     seconds = sum(row["time/step"] for row in steps)
@@ -153,15 +165,10 @@ def summarise(run: Run, placement: Placement, prompts: int, phase: Phase, rows: 
     idle = [row.get("async/engines_idle", row["time/step"] - row["time/generate"]) for row in steps]
     swaps = [1000 * row["async/swap_pause"] for row in steps if "async/swap_pause" in row]
     memory = ENGINE_MEMORY.search(run.read_log())
-    row: dict[str, Any] = {
-        "GPUs": run.job.num_devices,
-        "prompts": prompts,
-        "run": placement.name,
-        "tensor parallel": placement.tensor_parallel,
-        "staleness": phase.staleness,
+    return {
+        **identify(prompts, placement, phase),
         "step, s": middle(row["time/step"] for row in steps),
         "tokens/s": rate,
-        "x colocated": None,
         "trainer waits": sum(waits) / seconds if steps else None,
         "engines idle": sum(idle) / seconds if steps else None,
         "sync, s": middle(row.get("time/sync", 0.0) for row in steps),
@@ -174,16 +181,15 @@ def summarise(run: Run, placement: Placement, prompts: int, phase: Phase, rows: 
         "steps": len(steps),
         "end": run.end,
     }
-    return row | {"x colocated": rate and compare(row, [*rows, row])}
 
 
 def compare(row: dict[str, Any], rows: Rows) -> float | None:
     """Tokens a second over those of the colocated run with the smallest engines; None without one."""
-    work = (row["GPUs"], row["prompts"], COLOCATED)
-    colocated = [old for old in rows if (old["GPUs"], old["prompts"], old["run"]) == work and old["tokens/s"]]
-    if not colocated:
+    work = {"GPUs": row["GPUs"], "prompts": row["prompts"], "run": COLOCATED}
+    colocated = [other for other in rows if work.items() <= other.items() and other["tokens/s"]]
+    if not colocated or not row["tokens/s"]:
         return None
-    return float(row["tokens/s"] / min(colocated, key=lambda old: old["tensor parallel"])["tokens/s"])
+    return float(row["tokens/s"] / min(colocated, key=lambda other: other["tensor parallel"])["tokens/s"])
 
 
 def main() -> None:
@@ -201,14 +207,18 @@ def main() -> None:
     arguments = parse(parser)
     deadline = time.monotonic() + arguments.limit
     prepare(arguments)
-    work = list(product(arguments.prompts, placements(arguments)))
-    jobs = [make_job(arguments, placement, prompts) for prompts, placement in work]
-    kept = KeptRows(arguments.out, "GPUs", "prompts", "run", "tensor parallel", "staleness")
-    for run, (prompts, placement) in zip(run_jobs(jobs, arguments, deadline=deadline), work, strict=True):
+    kept = KeptRows(arguments.out, *KEYS)
+    jobs, work = [], {}
+    for prompts, placement in product(arguments.prompts, placements(arguments)):
+        if any(is_missing(identify(prompts, placement, phase), kept.rows) for phase in phases(arguments, placement)):
+            jobs.append(make_job(arguments, placement, prompts))
+            work[jobs[-1].name] = prompts, placement
+    for run in run_jobs(jobs, arguments, deadline=deadline):
+        prompts, placement = work[run.job.name]
         for phase in phases(arguments, placement):
-            kept.put(summarise(run, placement, prompts, phase, kept.rows))
+            kept.put(summarise(run, placement, prompts, phase))
             say(format_table(kept.rows[-1:]).splitlines()[-1])
-    finish(arguments, kept.rows)
+    finish(arguments, [row | {"x colocated": compare(row, kept.rows)} for row in kept.rows])
 
 
 if __name__ == "__main__":

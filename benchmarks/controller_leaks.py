@@ -3,8 +3,9 @@
     python benchmarks/controller_leaks.py
     python benchmarks/controller_leaks.py --device cpu
 
-GRPO on random completions, without an engine, by workers in tensor-parallel groups of two, of which only the first
-stores its results (RemotizeOnHeadOnly). The controller reads each step's batch.
+GRPO on random completions of one length, so that steps differ in nothing, without an engine, by workers in
+tensor-parallel groups of two, of which only the first stores what both have (RemotizeOnHeadOnly). The controller reads
+each step's batch.
 
 Writes --out/table.md and table.csv, a line a process and quantity that is not always 0: its means at the end of the
 first and of the last 20 steps after the warm-up, and its slope over all of these, a step (least squares). "stored" are
@@ -24,6 +25,7 @@ import torch
 from controller import ray_strategy
 from launch import Job, Rows, benchmark_parser, callback, finish, fit, grpo_config, parse, prepare
 from probes import CSVTrace
+from ray_traffic import object_store_bytes
 from synthetic import SyntheticRollout
 
 from rlightning.controller.tensor_store import live_bytes, live_entries
@@ -76,11 +78,7 @@ class ControllerLevels(WorkerLevels):
 
     def levels(self) -> list[float]:
         """The present values."""
-        import ray
-
-        name = "object_store_memory"
-        used = ray.cluster_resources()[name] - ray.available_resources().get(name, 0.0)
-        return [*super().levels(), used / 1000]
+        return [*super().levels(), object_store_bytes() / 1000]
 
 
 class WorkerRollout(SyntheticRollout):
@@ -103,9 +101,9 @@ def summarise(process: str, trace: list[dict[str, str]]) -> Rows:
 
 def main() -> None:
     """Train, and compare the first steps with the last."""
-    usual: dict[str, Any] = {"warm_up": 10, "samples": 4, "max_new_tokens": 64, "microbatch_tokens": 4096}
-    parser = benchmark_parser(__doc__ or "", "controller_leaks", steps=210, model="tiny", limit=570.0, **usual)
-    parser.add_argument("--prompts", type=int, default=8, help="a step (8)")
+    usual: dict[str, Any] = {"warm_up": 30, "samples": 4, "max_new_tokens": 32, "microbatch_tokens": 4096}
+    parser = benchmark_parser(__doc__ or "", "controller_leaks", steps=230, model="tiny", limit=570.0, **usual)
+    parser.add_argument("--prompts", type=int, default=4, help="a step (4)")
     arguments = parse(parser)
     prepare(arguments)
     config = grpo_config(
@@ -113,9 +111,14 @@ def main() -> None:
         prompts_per_step=arguments.prompts,
         samples_per_prompt=arguments.samples,
         num_devices=WORKERS,
-        model={"max_tokens_per_microbatch": arguments.microbatch_tokens, "kl_coef": 0.0, "validate_first": False},
+        model={
+            "max_tokens_per_microbatch": arguments.microbatch_tokens,
+            "kl_coef": 0.0,
+            "validate_first": False,
+            "compile": False,
+        },
         callbacks=[
-            callback("controller_leaks.WorkerRollout", max_new_tokens=arguments.max_new_tokens, is_variable=True),
+            callback("controller_leaks.WorkerRollout", max_new_tokens=arguments.max_new_tokens),
             callback("RemotizeOnHeadOnly"),
             callback("controller_leaks.WorkerLevels"),
             callback("controller_leaks.ControllerLevels"),

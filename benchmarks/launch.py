@@ -268,7 +268,7 @@ def run_jobs(
         jobs: what to run.
         arguments: of :func:`benchmark_parser`.
         runs_per_device: that may share one.
-        deadline: of `time.monotonic`, at which the rest is stopped.
+        deadline: of `time.monotonic`, at which runs are stopped, and after which none is started.
 
     Yields:
         The runs in the jobs' order, each when it has ended, well or not.
@@ -280,15 +280,15 @@ def run_jobs(
     room = dict.fromkeys(range(num_devices), runs_per_device)
     changed = Condition()
 
-    def run(job: Job) -> Run:
+    def run(job: Job) -> Run | None:
         with changed:
             changed.wait_for(lambda: sum(places > 0 for places in room.values()) >= job.num_devices)
             devices = sorted(room, key=lambda device: -room[device])[: job.num_devices]
             for device in devices:
                 room[device] -= 1
         try:
-            timeout = min(deadline - time.monotonic(), RUN_TIMEOUT)
-            return fit(job, arguments, sorted(devices), timeout=timeout)
+            left = deadline - time.monotonic()
+            return fit(job, arguments, sorted(devices), timeout=min(left, RUN_TIMEOUT)) if left > 0 else None
         finally:
             with changed:
                 for device in devices:
@@ -296,7 +296,7 @@ def run_jobs(
                 changed.notify_all()
 
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        yield from pool.map(run, jobs)
+        yield from filter(None, pool.map(run, jobs))
 
 
 def count_gpus() -> int:

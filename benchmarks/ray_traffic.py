@@ -1,4 +1,4 @@
-"""A callback for controller.py: each step from end to end, the bytes between this process and Ray, and its GPU."""
+"""For controller.py: each step from end to end, the bytes between this process and Ray, its GPU; Ray's object store."""
 
 import json
 import math
@@ -91,6 +91,14 @@ class StepTrace(CSVTrace):
                 "mib": own_mib(trainer.strategy.group.process_ids()),
             }
             (run_dir(trainer) / "device.json").write_text(json.dumps(found))
+
+
+def object_store_bytes() -> float:
+    """What is used of Ray's object store, of all nodes, as these last reported it."""
+    import ray
+
+    name = "object_store_memory"
+    return float(ray.cluster_resources()[name] - ray.available_resources().get(name, 0.0))
 
 
 def own_mib(others: list[int]) -> float | None:

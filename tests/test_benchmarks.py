@@ -1,5 +1,7 @@
 """The scripts of benchmarks/ say what they take, and measure a run from end to end."""
 
+import argparse
+import importlib
 import importlib.util
 import json
 import math
@@ -64,6 +66,18 @@ def run_benchmark(tmp_path: Path, models: Path) -> RunBenchmark:
         return run_python(BENCHMARKS / f"{name}.py", *usual, *shlex.split(options), folder=tmp_path).stdout
 
     return run
+
+
+def test_bounds_on_staleness_rise_within_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    asynchronous = importlib.import_module("asynchronous")
+    splits = [asynchronous.split(text) for text in ("1+1", "2+2", "1+3")]
+    arguments = argparse.Namespace(splits=splits, tensor_parallel=[4, 1, 2], staleness=[4, 0, 1], warm_up=2, steps=5)
+    colocated, *_ = placements = asynchronous.placements(arguments)
+    assert placements == [(2, 0, 1), (1, 1, 1), (2, 0, 2), (4, 0, 1), (2, 2, 1), (1, 3, 1), (4, 0, 2), (4, 0, 4)]
+    assert asynchronous.phases(arguments, colocated) == [(0, 0, 2, 5)]
+    # Of the steps at 1 and at 4 one and four more do not count.
+    assert asynchronous.phases(arguments, splits[2]) == [(0, 0, 2, 5), (1, 5, 8, 11), (4, 11, 17, 20)]
 
 
 def test_kernels_are_grouped_and_gaps_are_found(tmp_path: Path) -> None:
