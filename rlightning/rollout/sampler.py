@@ -1,4 +1,11 @@
-"""What samples from the policy, whatever runs it and wherever it is."""
+"""What samples from the policy, whatever runs it and wherever it is.
+
+There are two protocols, as requests come from rank 0 alone, while weights and memory may belong to any rank. A
+:class:`TokenSampler` answers requests, which is all that environments ask: vLLM's engines do it as one
+:class:`~rlightning.rollout.engine_pool.EnginePool`, and each rank starts its own engines, sends them weights and lets
+them sleep (:class:`~rlightning.rollout.rank_engines.RankEngines`). A :class:`Sampler`, which is what a sampler of your
+own implements, is a whole one in rank 0's process, and does that for itself.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -175,7 +182,7 @@ class HasGenerator(Protocol):
 
 
 class TokenSampler(Protocol):
-    """Samples from the policy; the methods may be called for many prompts at once."""
+    """Answers requests to the policy; the methods may be called for many prompts at once."""
 
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
@@ -253,7 +260,7 @@ def follows_schemas(sampler: TokenSampler) -> bool:
 
 
 class Sampler(TokenSampler, Protocol):
-    """Holds a copy of the policy and samples from it.
+    """A :class:`TokenSampler` in rank 0's process that holds its own copy of the policy.
 
     Attributes:
         weight_version: of the weights that it holds; None before the first ones came, and while it sleeps.
