@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 
 from rlightning import intervals
-from rlightning.parallel.failures import Failure
+from rlightning.parallel.rank_failure import Failure
 from rlightning.python_values import JsonObject
 from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server
 from rlightning.rpc import connect as connect_url

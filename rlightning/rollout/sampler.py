@@ -119,8 +119,6 @@ def temperature_rule(temperature: float) -> dict[str, bool]:
     return {rule: temperature == 0 or lowest <= temperature <= highest}
 
 
-Request = tuple[Prompt, int]
-"""A prompt with the number of its random stream."""
 OnCompleted = Callable[[Prompt, list[Trajectory]], None]
 """Called with a prompt and all of its trajectories while others are still generated, once or, for some, not at all."""
 

@@ -18,7 +18,7 @@ from rlightning import intervals
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
 from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect
-from rlightning.parallel.failures import Failure, describe, is_failure
+from rlightning.parallel.rank_failure import Failure, describe, is_failure
 from rlightning.rpc import LoopThread, Peer
 from rlightning.rpc.peer import Method
 
@@ -28,7 +28,7 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
 import torch, torch.distributed as dist
 from rlightning import intervals
-from rlightning.parallel.failure import FailureWatch
+from rlightning.parallel.failure_watch import FailureWatch
 
 intervals.FAILURE_ANSWER_TIMEOUT = 60  # however slow rank 0 is
 

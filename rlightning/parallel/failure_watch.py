@@ -26,8 +26,8 @@ from rlightning.error_report import INTERRUPTED, show_error
 from rlightning.parallel.barrier import BarrierError, barrier, report_arrivals, write_failure
 from rlightning.parallel.cpu_group import Connection, barrier_timeout, connection, leave_groups
 from rlightning.parallel.failure_server import FailureServer, connect
-from rlightning.parallel.failures import DISCONNECTED, Failure, is_failure, is_of_collective
 from rlightning.parallel.hang_watch import HangWatch
+from rlightning.parallel.rank_failure import DISCONNECTED, Failure, is_failure, is_of_collective
 from rlightning.parallel.rank_store import StoreError
 from rlightning.parallel.stacks import StackRecorder, record_all, start_recorder
 from rlightning.processes.liveness import Deadline
