@@ -37,7 +37,8 @@ def import_object(path: object, what: str, package: str = "my_package") -> objec
     while names:
         name, *names = names
         if not hasattr(found, name):
-            known = [one for one in (found.__all__ if hasattr(found, "__all__") else dir(found)) if one[0] != "_"]
+            exported = found.__all__ if hasattr(found, "__all__") and not names else dir(found)
+            known = [one for one in exported if not one.startswith("_")]
             owner = found.__name__ if hasattr(found, "__name__") else type(found).__name__
             kinds = "module or class" if names else "class or function"
             raise ConfigError(f"{what}: '{owner}' has no {kinds} '{name}'. {did_you_mean(name, known)}")
