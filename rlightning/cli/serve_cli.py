@@ -15,7 +15,8 @@ from rlightning.models import describe_length_limit
 from rlightning.module import RLModule
 from rlightning.protocols import HasPromptLimit, has
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.service import SCHEME, EngineService, listen
+from rlightning.rollout.service import EngineService, listen
+from rlightning.rpc import make_url
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE, read_key
 from rlightning.trainer import find_callback
 
@@ -81,7 +82,7 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
     config = cli.configure_engine(f"engine-{shown}-{bound}")
 
     def announce() -> None:
-        url = f"{SCHEME}://{shown}:{bound}"
+        url = make_url(shown, bound)
         sys.stdout.write(f"The engine of {config.engine_args['model']} listens at {url}; its log: {config.log_file}\n")
         sys.stdout.flush()
 

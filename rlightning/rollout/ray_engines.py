@@ -28,7 +28,8 @@ from rlightning.errors import ConfigError
 from rlightning.protocols import SampledPolicy
 from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.sampler import Sampling
-from rlightning.rollout.service import SCHEME, EngineService, listen
+from rlightning.rollout.service import EngineService, listen
+from rlightning.rpc import make_url
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class EngineActor:
 
     def url(self) -> str:
         """Return the URL at which the engine will listen."""
-        return f"{SCHEME}://{self._host}:{self._listener.getsockname()[1]}"
+        return make_url(self._host, self._listener.getsockname()[1])
 
     def run(
         self,

@@ -26,7 +26,6 @@ from rlightning.rollout.vllm.launcher import EngineProcess
 
 log = logging.getLogger(__name__)
 
-SCHEME = "tcp"
 MAX_RESTARTS = 3
 """Maximum number of restarts of an engine until it has answered a request for samples."""
 
