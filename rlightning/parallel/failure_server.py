@@ -22,8 +22,7 @@ from dataclasses import asdict
 from rlightning import intervals
 from rlightning.parallel.rank_failure import Failure
 from rlightning.python_values import JsonObject
-from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server, make_url, new_key
-from rlightning.rpc import connect as connect_url
+from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server, connect, make_url, new_key
 from rlightning.rpc.peer import Method
 
 MAX_STRANGERS = 32
@@ -180,12 +179,12 @@ async def _notify(peer: Peer, method: str, argument: object) -> None:
         await peer.notify(method, argument)
 
 
-async def connect(addresses: Iterable[str], port: int, key: bytes, methods: Mapping[str, Method]) -> Peer:
+async def connect_rank(addresses: Iterable[str], port: int, key: bytes, methods: Mapping[str, Method]) -> Peer:
     """Connect a rank to the server at the first of ``addresses`` that answers."""
     errors = []
     for address in addresses:
         try:
-            return await connect_url(
+            return await connect(
                 make_url(address, port),
                 key,
                 methods,

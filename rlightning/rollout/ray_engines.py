@@ -28,7 +28,7 @@ from rlightning.errors import ConfigError
 from rlightning.protocols import SampledPolicy
 from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.sampler import Sampling
-from rlightning.rollout.service import EngineService, listen
+from rlightning.rollout.service import EngineService, open_listener
 from rlightning.rpc import make_url
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class EngineActor:
 
         find_address: Any = ray.util.get_node_ip_address
         self._host = str(find_address())
-        self._listener: socket.socket = listen(self._host, 0)
+        self._listener: socket.socket = open_listener(self._host, 0)
         self._has_run = False
 
     def url(self) -> str:

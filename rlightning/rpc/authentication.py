@@ -54,10 +54,10 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def make_url(host: str, port: int) -> str:
-    """Return the URL of a server, which :func:`parse_url` reads."""
+def make_url(host: str, port: int, scheme: str = SCHEME) -> str:
+    """Return the URL of a server."""
     shown = f"[{host}]" if ":" in host else host
-    return f"{SCHEME}://{shown}:{port}"
+    return f"{scheme}://{shown}:{port}"
 
 
 def parse_url(url: str) -> tuple[str, int]:

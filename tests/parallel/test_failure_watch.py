@@ -17,7 +17,7 @@ from waiting import wait_for
 from rlightning import intervals
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
-from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect
+from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect_rank
 from rlightning.parallel.rank_failure import Failure, describe, is_failure
 from rlightning.rpc import LoopThread, Peer
 from rlightning.rpc.peer import Method
@@ -228,7 +228,7 @@ class Hub:
             self.ends[number] = failure
 
         methods: dict[str, Method] = {"rank": rank, "end": end}
-        return self.loop.run(connect(["localhost"], self.server.port, key or self.server.key, methods), 60)
+        return self.loop.run(connect_rank(["localhost"], self.server.port, key or self.server.key, methods), 60)
 
     def send(self, peer: Peer, method: str, *arguments: Any) -> None:
         self.loop.run(peer.call(method, *arguments), 60)

@@ -59,7 +59,7 @@ def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | N
     if lacking:
         return f"this version of vLLM, too old or too new, has no {lacking[0]}"
     names = config.architectures or []
-    found = next((place for name in names if (place := find_class(name)) is not None), None)
+    found = next((place for name in names if (place := find_model_class(name)) is not None), None)
     if found is None:
         return f"vLLM has no model class of its own for {' or '.join(names) or config.model_type}"
     if not supports_adapters(*found):
@@ -68,7 +68,7 @@ def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | N
 
 
 @cache
-def find_class(architecture: str) -> tuple[str, str] | None:
+def find_model_class(architecture: str) -> tuple[str, str] | None:
     """Return the module and the name of vLLM's class for an architecture; None if its registry has none."""
     registry = source_of(f"{MODELS}.registry")
     entry = re.search(rf'"{re.escape(architecture)}":\s*\(\s*"([\w.]+)",\s*"(\w+)"', registry)
