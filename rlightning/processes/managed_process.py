@@ -88,8 +88,16 @@ class ManagedProcess:
             return self._process.wait(seconds)
         return None
 
-    def terminate(self) -> int | None:
-        """Kill the process and all others of its group; return its exit code."""
+    def terminate(self, grace: float = 0.0) -> int | None:
+        """End the process and all others of its group; return its exit code.
+
+        Args:
+            grace: seconds between SIGTERM and SIGKILL; without any there is no SIGTERM.
+        """
+        if grace > 0 and self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGTERM)
+            self.wait(grace)
         code = self.exit_code  # before it is killed
         end_group(self.pid)
         # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
