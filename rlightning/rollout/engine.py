@@ -48,29 +48,18 @@ class EngineSampler(ABC):
         """Call a method of :class:`~rlightning.rollout.vllm.server.VLLMServer` by its name."""
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
-    ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`; ``session`` makes no difference to a single engine.
-
-        Amid a weight update it waits for the end of the update.
-        """
-        return await self._sample(None, token_ids, sampling, num_samples)
-
-    async def stream(
         self,
-        on_tokens: OnTokens,
         token_ids: Sequence[int],
         sampling: Sampling,
         *,
         num_samples: int = 1,
         session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
-        return await self._sample(on_tokens, token_ids, sampling, num_samples)
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`; ``session`` makes no difference to a single engine.
 
-    async def _sample(
-        self, on_tokens: OnTokens | None, token_ids: Sequence[int], sampling: Sampling, num_samples: int
-    ) -> list[Sample]:
+        Amid a weight update it waits for the end of the update.
+        """
         files = self.files
         arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
         if on_tokens is None:

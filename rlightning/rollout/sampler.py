@@ -179,11 +179,21 @@ class HasGenerator(Protocol):
     sampling: Sampling
 
 
+OnTokens = Callable[[int, Sequence[int]], None]
+"""A function that is called with the number of a sample and its next tokens."""
+
+
 class TokenSampler(Protocol):
     """Answers requests to the policy; the methods may be called for many prompts at once."""
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         """Sample continuations of one token sequence.
 
@@ -194,6 +204,8 @@ class TokenSampler(Protocol):
             num_samples: how many.
             session: names what is likely to be followed by longer sequences that begin alike, so that they go to where
                 the keys and values of this one are.
+            on_tokens: called meanwhile, on the caller's event loop, by a sampler with partial output; not necessarily
+                for the last tokens of a sample.
 
         Returns:
             ``num_samples`` of them, each token with its log-probability under the distribution that it was drawn from,
@@ -205,43 +217,6 @@ class TokenSampler(Protocol):
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Return log-probabilities (temperature 1) of ``token_ids`` [P] under its weights: [P], 0 for the first."""
-
-
-OnTokens = Callable[[int, Sequence[int]], None]
-"""A function that is called with the number of a sample and its next tokens."""
-
-
-class TokenStreamer(Protocol):
-    """A :class:`TokenSampler` with partial output; others give a sample when it is whole."""
-
-    async def stream(
-        self,
-        on_tokens: OnTokens,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        num_samples: int = 1,
-        session: str | None = None,
-    ) -> list[Sample]:
-        """Do as :meth:`TokenSampler.sample`, and call ``on_tokens`` meanwhile, on the caller's event loop.
-
-        It need not be called for the last tokens of a sample.
-        """
-
-
-async def stream_tokens(
-    sampler: TokenSampler,
-    on_tokens: OnTokens,
-    token_ids: Sequence[int],
-    sampling: Sampling,
-    *,
-    num_samples: int = 1,
-    session: str | None = None,
-) -> list[Sample]:
-    """Sample as :meth:`TokenStreamer.stream`; a sampler without partial output never calls ``on_tokens``."""
-    if has(sampler, TokenStreamer):
-        return await sampler.stream(on_tokens, token_ids, sampling, num_samples=num_samples, session=session)
-    return await sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
 
 
 class StructuredSampler(Protocol):

@@ -28,7 +28,7 @@ from rlightning.rollout.engine import make_samples
 from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.sampler import Sampling
+from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.rollout.token_choice import choose_tokens
 from rlightning.rollout.weights import WeightSource
 from rlightning.types import RolloutBatch, Sample
@@ -113,9 +113,15 @@ class TransformersSampler:
     # Requests
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :meth:`Sampler.sample`; a session changes nothing here."""
+        """See :meth:`Sampler.sample`; it gives whole samples, to any session."""
         request = _SampleRequest(list(token_ids), sampling)
         request.sequences = [_Sequence(request, draw_uniforms(sampling, number)) for number in range(num_samples)]
         longest = len(request.token_ids) + sampling.max_new_tokens
