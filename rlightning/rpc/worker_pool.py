@@ -363,7 +363,7 @@ class _Worker:
         finally:
             if self._output is not None:
                 self._output.close_fd()
-        self._connected, _ = await connect_process(process, {"request": self._serve}, ready_timeout=timeout)
+        self._connected = await connect_process(process, {"request": self._serve}, ready_timeout=timeout)
         try:
             await self._connected.call("setup", *setup, timeout=deadline.remaining)
         except ConnectionLostError:
