@@ -78,7 +78,7 @@ async def connect_process(process: ManagedProcess, methods: Mapping[str, Method]
     Raises:
         ProcessStartError: it ended before, or took too long; its message has the end of the process's log.
     """
-    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def set_ready() -> None:
         if not ready.done():
