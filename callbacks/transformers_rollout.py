@@ -101,14 +101,14 @@ class TransformersRollout(RolloutCallback):
         dtype = self._resolve_dtype(device)
         self._device, self._sampler_dtype = device, dtype
         self.verification.begin_run(module, self.max_sequence_length, dtype, device)
-        runner, verifier, engines = None, None, list[InProcessSampler]()
+        runner, verifier, samplers = None, None, list[InProcessSampler]()
         if global_rank() == COLLECTOR_RANK:
             self._sampler = self.make_sampler(module, device, dtype)
             self._sampler.sleep()
             runner, verifier = self.make_runner(self._sampler), self.make_verifier(self._sampler, dtype)
-            engines = [InProcessSampler(self._sampler, runner.loop)]
-        samplers = InProcessSamplers(engines, dtype, can_sleep=can_sleep(device))
-        sync = WeightSync(self._trainer, module, samplers, self.verification)
+            samplers = [InProcessSampler(self._sampler, runner.loop)]
+        rank_samplers = InProcessSamplers(samplers, dtype, can_sleep=can_sleep(device))
+        sync = WeightSync(self._trainer, module, rank_samplers, self.verification)
         self._collector = Collector(
             runner, InFlight(0), sync, max_failed_share=self.max_failed_share, verifier=verifier
         )

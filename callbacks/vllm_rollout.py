@@ -194,7 +194,7 @@ class VLLMRollout(RolloutCallback):
 
     def _make_collector(self, engines: RankEngines, files: ModelFiles) -> Collector:
         """Connect rank 0 to the engines of all ranks; a collective."""
-        self._network = EngineNetwork(engines.engines, files)
+        self._network = EngineNetwork(engines.samplers, files)
         sync = partial(WeightSync, self._trainer, self._module, engines, self.verification, self._room)
         if global_rank() != COLLECTOR_RANK:
             return Collector(None, self.in_flight, sync())
@@ -277,7 +277,7 @@ class VLLMRollout(RolloutCallback):
     @property
     def engine(self) -> Engine | None:
         """This rank's first engine; None while there is none."""
-        engines = [] if self._engines is None else self._engines.engines
+        engines = [] if self._engines is None else self._engines.samplers
         return engines[0] if engines else None
 
     # When it is needed, and when not

@@ -18,7 +18,7 @@ from rlightning.error_report import INTERRUPTED, exit_code, is_other_rank, show_
 from rlightning.errors import ConfigError, did_you_mean, find_run_error
 
 if TYPE_CHECKING:
-    from rlightning.parallel.failure import FailureWatch
+    from rlightning.parallel.failure_watch import FailureWatch
 
 COMMANDS = {
     "fit": "train a model",
@@ -192,13 +192,13 @@ def end(error: BaseException) -> int:
 
 def active_watch() -> "FailureWatch | None":
     """Return the failure watch of this rank, if the ranks have connected."""
-    failure = sys.modules.get("rlightning.parallel.failure")
+    failure = sys.modules.get("rlightning.parallel.failure_watch")
     return failure.active_watch() if failure is not None else None
 
 
 def is_of_peer(error: BaseException) -> bool:
     """Return whether ``error`` is the consequence of another rank's error, which that rank shows itself."""
-    failure = sys.modules.get("rlightning.parallel.failure")
+    failure = sys.modules.get("rlightning.parallel.failure_watch")
     return failure is not None and isinstance(error, failure.PeerFailure)
 
 

@@ -157,7 +157,7 @@ def find_run_error(error: BaseException) -> RunError | None:
             f"Weights & Biases: {cut_line(error).rstrip('.')}. Without its server, set WANDB_MODE=offline."
         )
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
+    if torch is not None and hasattr(torch, "OutOfMemoryError") and isinstance(error, torch.OutOfMemoryError):
         return DeviceMemoryError(
             f"{cut_line(error)} Lower model.max_tokens_per_microbatch, or set model.gradient_checkpointing: true; "
             "`rlightning plan` shows what a run takes."

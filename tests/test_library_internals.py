@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Set
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import getsource, unwrap
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,6 +14,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProg
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
+from rlightning.rollout.vllm.vllm_source import source_of
+
 PACKAGE = Path(__file__).parent.parent / "rlightning"
 CALLBACKS = PACKAGE.parent / "callbacks"
 LIBRARIES = ("lightning", "torch", "ray", "transformers", "jsonargparse", "vllm", "peft", "datasets")
@@ -22,6 +25,7 @@ INTERNALS = {
     "ray": "controller/ray_internals.py",
     "torch": "torch_internals.py",
     "transformers": "models/transformers_internals.py",
+    "vllm": "rollout/vllm/vllm_internals.py",
 }
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 DOCUMENTED = {"_asdict", "_fields", "_make", "_replace", "_current_frames", "_exit", "_getframe"}
@@ -54,11 +58,6 @@ ALLOWED = {
         "_call_children_scripts": "of the launcher that this one is: launch() also runs the function"
     },
     "report/loggers.py": {"_experiment": "the property opens another file where there is none"},
-    "rollout/vllm/adapters.py": {"_adapter_manager _last_mapping": "vLLM's adapters on a worker have no public names"},
-    "rollout/vllm/scheduler.py": {"_pause_state": "of the scheduler that this one is, which only sets it in public"},
-    "rollout/vllm/weight_receiver.py": {
-        "_custom_ops _supports_onednn": "the switch by which vLLM packs weights on a CPU"
-    },
     "rollout/weights/transfer_group.py": {
         "_Options _devices _timeout": "of a gloo group outside the default one, which torch makes by these alone",
     },
@@ -119,6 +118,12 @@ WRITTEN_IN = {
     "_weight_conversions": "transformers.core_model_loading",
 }
 """Attributes of objects, which these modules set or read."""
+VLLM = {
+    "vllm._custom_ops": "_supports_onednn",
+    "vllm.lora.model_manager": "_last_mapping",
+    "vllm.lora.worker_manager": "_adapter_manager",
+}
+"""Names in the source of these modules."""
 MODULES = {
     "torch.cuda.memory": ("_set_allocator_settings",),
     "torch.distributed.distributed_c10d": ("_get_default_store", "_set_pg_timeout", "_world"),
@@ -177,6 +182,13 @@ def test_private_names_of_transformers_are_where_they_were() -> None:
         if name not in getsource(import_module(module)):
             moved.append(name)
     assert moved == [], f"transformers has moved or renamed {moved}: adapt rlightning/models/transformers_internals.py"
+
+
+def test_private_names_of_vllm_are_where_they_were() -> None:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    moved = [f"{module}: {name}" for module, name in VLLM.items() if name not in source_of(module)]
+    assert moved == [], f"vLLM has moved or renamed {moved}: adapt rlightning/rollout/vllm/vllm_internals.py"
 
 
 def test_private_names_of_jsonargparse_are_where_they_were() -> None:

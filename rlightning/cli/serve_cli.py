@@ -15,7 +15,8 @@ from rlightning.models import describe_length_limit
 from rlightning.module import RLModule
 from rlightning.protocols import HasPromptLimit, has
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.service import SCHEME, EngineService, listen
+from rlightning.rollout.service import EngineService, open_listener
+from rlightning.rpc import make_url
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE, read_key
 from rlightning.trainer import find_callback
 
@@ -75,13 +76,13 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
         port: where to listen; 0 is any that is free.
     """
     cli = ServeCLI(args=["fit", *options])
-    listener = listen(host, port)
+    listener = open_listener(host, port)
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
     bound = listener.getsockname()[1]
     config = cli.configure_engine(f"engine-{shown}-{bound}")
 
     def announce() -> None:
-        url = f"{SCHEME}://{shown}:{bound}"
+        url = make_url(shown, bound)
         sys.stdout.write(f"The engine of {config.engine_args['model']} listens at {url}; its log: {config.log_file}\n")
         sys.stdout.flush()
 

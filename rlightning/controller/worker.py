@@ -36,9 +36,9 @@ from rlightning.foreign_text import cut
 from rlightning.lightning_internals import checkpoint_connector, epoch_results, loaded_checkpoint, logged_metrics
 from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, resolve_execution_mode
-from rlightning.parallel.failure import active_watch
-from rlightning.parallel.failures import describe
+from rlightning.parallel.failure_watch import active_watch
 from rlightning.parallel.launcher import find_port
+from rlightning.parallel.rank_failure import describe
 from rlightning.parallel.stacks import record_own
 from rlightning.parallel.trainer_stages import ValidatesFirst, validate_in_fit
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE

@@ -142,10 +142,6 @@ class WorkerGroup:
         for _, actor, share in self._each(shares):
             self._call(actor, "supply", number, share)
 
-    def process_ids(self) -> list[int]:
-        """Return the workers' process ids on their hosts, by rank."""
-        return self._get(self._call_all("process_id"))
-
     def record_stacks(self, reason: str) -> None:
         """Have each worker record its stacks; returns at once."""
         self._call_all("record_stacks", reason)

@@ -19,7 +19,7 @@ class Limited(Protocol):
 
 
 @runtime_checkable
-class Sampling(Protocol):
+class HasSampling(Protocol):
     """The callback that samples completions; a protocol, because its package imports this one."""
 
     @property
@@ -44,7 +44,7 @@ def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> t
     The callback that samples completions, if any are sampled, is among ``callbacks``. A ConfigError if they leave no
     room.
     """
-    samplings = (callback.sampling for callback in callbacks if isinstance(callback, Sampling))
+    samplings = (callback.sampling for callback in callbacks if isinstance(callback, HasSampling))
     new_tokens = next((sampling.max_new_tokens for sampling in samplings if isinstance(sampling, Limited)), None)
     limit = default_prompt_limit(max_model_length, new_tokens)
     if limit == PROMPT_TOKENS:

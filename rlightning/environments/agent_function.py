@@ -12,8 +12,8 @@ from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
+from rlightning.dotted_path import import_object, name_object
 from rlightning.environments.agent_limit import is_limit
-from rlightning.environments.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.step_object import call_function, is_async
 from rlightning.errors import ConfigError

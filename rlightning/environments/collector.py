@@ -23,8 +23,8 @@ from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.rollout.async_metrics import StepTotals
 from rlightning.rollout.in_flight import Group, InFlight, token_staleness
 from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.requests import group_sampling
-from rlightning.rollout.sampler import OnCompleted, Request, Sampling, sampling_settings
+from rlightning.rollout.requests import PromptStream, group_sampling
+from rlightning.rollout.sampler import OnCompleted, Sampling, sampling_settings
 from rlightning.types import Prompt, Trajectory
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Collector:
         return totals
 
     def generate(
-        self, requests: Sequence[Request], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
+        self, requests: Sequence[PromptStream], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
         """Complete this rank's prompts, beside what is in flight; returns their trajectories in the prompts' order.
 
@@ -163,7 +163,7 @@ class Collector:
 
     def collect_trajectories(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[PromptStream],
         num_samples: int,
         sampling: Sampling,
         on_completed: OnCompleted | None,
@@ -215,7 +215,7 @@ class Collector:
         return next(iter(all_to_all_objects(groups, name="trajectories").values()))
 
     def _start_groups(
-        self, added: Sequence[Request], room: int, version: int, num_samples: int, sampling: Sampling
+        self, added: Sequence[PromptStream], room: int, version: int, num_samples: int, sampling: Sampling
     ) -> None:
         """Put prompts in flight, and start groups, requeued and resumed ones too, as far as there is room."""
         flight, settings = self.in_flight, sampling_settings(num_samples, sampling)

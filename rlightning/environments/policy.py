@@ -10,7 +10,6 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
@@ -22,7 +21,7 @@ from rlightning.environments.snapshots import SavedTrajectory, copy_plain
 from rlightning.errors import RequestRefusedError, StreamLostError
 from rlightning.foreign_text import cut, cut_line
 from rlightning.python_values import JsonObject
-from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
+from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import (
     BranchReason,
@@ -288,8 +287,9 @@ class RecordedPolicy:
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             try:
-                sample = self._sampler.sample if on_tokens is None else partial(stream_tokens, self._sampler, on_tokens)
-                samples = await sample(token_ids, sampling, num_samples=num_samples, session=self._session)
+                samples = await self._sampler.sample(
+                    token_ids, sampling, num_samples=num_samples, session=self._session, on_tokens=on_tokens
+                )
             except Exception as error:
                 # That a schema is refused is the client's own error, and the trajectory goes on.
                 is_refusal = isinstance(error, RequestRefusedError) and not isinstance(error, StreamLostError)

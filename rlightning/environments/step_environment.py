@@ -9,7 +9,7 @@ from functools import cached_property
 from numbers import Real
 from typing import Any, NamedTuple
 
-from rlightning.environments.dotted_path import import_object, name_object
+from rlightning.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.messages import Message
 from rlightning.environments.step_object import Closing, StepObject, read_state

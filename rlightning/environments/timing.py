@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.environments.clock import Clock
-from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
+from rlightning.rollout import OnTokens, Sampling, TokenSampler, follows_schemas
 from rlightning.types.trajectory import Sample
 
 
@@ -52,25 +52,18 @@ class TimedSampler(TokenSampler):
             self._seconds, self._began_at = self._count_seconds(), None
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
-    ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
-        with self._requesting():
-            return await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
-
-    async def stream(
         self,
-        on_tokens: OnTokens,
         token_ids: Sequence[int],
         sampling: Sampling,
         *,
         num_samples: int = 1,
         session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
         with self._requesting():
-            return await stream_tokens(
-                self._sampler, on_tokens, token_ids, sampling, num_samples=num_samples, session=session
+            return await self._sampler.sample(
+                token_ids, sampling, num_samples=num_samples, session=session, on_tokens=on_tokens
             )
 
     @contextmanager

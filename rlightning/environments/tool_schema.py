@@ -99,7 +99,7 @@ def describe_type(hint: object, what: str) -> Schema:
     if origin is Literal:
         kinds = sorted({SIMPLE[type(value)] for value in arguments if type(value) in SIMPLE})
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(arguments)}
-    kind = getattr(origin, "__name__", "")
+    kind = origin.__name__ if isinstance(origin, type) else ""
     if kind in ARRAYS:
         items = [one for one in arguments if one is not ...]
         return {"type": "array", "items": describe_type(items[0], what)} if items else {"type": "array"}

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 from urllib.error import HTTPError, URLError
 
-from rlightning.environments.dotted_path import import_object, name_object
+from rlightning.dotted_path import import_object, name_object
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
 from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError

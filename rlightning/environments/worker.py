@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlightning import intervals
-from rlightning.environments.dotted_path import import_object
+from rlightning.dotted_path import import_object
 from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Reply
 from rlightning.environments.messages import AssistantMessage, Fields, Message, ToolCall
 from rlightning.environments.outcomes import check_outcome, outcome_to_plain

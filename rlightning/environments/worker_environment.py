@@ -26,7 +26,7 @@ from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
 from rlightning.rpc.connection import encode
 from rlightning.rpc.peer import Method
 from rlightning.rpc.worker_limits import WorkerLimits
-from rlightning.rpc.worker_pool import WorkerError, WorkerHungError, WorkerPool
+from rlightning.rpc.worker_pool import WorkerHungError, WorkerLostError, WorkerPool
 from rlightning.types.trajectory import Outcome, Prompt, Sample
 
 Made = TypeVar("Made")
@@ -137,7 +137,7 @@ class WorkerEnvironment(Environment):
             if error.type_name == TrajectoryLostError.__name__:
                 raise TrajectoryLostError(error.message, error.traceback, is_cause=False) from error
             outcome = failed_outcome(prompt, str(error), error.traceback)
-        except WorkerError as error:
+        except WorkerLostError as error:
             line, details = self._describe_end(pool, error)
             raise TrajectoryLostError(line, details, is_cause=not error.is_bystander) from error
         except (ProcessStartError, OSError) as error:
@@ -171,7 +171,7 @@ class WorkerEnvironment(Environment):
             self._pool = loop, pool
         return self._pool[1]
 
-    def _describe_end(self, pool: WorkerPool, error: WorkerError) -> tuple[str, str]:
+    def _describe_end(self, pool: WorkerPool, error: WorkerLostError) -> tuple[str, str]:
         """Return how a trajectory's worker exited, as one line and with the stacks of its threads.
 
         Raises an EnvironmentFailedError if too many have ended in a row.
@@ -192,7 +192,9 @@ class WorkerEnvironment(Environment):
         """Return why a worker did not start: its environment's own error where there is one."""
         cause = error.__cause__
         if isinstance(cause, RemoteError):
-            return ConfigError(cause.message, cut(cause.traceback))
+            is_mistake = cause.type_name == ConfigError.__name__
+            line = cause.message if is_mistake else f"{self.key}: {cut_line(cause)}."
+            return ConfigError(line, cut(cause.traceback))
         line, _, log = str(error).partition("\n")
         return ConfigError(f"{self.key}: {cut_line(line)}.", cut(log))
 

@@ -30,18 +30,17 @@ def aggregate(
     A trajectory has one sequence, or one for each of its branches.
 
     - token_mean: every token weighs the same, ``sum / tokens`` (DAPO, arXiv:2503.14476, eq. 12).
-    - turn_mean: every turn of the policy weighs the same, however many tokens it has: ``sum_k mean_t / turns``; what
-      frameworks do that train each turn as a sequence of its own (GiGPO, arXiv:2505.10978).
-    - trajectory_mean: every trajectory weighs the same, however many sequences it has:
-      ``sum_i mean_t / trajectories`` (GRPO, arXiv:2402.03300, eq. 3).
+    - turn_mean: every turn of the policy weighs the same, ``sum_k mean_t / turns``; what frameworks do that train each
+      turn as a sequence of its own (GiGPO, arXiv:2505.10978).
+    - trajectory_mean: each trajectory weighs the same, ``sum_i mean_t / trajectories`` (GRPO, arXiv:2402.03300, eq. 3).
     - sequence_mean: every sequence weighs the same, ``sum_i mean_t / sequences``; a trajectory of two weighs as two.
-    - group_mean: every group weighs the same, however many tokens and trajectories it has: ``sum_g mean_t / groups``.
+    - group_mean: every group weighs the same, ``sum_g mean_t / groups``.
     - constant: ``sum / (trajectories * constant)``: as token_mean without the bias of long batches towards small
       steps (Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the limit on completion tokens).
 
     Args:
         values: [T], a loss a token.
-        mask: [T] bool, the sampled tokens; a value outside counts for nothing, even if it is not finite.
+        mask: [T] bool, the sampled tokens; values outside do not count, be they finite or not.
         cu_seqlens: [N+1], the micro-batch's sequences, each whole.
         kind: which of the above.
         totals: sampled tokens, sequences, trajectories, groups and turns of the whole optimizer step.

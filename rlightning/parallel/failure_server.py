@@ -14,17 +14,15 @@ It goes over :mod:`rlightning.rpc`. A connection that ends before its rank has l
 
 import asyncio
 import contextlib
-import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 
 from rlightning import intervals
-from rlightning.parallel.failures import Failure
+from rlightning.parallel.rank_failure import Failure
 from rlightning.python_values import JsonObject
-from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server
-from rlightning.rpc import connect as connect_url
+from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server, connect, make_url, new_key
 from rlightning.rpc.peer import Method
 
 MAX_STRANGERS = 32
@@ -61,7 +59,7 @@ class FailureServer:
     ) -> None:
         self._ranks, self._left = range(world_size), set[int]()
         self._on_first, self._find_cause, self._on_report, self._on_leave = on_first, find_cause, on_report, on_leave
-        self.key = secrets.token_bytes(32)
+        self.key = new_key()
         self.cleaning_up, self.is_over = set[int](), threading.Event()
         if socket.has_dualstack_ipv6():
             self._listener = socket.create_server(
@@ -181,14 +179,13 @@ async def _notify(peer: Peer, method: str, argument: object) -> None:
         await peer.notify(method, argument)
 
 
-async def connect(addresses: Iterable[str], port: int, key: bytes, methods: Mapping[str, Method]) -> Peer:
+async def connect_rank(addresses: Iterable[str], port: int, key: bytes, methods: Mapping[str, Method]) -> Peer:
     """Connect a rank to the server at the first of ``addresses`` that answers."""
     errors = []
     for address in addresses:
-        host = f"[{address}]" if ":" in address else address
         try:
-            return await connect_url(
-                f"tcp://{host}:{port}",
+            return await connect(
+                make_url(address, port),
                 key,
                 methods,
                 timeout=intervals.JOIN_TIMEOUT,

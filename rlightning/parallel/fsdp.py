@@ -20,14 +20,41 @@ from rlightning.parallel.strategy import ConnectedRanks
 from rlightning.torch_internals import set_group_timeout
 
 
-class MeshStrategy(ModelParallelStrategy):
-    """Base of strategies with a mesh of three dimensions: replicas of the weights, their shards, and tensor
-    parallelism.
+class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
+    """Shards weights, gradients and optimizer state over the ranks (FSDP2); optionally with tensor parallelism inside.
 
-    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank. Arguments are :class:`FSDP`'s.
+    ``trainer.strategy: rlightning.parallel.FSDP``, or ``fsdp2`` for one without arguments. With
+    ``trainer.precision: bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in
+    float32. The number of data-parallel ranks is what is left: ranks / ``tensor_parallel_size``. The mesh has three
+    dimensions: copies of the weights, their shards, and tensor parallelism. Global rank = data-parallel rank x
+    ``tensor_parallel_size`` + tensor-parallel rank.
+
+    Args:
+        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
+        shard_size: data-parallel ranks that share one copy of the weights; further ones hold copies of it (hybrid
+            sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
+        cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
+            ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
+        reshard_after_forward: free a layer's gathered weights between its forward and its backward. False gathers
+            once an optimizer step and needs memory for the whole model, in the dtype of the forward.
+        reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
+            its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
+        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
+            at a barrier, and in a collective of the devices.
+        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
     """
 
-    def __init__(self, *, tensor_parallel_size: int = 1, shard_size: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        shard_size: int | None = None,
+        cpu_offload: CPUOffload = "none",
+        reshard_after_forward: bool = True,
+        reduce_every_microbatch: bool = True,
+        barrier_timeout: float = 1800.0,
+        failure_grace: float = intervals.CLEANUP_GRACE,
+    ) -> None:
         is_split, is_shared = tensor_parallel_size >= 1, shard_size is None or shard_size >= 1
         check_rules(
             {
@@ -35,9 +62,17 @@ class MeshStrategy(ModelParallelStrategy):
                 f"shard_size={shard_size} must be at least 1. Leave it out for all ranks": is_shared,
             }
         )
-        super().__init__(tensor_parallel_size=tensor_parallel_size)
-        self.tensor_parallel_size = tensor_parallel_size
-        self.shard_size = shard_size
+        if cpu_offload not in get_args(CPUOffload):
+            raise ConfigError(
+                f"cpu_offload='{cpu_offload}' is unknown. {did_you_mean(cpu_offload, get_args(CPUOffload))}"
+            )
+        super().__init__(
+            barrier_timeout=barrier_timeout, failure_grace=failure_grace, tensor_parallel_size=tensor_parallel_size
+        )
+        self.tensor_parallel_size, self.shard_size = tensor_parallel_size, shard_size
+        self.cpu_offload: CPUOffload = cpu_offload
+        self.reshard_after_forward = reshard_after_forward
+        self.reduce_every_microbatch = reduce_every_microbatch
 
     def _configure_launcher(self) -> None:
         """Make the launcher; called before any process is started or device is touched."""
@@ -69,7 +104,7 @@ class MeshStrategy(ModelParallelStrategy):
                 f"Use a divisor of {self.data_parallel_size}, or leave it out."
             )
 
-    def setup_environment(self) -> None:
+    def connect_ranks(self) -> None:
         """Connect to the other ranks and arrange them in the mesh."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup_device(self.root_device)
@@ -85,54 +120,6 @@ class MeshStrategy(ModelParallelStrategy):
             for dim in range(self._device_mesh.ndim):
                 set_group_timeout(self._device_mesh.get_group(dim), self._timeout)
         set_device_mesh(self.lightning_module, self._device_mesh)
-
-
-class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
-    """Shards weights, gradients and optimizer state over the ranks (FSDP2); optionally with tensor parallelism inside.
-
-    ``trainer.strategy: rlightning.parallel.FSDP``, or ``fsdp2`` for one without arguments. With
-    ``trainer.precision: bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in
-    float32. The number of data-parallel ranks is what is left: ranks / ``tensor_parallel_size``.
-
-    Args:
-        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
-        shard_size: data-parallel ranks that share one copy of the weights; further ones hold copies of it (hybrid
-            sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
-        cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
-            ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
-        reshard_after_forward: free a layer's gathered weights between its forward and its backward. False gathers
-            once an optimizer step and needs memory for the whole model, in the dtype of the forward.
-        reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
-            its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
-        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
-            at a barrier, and in a collective of the devices.
-        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
-    """
-
-    def __init__(
-        self,
-        *,
-        tensor_parallel_size: int = 1,
-        shard_size: int | None = None,
-        cpu_offload: CPUOffload = "none",
-        reshard_after_forward: bool = True,
-        reduce_every_microbatch: bool = True,
-        barrier_timeout: float = 1800.0,
-        failure_grace: float = intervals.CLEANUP_GRACE,
-    ) -> None:
-        super().__init__(
-            barrier_timeout=barrier_timeout,
-            failure_grace=failure_grace,
-            tensor_parallel_size=tensor_parallel_size,
-            shard_size=shard_size,
-        )
-        if cpu_offload not in get_args(CPUOffload):
-            raise ConfigError(
-                f"cpu_offload='{cpu_offload}' is unknown. {did_you_mean(cpu_offload, get_args(CPUOffload))}"
-            )
-        self.cpu_offload: CPUOffload = cpu_offload
-        self.reshard_after_forward = reshard_after_forward
-        self.reduce_every_microbatch = reduce_every_microbatch
 
     @property
     def sharding(self) -> Sharding:

@@ -34,7 +34,7 @@ ALIGNMENT = 16
 """Alignment in bytes of each shard in its buffer, which suits every dtype."""
 
 
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """torch's all-gather into one tensor; the name of torch before 2.13 is deprecated."""
 
 

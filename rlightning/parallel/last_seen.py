@@ -22,7 +22,7 @@ PYTHON, PACKAGES = (f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib",
 COLLECTIVES = f"{_folder_of('torch')}distributed{os.sep}"
 OWN = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("barrier", "collectives", "cpu_group", "failure", "hang_watch", "last_seen", "rank_store")
+    for name in ("barrier", "collectives", "cpu_group", "failure_watch", "hang_watch", "last_seen", "rank_store")
 )
 NUM_INNERMOST = 8
 """Innermost frames of a thread in which one of torch.distributed means that it waits in a collective."""

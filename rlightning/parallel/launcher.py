@@ -21,7 +21,7 @@ from rlightning.foreign_text import cut_line
 from rlightning.lightning_internals import SubprocessLauncher
 from rlightning.parallel.device import share_host_threads
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, read_launch
-from rlightning.parallel.failure import active_watch, end_children, exit_now, report_failure
+from rlightning.parallel.failure_watch import active_watch, end_children, exit_now, report_failure
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from rlightning.lightning_internals import SubprocessLauncher, last_saved, repla
 from rlightning.parallel.collectives import all_reduce
 from rlightning.parallel.cpu_group import connection, renew_connection
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode, is_controller
-from rlightning.parallel.failure import active_watch, end_children, exit_now
+from rlightning.parallel.failure_watch import active_watch, end_children, exit_now
 from rlightning.parallel.rank_store import StoreError
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from rlightning.lightning_internals import SubprocessLauncher
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import OPS
 from rlightning.parallel.cpu_group import cpu_group, set_barrier_timeout
-from rlightning.parallel.failure import FailureWatch, active_watch, report_failure
+from rlightning.parallel.failure_watch import FailureWatch, active_watch, report_failure
 from rlightning.parallel.launcher import RankLauncher, describe_rendezvous
 from rlightning.parallel.stacks import run_folder
 from rlightning.parallel.stop_signal import stop_signal
@@ -34,7 +34,7 @@ class ConnectedRanks(ParallelStrategy):
 
     - Lightning's barriers are :func:`~rlightning.parallel.barrier.barrier`, with the name of the calling function.
     - Broadcasts, reductions of metrics and decisions go over the CPU group, and touch the device only to read a tensor.
-    - The first failure of a rank ends all (:class:`~rlightning.parallel.failure.FailureWatch`).
+    - The first failure of a rank ends all (:class:`~rlightning.parallel.failure_watch.FailureWatch`).
     - SIGTERM stops all ranks before the same batch.
 
     Args:
@@ -75,7 +75,7 @@ class ConnectedRanks(ParallelStrategy):
             # NCCL kills a process whose collective has timed out: the failure watch comes first, and lets it clean up.
             self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
         try:
-            super().setup_environment()
+            self.connect_ranks()
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise describe_rendezvous(error) from error
         set_barrier_timeout(self.barrier_timeout)
@@ -88,6 +88,10 @@ class ConnectedRanks(ParallelStrategy):
             watch.start()
             watch.stop_at_exit()
         prepare_data_at_barrier(trainer)
+
+    def connect_ranks(self) -> None:
+        """Make the process groups, as Lightning's strategy does; override it for others."""
+        super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
         """Install the run's stop signal; called after the model exists and before Lightning's signal handlers."""

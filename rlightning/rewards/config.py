@@ -10,10 +10,11 @@ from typing import Any
 
 from rlightning.config.argument_checks import checked
 from rlightning.config.secret_arguments import hide_secrets, mask_secrets, resolve_secrets
+from rlightning.dotted_path import import_longest
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.python_values import module_name
 from rlightning.rewards.calls import RewardCallable
-from rlightning.rewards.lookup import check_kind, import_function, import_longest, is_async, unwrap
+from rlightning.rewards.lookup import check_kind, import_function, is_async, unwrap
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
 
@@ -147,7 +148,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
     data, modules = _pickle(function)
     modules |= _pickle(arguments)[1]
     if path is not None:
-        module = import_longest(path)[0].__name__
+        module = import_longest(path, name)[0].__name__
         modules.add(module)
         if data is None and module != "__main__":
             data = pickle.dumps(_Named(path))

@@ -1,68 +1,20 @@
 """Imports the reward function that a dotted path names, and checks that it can be one."""
 
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Iterator
 from operator import attrgetter
-from types import FunctionType, ModuleType
+from types import FunctionType
 
-from rlightning.errors import ConfigError, did_you_mean
-from rlightning.foreign_text import cut_line
+from rlightning.dotted_path import import_object
+from rlightning.errors import ConfigError
 from rlightning.rewards.calls import RewardCallable
 
 
 def import_function(path: str) -> object:
-    """Import the object of a dotted path: a function in a module, or an attribute of a class or object in one.
-
-    Raises:
-        ConfigError: there is no such module or attribute.
-    """
-    if "." not in path:
-        raise ConfigError(
-            f"The reward '{path}' is no dotted path. Write module.function, such as rlightning.rewards.{path}."
-        )
-    module, names = import_longest(path)
-    if len(names) > 1 and not hasattr(module, names[0]):
-        known = [name for name in vars(module) if not name.startswith("_")]
-        raise ConfigError(
-            f"The reward '{path}' cannot be imported: No module named '{module.__name__}.{names[0]}', and no class. "
-            f"{did_you_mean(names[0], known)}"
-        )
-    found: object = module
-    for name in names:
-        if not hasattr(found, name):
-            known = [n for n in vars(found).get("__all__") or vars(found) if not n.startswith("_")]
-            owner = found.__name__ if hasattr(found, "__name__") else type(found).__name__
-            raise ConfigError(f"'{owner}' has no reward function '{name}'. {did_you_mean(name, known)}")
-        found = getattr(found, name)
-    return found
-
-
-def import_longest(path: str) -> tuple[ModuleType, list[str]]:
-    """Import the longest prefix of a dotted path that is a module.
-
-    Returns:
-        The module, and what is left of the path.
-
-    Raises:
-        ConfigError: there is no such module, or it cannot be imported.
-    """
-    names = path.split(".")
-    for length in range(len(names) - 1, 0, -1):
-        module = ".".join(names[:length])
-        try:
-            return importlib.import_module(module), names[length:]
-        except ImportError as error:
-            if length > 1 and isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-                continue  # the last name may be of a class
-            raise ConfigError(
-                f"The reward '{path}' cannot be imported: {cut_line(error)}. Is its folder on PYTHONPATH?"
-            ) from error
-        except SyntaxError as error:
-            raise ConfigError(f"The reward '{path}' cannot be imported: {cut_line(error)}. Fix its module.") from error
-    raise AssertionError("the first name has been imported or refused")
+    """Import the object of a reward's dotted path; raises a ConfigError if there is none."""
+    return import_object(path, f"The reward '{path}'", "rlightning.rewards")
 
 
 def check_kind(function: object, name: str) -> RewardCallable:

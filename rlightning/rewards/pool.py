@@ -17,7 +17,7 @@ from rlightning.rewards.event_loop import MAX_CONCURRENT, free_thread, wait_canc
 from rlightning.rewards.sources import KeptSources, install
 from rlightning.rewards.worker import Setup
 from rlightning.rpc import ProcessStartError, background_loop
-from rlightning.rpc.worker_pool import WorkerDiedError, WorkerHungError, WorkerPool
+from rlightning.rpc.worker_pool import WorkerExitError, WorkerHungError, WorkerPool
 
 MAX_QUEUED = 3
 """Maximum number of queued calls of a worker of sync functions, besides the one that it runs."""
@@ -97,7 +97,7 @@ class RewardPool:
             did = "async reward function blocked its event loop for" if function.is_async else "reward function took"
             rule = f"TimeoutError: the {did} more than its timeout={function.timeout:g} s"
             return RewardResult.failed(f"{stack_in(error.stacks)}{rule}")
-        except WorkerDiedError as error:
+        except WorkerExitError as error:
             rule = f"ProcessDied: the reward function ended its process ({error})"
             return RewardResult.failed(f"{stack_in(error.stacks)}{rule}")
         except ProcessStartError as error:

@@ -18,9 +18,7 @@ from rlightning.rollout.sampler import (
     StructuredSampler,
     TakePrompts,
     TokenSampler,
-    TokenStreamer,
     follows_schemas,
-    stream_tokens,
 )
 
 __all__ = [
@@ -33,7 +31,5 @@ __all__ = [
     "StructuredSampler",
     "TakePrompts",
     "TokenSampler",
-    "TokenStreamer",
     "follows_schemas",
-    "stream_tokens",
 ]

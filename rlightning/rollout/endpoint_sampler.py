@@ -16,7 +16,7 @@ from rlightning.foreign_text import cut_line
 from rlightning.rollout.engine import make_samples
 from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.sampler import Sampling, TokenSampler
+from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler
 from rlightning.types import Sample
 
 log = logging.getLogger(__name__)
@@ -87,9 +87,15 @@ class EndpointSampler(TokenSampler):
             await self._client.aclose()
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`; a session changes nothing here."""
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`; it gives whole samples, to any session."""
         prompt = list(token_ids)
         text = await self._request(make_body(self.model, prompt, sampling, num_samples, self._returns_ids))
         try:

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
@@ -24,9 +24,6 @@ from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.rollout.vllm.launcher import EngineProcess
 from rlightning.types import Sample
 from rlightning.types.supports import Supports
-
-Request = Callable[..., Awaitable[object]]
-"""A function that calls a method of :class:`~rlightning.rollout.vllm.server.VLLMServer` by its name."""
 
 
 class EngineSampler(ABC):
@@ -48,37 +45,43 @@ class EngineSampler(ABC):
 
     @abstractmethod
     async def _request(self, method: str, *arguments: object) -> object:
-        """Call a method of the engine's server."""
+        """Call a method of :class:`~rlightning.rollout.vllm.server.VLLMServer` by its name."""
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
-    ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`; ``session`` makes no difference to a single engine.
-
-        Amid a weight update it waits for the end of the update.
-        """
-        return await self._sample(None, token_ids, sampling, num_samples)
-
-    async def stream(
         self,
-        on_tokens: OnTokens,
         token_ids: Sequence[int],
         sampling: Sampling,
         *,
         num_samples: int = 1,
         session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
-        return await self._sample(on_tokens, token_ids, sampling, num_samples)
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`; ``session`` makes no difference to a single engine.
 
-    async def _sample(
-        self, on_tokens: OnTokens | None, token_ids: Sequence[int], sampling: Sampling, num_samples: int
-    ) -> list[Sample]:
+        Amid a weight update it waits for the end of the update.
+        """
         files = self.files
         arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
-        outputs = await generate(self._request, on_tokens, token_ids, arguments)
+        if on_tokens is None:
+            outputs = await self._request("generate", token_ids, arguments)
+        else:
+            stream = secrets.token_hex(8)
+            reading = asyncio.ensure_future(self._read_along(stream, on_tokens))  # begins after what follows
+            try:
+                outputs = await self._request("generate", token_ids, arguments, stream)
+            finally:
+                reading.cancel()
+        assert isinstance(outputs, list)
         self.prefix_cache.count(token_ids, outputs)
         return make_samples(files, token_ids, outputs)
+
+    async def _read_along(self, stream: str, on_tokens: OnTokens) -> None:
+        with suppress(EngineError):  # which the request itself meets
+            while True:
+                read = await self._request("read_tokens", stream)
+                assert isinstance(read, list)
+                for number, token_ids in read:
+                    on_tokens(number, token_ids)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
@@ -214,42 +217,6 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "logprobs": sampling.max_support and min(sampling.effective_top_k, sampling.max_support + 1),
         "max_support": sampling.max_support,
     }
-
-
-async def generate(
-    request: Request,
-    on_tokens: OnTokens | None,
-    token_ids: Sequence[int],
-    arguments: dict[str, object],
-) -> list[EngineOutput]:
-    """Return what an engine's process samples.
-
-    Args:
-        request: of the engine.
-        on_tokens: called with tokens as they are sampled; None: they come at the end.
-        token_ids: [P], of the prompt.
-        arguments: of vLLM's SamplingParams.
-    """
-    if on_tokens is None:
-        outputs = await request("generate", token_ids, arguments)
-    else:
-        stream = secrets.token_hex(8)
-        reading = asyncio.ensure_future(_read_along(request, stream, on_tokens))  # begins after what follows
-        try:
-            outputs = await request("generate", token_ids, arguments, stream)
-        finally:
-            reading.cancel()
-    assert isinstance(outputs, list)
-    return outputs
-
-
-async def _read_along(request: Request, stream: str, on_tokens: OnTokens) -> None:
-    with suppress(EngineError):  # which the request itself meets
-        while True:
-            read = await request("read_tokens", stream)
-            assert isinstance(read, list)
-            for number, token_ids in read:
-                on_tokens(number, token_ids)
 
 
 def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[EngineOutput]) -> list[Sample]:

@@ -199,20 +199,8 @@ class EngineOptions:
         is_cuda = device.type == "cuda"
         can_sleep = is_cuda and self.sleep and self.placement == "colocated"
         dtype, given = self.engine_dtype(device), self._given
-        arguments: EngineArguments = {
-            "model": module.model_path,
-            "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
-            "dtype": dtype,
-            "max_model_len": derive_length(module, sampling, max_prompt_tokens, given),
-            # engines that draw the same numbers would make different prompts' samples alike
-            "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
-            "max_logprobs": MAX_SUPPORT + 1,
-            "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
-            "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
-            "disable_log_stats": True,
-            "trust_remote_code": trusts_remote_code(module),
-        }
+        arguments = usual_arguments(module, sampling, number)
+        arguments |= {"dtype": dtype, "max_model_len": derive_length(module, sampling, max_prompt_tokens, given)}
         model_config = module.model_config if has(module, HasConfig) else None
         check_engine_model(model_config, is_cuda=is_cuda)
         adapter = adapter_of(module)
@@ -350,6 +338,22 @@ def find_version() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
     return ""
+
+
+def usual_arguments(module: SampledPolicy, sampling: Sampling, number: int) -> EngineArguments:
+    """Return the arguments of the ``number``-th engine, whatever its device and the user's options."""
+    return {
+        "model": module.model_path,
+        "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
+        # engines that draw the same numbers would make different prompts' samples alike
+        "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
+        "max_logprobs": MAX_SUPPORT + 1,
+        "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
+        "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
+        "disable_log_stats": True,
+        "trust_remote_code": trusts_remote_code(module),
+    }
 
 
 def derive_length(

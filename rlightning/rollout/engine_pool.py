@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlightning.errors import EngineDiedError, StreamLostError
 from rlightning.protocols import has
 from rlightning.rollout.prefix_cache import CountsPrefixCache, PrefixCacheUse
-from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler, follows_schemas, stream_tokens
+from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler, follows_schemas
 from rlightning.types import Sample
 
 T = TypeVar("T")
@@ -117,25 +117,15 @@ class EnginePool:
         return total
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
-    ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`; a session's requests go to one engine while it lives."""
-
-        async def request(engine: TokenSampler) -> list[Sample]:
-            return await engine.sample(token_ids, sampling, num_samples=num_samples, session=session)
-
-        return await self._request(request, num_samples, session)
-
-    async def stream(
         self,
-        on_tokens: OnTokens,
         token_ids: Sequence[int],
         sampling: Sampling,
         *,
         num_samples: int = 1,
         session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenStreamer`.
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`; a session's requests go to one engine while it lives.
 
         Raises:
             StreamLostError: the engine has died after the first tokens, which another one may not sample again.
@@ -144,20 +134,20 @@ class EnginePool:
 
         def forward_tokens(number: int, tokens: Sequence[int]) -> None:
             nonlocal has_begun
+            assert on_tokens is not None
             has_begun = True
             on_tokens(number, tokens)
 
         async def request(engine: TokenSampler) -> list[Sample]:
             if has_begun:
                 raise StreamLostError("The engine died while its tokens were streamed.")
-            return await stream_tokens(
-                engine, forward_tokens, token_ids, sampling, num_samples=num_samples, session=session
-            )
+            forward = None if on_tokens is None else forward_tokens
+            return await engine.sample(token_ids, sampling, num_samples=num_samples, session=session, on_tokens=forward)
 
         return await self._request(request, num_samples, session)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.Sampler`."""
+        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
         return await self._request(lambda engine: engine.score(token_ids), 1, None)
 
     async def _request(self, request: Callable[[TokenSampler], Awaitable[T]], load: int, session: str | None) -> T:

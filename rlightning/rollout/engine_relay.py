@@ -10,7 +10,6 @@ An engine has one connection, to the rank that starts it, sends it weights, and 
 
 import asyncio
 import os
-import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from rlightning.rollout.sampler import TokenSampler
 from rlightning.rollout.service import pack_arrays
 from rlightning.rollout.weights.rendezvous import find_own_address
 
-KEY_BYTES = 32
 MAX_CONNECTIONS = 4
 """Maximum number of rank 0's connections to a relay: one, and lost ones that the relay has not detected yet."""
 
@@ -38,7 +36,7 @@ class EngineRelay:
     def __init__(self, engines: Sequence[Engine], host: str, key: bytes) -> None:
         self._engines, self._num_requests = engines, 0
         listener = rpc.listen(host, 0)
-        self.url = f"tcp://{_bracketed(host)}:{listener.getsockname()[1]}"
+        self.url = rpc.make_url(host, listener.getsockname()[1])
         self._server = rpc.background_loop().run(self._start(listener, key))
 
     def wait_until_idle(self) -> None:
@@ -133,7 +131,7 @@ class EngineNetwork:
         self.engines: dict[EngineId, TokenSampler] = {}
         self._relay: EngineRelay | None = None
         self._connections: list[RelayConnection] = []
-        key = secrets.token_bytes(KEY_BYTES)
+        key = rpc.new_key()
         if world_size() > 1:
             gathered = gather_objects((key, socket.gethostname()), name="engines")
             key, hosts = gathered[COLLECTOR_RANK][0], {host for _, host in gathered}
@@ -169,7 +167,3 @@ class EngineNetwork:
         if self._relay is not None:
             self._relay.close()
             self._relay = None
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -51,15 +51,15 @@ class InProcessSamplers(RankSamplers):
     """This rank's part in a run that samples in the trainer's process.
 
     Args:
-        engines: rank 0's sampler; none on the other ranks.
+        samplers: rank 0's sampler; none on the other ranks.
         dtype: that it takes weights in.
         can_sleep: whether it shares the actor's device.
     """
 
-    engines: Sequence[InProcessSampler]
+    samplers: Sequence[InProcessSampler]
 
-    def __init__(self, engines: Sequence[InProcessSampler], dtype: torch.dtype, *, can_sleep: bool) -> None:
-        self.engines, self.updated = engines, engines
+    def __init__(self, samplers: Sequence[InProcessSampler], dtype: torch.dtype, *, can_sleep: bool) -> None:
+        self.samplers = self.updated = samplers
         self._dtype, self._can_sleep = dtype, can_sleep
 
     @property
@@ -69,27 +69,27 @@ class InProcessSamplers(RankSamplers):
 
     def states(self, weight_version: int) -> SamplerStates:
         """See :meth:`RankSamplers.states`."""
-        versions = [engine.weight_version for engine in self.engines]
+        versions = [one.weight_version for one in self.samplers]
         serving = [number for number, version in enumerate(versions) if version == weight_version]
         return SamplerStates(len(serving) < len(versions), serving, len(versions), len(versions))
 
     def sleep_before_sync(self) -> None:
         """See :meth:`RankSamplers.sleep_before_sync`."""
-        for engine in self.engines:
-            engine.sampler.sleep()
+        for one in self.samplers:
+            one.sampler.sleep()
 
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
         """See :meth:`RankSamplers.send_weights`."""
-        for engine in self.engines:
-            engine.sampler.wake()
-            engine.sampler.update_weights(source, weight_version)
-        if not self.engines:
+        for one in self.samplers:
+            one.sampler.wake()
+            one.sampler.update_weights(source, weight_version)
+        if not self.samplers:
             send_shards(source, self._dtype)
 
     def activate_weights(self, weight_version: int) -> None:
         """See :meth:`RankSamplers.activate_weights`: it samples from them at once."""
-        for engine in self.engines:
-            engine.weight_version = weight_version
+        for one in self.samplers:
+            one.weight_version = weight_version
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ class RankEngines(RankSamplers):
         pause_seconds: for which the last weight sync paused engines that were sampling.
     """
 
-    engines: list[Engine]
+    samplers: list[Engine]
     updated: list[Engine]
 
     def __init__(
@@ -73,7 +73,7 @@ class RankEngines(RankSamplers):
         is_shared: bool = False,
         keeps_cache: bool = True,
     ) -> None:
-        self.config, self.engines = configs[0], list(engines)
+        self.config, self.samplers = configs[0], list(engines)
         self.is_colocated, self.is_shared, self.keeps_cache = is_colocated, is_shared, keeps_cache
         self.updated = []
         self.pause_seconds = 0.0
@@ -93,7 +93,7 @@ class RankEngines(RankSamplers):
 
     def start(self) -> None:
         """Start the engines' processes; returns before they are up."""
-        for engine in self.engines:
+        for engine in self.samplers:
             engine.start()
 
     def wait_for_first(self) -> None:
@@ -102,7 +102,7 @@ class RankEngines(RankSamplers):
         Raises:
             EngineStartError: of one that could not start.
         """
-        starts = [engine.ready for engine in self.engines if engine.process is not None]
+        starts = [engine.ready for engine in self.samplers if engine.process is not None]
         for start in wait(starts, return_when=FIRST_COMPLETED).done:
             if isinstance(error := start.exception(), EngineStartError):
                 raise error
@@ -110,12 +110,12 @@ class RankEngines(RankSamplers):
     @property
     def living(self) -> list[Engine]:
         """Engines that run, or will be started again."""
-        return [engine for number, engine in enumerate(self.engines) if number not in self._lost]
+        return [engine for number, engine in enumerate(self.samplers) if number not in self._lost]
 
     @property
     def dead(self) -> list[int]:
         """Numbers of the engines that have died and will be started again."""
-        return [n for n, engine in enumerate(self.engines) if n not in self._lost and not engine.is_alive]
+        return [n for n, engine in enumerate(self.samplers) if n not in self._lost and not engine.is_alive]
 
     @property
     def is_starting(self) -> bool:
@@ -151,7 +151,7 @@ class RankEngines(RankSamplers):
             EngineError: a colocated engine cannot be started.
         """
         for number in self.dead:
-            engine = self.engines[number]
+            engine = self.samplers[number]
             error = engine.error
             assert error is not None, "it is dead"
             if not isinstance(error, EngineDiedError):
@@ -177,12 +177,12 @@ class RankEngines(RankSamplers):
 
     def sleep(self) -> None:
         """Have the engines give their devices' memory back. One that dies meanwhile is found at the next sync."""
-        self._sleep([engine for engine in self.engines if engine.is_alive])
+        self._sleep([engine for engine in self.samplers if engine.is_alive])
         self._synchronize("engine sleeps")
 
     def sleep_before_sync(self) -> None:
         """Have engines that hold weights give their memory back, so that a weight sync of others has it."""
-        self._sleep([engine for engine in self.engines if engine.weight_version is not None])
+        self._sleep([engine for engine in self.samplers if engine.weight_version is not None])
 
     def _sleep(self, engines: Sequence[Engine]) -> None:
         pool = ThreadPoolExecutor(max(len(engines), 1))
@@ -191,14 +191,14 @@ class RankEngines(RankSamplers):
                 try:
                     done.result()
                 except EngineDiedError as error:
-                    number = self.engines.index(engine)
+                    number = self.samplers.index(engine)
                     log.warning("%s died as it went to sleep: %s", self._describe(number), error.line)
         finally:
             pool.shutdown(wait=False)  # an interrupt need not wait for engines, which are ended next
 
     def close(self) -> None:
         """End the engines and release the bucket's memory. May be called twice, and by one rank alone."""
-        for engine in self.engines:
+        for engine in self.samplers:
             engine.close()
         if self._updater is not None:
             self._updater.close()
@@ -212,9 +212,9 @@ class RankEngines(RankSamplers):
         pending = living if self.is_colocated else [engine for engine in living if engine.is_up]
         return SamplerStates(
             is_stale=any(engine.weight_version != weight_version for engine in pending),
-            serving=[n for n, engine in enumerate(self.engines) if engine.weight_version == weight_version],
+            serving=[n for n, engine in enumerate(self.samplers) if engine.weight_version == weight_version],
             num_living=len(living),
-            num_engines=len(self.engines),
+            num_samplers=len(self.samplers),
             error=next(reversed(self._lost.values()), None),
         )
 

@@ -28,7 +28,8 @@ from rlightning.errors import ConfigError
 from rlightning.protocols import SampledPolicy
 from rlightning.rollout.engine_options import EngineOptions
 from rlightning.rollout.sampler import Sampling
-from rlightning.rollout.service import SCHEME, EngineService, listen
+from rlightning.rollout.service import EngineService, open_listener
+from rlightning.rpc import make_url
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +43,12 @@ class EngineActor:
 
         find_address: Any = ray.util.get_node_ip_address
         self._host = str(find_address())
-        self._listener: socket.socket = listen(self._host, 0)
+        self._listener: socket.socket = open_listener(self._host, 0)
         self._has_run = False
 
     def url(self) -> str:
         """Return the URL at which the engine will listen."""
-        return f"{SCHEME}://{self._host}:{self._listener.getsockname()[1]}"
+        return make_url(self._host, self._listener.getsockname()[1])
 
     def run(
         self,

@@ -9,7 +9,7 @@ import torch
 
 from rlightning.errors import ConfigError
 from rlightning.parallel.collectives import gather_objects, global_rank
-from rlightning.rollout.sampler import Request, Sampling
+from rlightning.rollout.sampler import Sampling
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import Prompt
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rlightning.data import ValidationSet
 
 Purpose = Literal["training", "evaluation"]
+PromptStream = tuple[Prompt, int]
+"""A prompt with the number of its random stream."""
 
 
 class RandomStreams:
@@ -46,7 +48,7 @@ class RandomStreams:
             seen[prompt.index] += 1
         return numbers
 
-    def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[Request]:
+    def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[PromptStream]:
         """Return each prompt with the number of its stream; without a seed, which needs no streams, with 0."""
         numbers = [0] * len(prompts) if sampling.seed is None else self.draw(prompts, weight_version)
         return list(zip(prompts, numbers, strict=True))

@@ -1,4 +1,11 @@
-"""What samples from the policy, whatever runs it and wherever it is."""
+"""What samples from the policy, whatever runs it and wherever it is.
+
+There are two protocols, as requests come from rank 0 alone, while weights and memory may belong to any rank. A
+:class:`TokenSampler` answers requests, which is all that environments ask: vLLM's engines do it as one
+:class:`~rlightning.rollout.engine_pool.EnginePool`, and each rank starts its own engines, sends them weights and lets
+them sleep (:class:`~rlightning.rollout.rank_engines.RankEngines`). A :class:`Sampler`, which is what a sampler of your
+own implements, is a whole one in rank 0's process, and does that for itself.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -112,8 +119,6 @@ def temperature_rule(temperature: float) -> dict[str, bool]:
     return {rule: temperature == 0 or lowest <= temperature <= highest}
 
 
-Request = tuple[Prompt, int]
-"""A prompt with the number of its random stream."""
 OnCompleted = Callable[[Prompt, list[Trajectory]], None]
 """Called with a prompt and all of its trajectories while others are still generated, once or, for some, not at all."""
 
@@ -174,11 +179,21 @@ class HasGenerator(Protocol):
     sampling: Sampling
 
 
+OnTokens = Callable[[int, Sequence[int]], None]
+"""A function that is called with the number of a sample and its next tokens."""
+
+
 class TokenSampler(Protocol):
-    """Samples from the policy; the methods may be called for many prompts at once."""
+    """Answers requests to the policy; the methods may be called for many prompts at once."""
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         """Sample continuations of one token sequence.
 
@@ -189,6 +204,8 @@ class TokenSampler(Protocol):
             num_samples: how many.
             session: names what is likely to be followed by longer sequences that begin alike, so that they go to where
                 the keys and values of this one are.
+            on_tokens: called meanwhile, on the caller's event loop, by a sampler with partial output; not necessarily
+                for the last tokens of a sample.
 
         Returns:
             ``num_samples`` of them, each token with its log-probability under the distribution that it was drawn from,
@@ -200,43 +217,6 @@ class TokenSampler(Protocol):
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Return log-probabilities (temperature 1) of ``token_ids`` [P] under its weights: [P], 0 for the first."""
-
-
-OnTokens = Callable[[int, Sequence[int]], None]
-"""A function that is called with the number of a sample and its next tokens."""
-
-
-class TokenStreamer(Protocol):
-    """A :class:`TokenSampler` with partial output; others give a sample when it is whole."""
-
-    async def stream(
-        self,
-        on_tokens: OnTokens,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        num_samples: int = 1,
-        session: str | None = None,
-    ) -> list[Sample]:
-        """Do as :meth:`TokenSampler.sample`, and call ``on_tokens`` meanwhile, on the caller's event loop.
-
-        It need not be called for the last tokens of a sample.
-        """
-
-
-async def stream_tokens(
-    sampler: TokenSampler,
-    on_tokens: OnTokens,
-    token_ids: Sequence[int],
-    sampling: Sampling,
-    *,
-    num_samples: int = 1,
-    session: str | None = None,
-) -> list[Sample]:
-    """Sample as :meth:`TokenStreamer.stream`; a sampler without partial output never calls ``on_tokens``."""
-    if has(sampler, TokenStreamer):
-        return await sampler.stream(on_tokens, token_ids, sampling, num_samples=num_samples, session=session)
-    return await sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
 
 
 class StructuredSampler(Protocol):
@@ -253,7 +233,7 @@ def follows_schemas(sampler: TokenSampler) -> bool:
 
 
 class Sampler(TokenSampler, Protocol):
-    """Holds a copy of the policy and samples from it.
+    """A :class:`TokenSampler` in rank 0's process that holds its own copy of the policy.
 
     Attributes:
         weight_version: of the weights that it holds; None before the first ones came, and while it sleeps.

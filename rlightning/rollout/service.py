@@ -26,7 +26,6 @@ from rlightning.rollout.vllm.launcher import EngineProcess
 
 log = logging.getLogger(__name__)
 
-SCHEME = "tcp"
 MAX_RESTARTS = 3
 """Maximum number of restarts of an engine until it has answered a request for samples."""
 
@@ -96,7 +95,7 @@ class EngineService:
 
     Args:
         config: of the engine.
-        listener: where trainers connect, from :func:`listen`.
+        listener: where trainers connect, from :func:`open_listener`.
         key: that they must know; None serves all of this user's on this host.
     """
 
@@ -150,7 +149,7 @@ class EngineService:
         log.info("The trainer at %s has disconnected.", address)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 is any that is free."""
     try:
         return rpc.listen(host, port)

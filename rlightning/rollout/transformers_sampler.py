@@ -28,7 +28,7 @@ from rlightning.rollout.engine import make_samples
 from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.sampler import Sampling
+from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.rollout.token_choice import choose_tokens
 from rlightning.rollout.weights import WeightSource
 from rlightning.types import RolloutBatch, Sample
@@ -38,7 +38,7 @@ MAX_PROMPT_TOKENS = 8192
 
 
 @dataclass(eq=False)
-class _Request:
+class _SampleRequest:
     """A request to :meth:`TransformersSampler.sample`."""
 
     token_ids: list[int]
@@ -55,7 +55,7 @@ class _Request:
 class _Sequence:
     """One sample of a request: its tokens so far, and its random numbers, one a token, whatever it is batched with."""
 
-    request: _Request
+    request: _SampleRequest
     uniforms: list[float]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -113,10 +113,16 @@ class TransformersSampler:
     # Requests
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        num_samples: int = 1,
+        session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :meth:`Sampler.sample`; a session changes nothing here."""
-        request = _Request(list(token_ids), sampling)
+        """See :meth:`Sampler.sample`; it gives whole samples, to any session."""
+        request = _SampleRequest(list(token_ids), sampling)
         request.sequences = [_Sequence(request, draw_uniforms(sampling, number)) for number in range(num_samples)]
         longest = len(request.token_ids) + sampling.max_new_tokens
         if longest > self.max_length:
@@ -252,7 +258,7 @@ class TransformersSampler:
         """Compute their prompts, each once; the logits of each sequence's first token [N, V]."""
         first = len(self._running) - len(admitted)
         requests = list(dict.fromkeys(sequence.request for sequence in admitted))
-        rows: dict[_Request, list[int]] = {request: [] for request in requests}
+        rows: dict[_SampleRequest, list[int]] = {request: [] for request in requests}
         for row, sequence in enumerate(admitted, start=first):
             rows[sequence.request].append(row)
         longest = max(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
@@ -287,7 +293,7 @@ class TransformersSampler:
         (text,) = decode_completions(self.files.tokenizer, before, [sequence.token_ids[split:]])
         return next((text_end for text_end in stop if text_end in text), None)
 
-    def _samples(self, request: _Request) -> list[Sample]:
+    def _samples(self, request: _SampleRequest) -> list[Sample]:
         outputs: list[EngineOutput] = [
             {
                 "token_ids": np.array(sequence.token_ids, np.int64),

@@ -28,14 +28,14 @@ class SamplerStates(NamedTuple):
         is_stale: whether one of them has to be sent weights.
         serving: the numbers of those that have the current ones.
         num_living: those that run, or will be started again.
-        num_engines: all of them.
+        num_samplers: all of them.
         error: of the last one that will not be started again.
     """
 
     is_stale: bool
     serving: list[int]
     num_living: int
-    num_engines: int
+    num_samplers: int
     error: EngineError | None = None
 
 
@@ -45,12 +45,12 @@ class RankSamplers(ABC):
     What is not abstract holds for samplers that neither start nor die.
 
     Attributes:
-        engines: this rank's samplers; on a rank that only sends weights, none.
+        samplers: this rank's; on a rank that only sends weights, none.
         updated: those that were sent weights last.
         is_colocated: whether weights are sent only while none of them samples, and to all of them.
     """
 
-    engines: Sequence[VerifiedSampler]
+    samplers: Sequence[VerifiedSampler]
     updated: Sequence[VerifiedSampler]
     is_colocated: bool = True
 
@@ -110,7 +110,7 @@ class WeightSync:
     Args:
         trainer: whose callbacks are told of each sync.
         module: has the actor's weights.
-        engines: this rank's.
+        samplers: this rank's.
         verification: of the weights that they have been sent.
         memory: makes room on a device that engines share with the actor; None: nothing has to.
         pool: on rank 0, what samples from the engines of all ranks; None where those are not asked by a pool.
@@ -121,13 +121,13 @@ class WeightSync:
         self,
         trainer: Loop,
         module: SampledPolicy,
-        engines: RankSamplers,
+        samplers: RankSamplers,
         verification: Verification,
         memory: RLCallback | None = None,
         pool: EnginePool | None = None,
         loop: LoopThread | None = None,
     ) -> None:
-        self._trainer, self._module, self._engines = trainer, module, engines
+        self._trainer, self._module, self._samplers = trainer, module, samplers
         self._verification, self._memory = verification, memory or RLCallback()
         self._pool, self._loop = pool, loop
 
@@ -139,17 +139,17 @@ class WeightSync:
         Raises:
             EngineError: no engine is left.
         """
-        engines, version = self._engines, self._module.weight_version
+        samplers, version = self._samplers, self._module.weight_version
         while True:
             self._restart_dead()
-            if not engines.is_colocated:  # they are sent weights only once they are up
+            if not samplers.is_colocated:  # they are sent weights only once they are up
                 self._wait_for_start()
-            states = gather_objects(engines.states(version), name="weights are there")
+            states = gather_objects(samplers.states(version), name="weights are there")
             check_living(states)
             if not any(state.is_stale for state in states):
                 break
-            if engines.can_sleep and any(state.serving for state in states):
-                engines.sleep_before_sync()  # they have memory that the actor needs, for the others' sync
+            if samplers.can_sleep and any(state.serving for state in states):
+                samplers.sleep_before_sync()  # they have memory that the actor needs, for the others' sync
             self._sync()
         if self._pool is not None and self._loop is not None:
             serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
@@ -157,23 +157,23 @@ class WeightSync:
 
     def needs_sync(self) -> bool:
         """Return whether, on rank 0, no engine serves, or one could be brought back beside those that do."""
-        return self._pool is not None and (self._pool.num_serving == 0 or self._engines.needs_sync())
+        return self._pool is not None and (self._pool.num_serving == 0 or self._samplers.needs_sync())
 
     def _restart_dead(self) -> None:
-        dead = self._engines.dead
+        dead = self._samplers.dead
         if not dead:
             return
         if self._pool is not None and self._loop is not None:
             self._loop.call(self._pool.remove, {EngineId(COLLECTOR_RANK, number) for number in dead})
-        if self._engines.can_sleep:  # an engine that starts takes all of its memory at once
+        if self._samplers.can_sleep:  # an engine that starts takes all of its memory at once
             self._memory.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
-        self._engines.restart_dead()
+        self._samplers.restart_dead()
 
     def _wait_for_start(self) -> None:
         """Wait until there is an engine to send weights to. One that died meanwhile is found at the next sync."""
-        if self._engines.is_starting:
+        if self._samplers.is_starting:
             fire(self._trainer, self._module, "on_engine_start")
-            self._engines.wait_for_start()
+            self._samplers.wait_for_start()
             fire(self._trainer, self._module, "on_engine_ready")
 
     def _sync(self) -> None:
@@ -182,34 +182,34 @@ class WeightSync:
         Engines that are new to an adapter are sent another one before: of an adapter that changes nothing yet, as each
         does that has just been made, nothing can be seen.
         """
-        engines = self._engines
-        if self._verification.needs_proof(self._module, engines.engines):
+        samplers = self._samplers
+        if self._verification.needs_proof(self._module, samplers.samplers):
             self._send(is_proof=True)
-            if engines.can_sleep:
-                engines.sleep_before_sync()
-            for engine in engines.updated:  # it is sent others next
-                engine.weight_version, engine.is_verified = None, False
+            if samplers.can_sleep:
+                samplers.sleep_before_sync()
+            for sampler in samplers.updated:  # it is sent others next
+                sampler.weight_version, sampler.is_verified = None, False
         self._send()
 
     def _send(self, *, is_proof: bool = False) -> None:
-        trainer, module, engines, version = self._trainer, self._module, self._engines, self._module.weight_version
+        trainer, module, samplers, version = self._trainer, self._module, self._samplers, self._module.weight_version
         fire(trainer, module, "on_weight_sync_start", version)
-        if engines.can_sleep:
+        if samplers.can_sleep:
             self._memory.on_weight_sync_start(trainer, module, version)
         with module.perturbed_adapter() if is_proof and has(module, HasAdapter) else nullcontext():
             # While the actor has the device: its memory may be somewhere else once the engine is awake.
-            is_due = self._verification.evaluate(module, engines.engines, is_proof=is_proof)
+            is_due = self._verification.evaluate(module, samplers.samplers, is_proof=is_proof)
             self._wait_for_start()
-            engines.send_weights(module, version, unproven=is_proof)
-        if engines.can_sleep:
+            samplers.send_weights(module, version, unproven=is_proof)
+        if samplers.can_sleep:
             fire(trainer, module, "on_engine_wake")
             self._memory.on_engine_wake(trainer, module)
-        engines.activate_weights(version)
-        for engine in engines.updated if is_due else ():
+        samplers.activate_weights(version)
+        for sampler in samplers.updated if is_due else ():
             with suppress(EngineDiedError):  # it is found dead at the next sync
-                self._verification.verify(module, engine)
-                engine.is_proven |= is_proof
-        if engines.can_sleep:
+                self._verification.verify(module, sampler)
+                sampler.is_proven |= is_proof
+        if samplers.can_sleep:
             self._memory.on_weight_sync_end(trainer, module, version)
         fire(trainer, module, "on_weight_sync_end", version)
 
@@ -218,7 +218,7 @@ def check_living(states: Sequence[SamplerStates]) -> None:
     """Raise an EngineError if no engine of any rank is left."""
     if any(state.num_living for state in states):
         return
-    number = sum(state.num_engines for state in states)
+    number = sum(state.num_samplers for state in states)
     error = next(state.error for state in states if state.error is not None)
     if number == 1:
         raise error

@@ -1,6 +1,6 @@
 """Remote procedure calls in both directions over a socket pair or TCP."""
 
-from rlightning.rpc.authentication import AuthenticationError, BusyError
+from rlightning.rpc.authentication import AuthenticationError, BusyError, make_url, new_key
 from rlightning.rpc.client import LoopThread, ProcessStartError, background_loop, connect, connect_process, end_process
 from rlightning.rpc.connection import Buffer, ConnectionLostError, RPCError
 from rlightning.rpc.peer import DeadlineExceededError, Peer, RemoteError
@@ -23,5 +23,7 @@ __all__ = [
     "connect_process",
     "end_process",
     "listen",
+    "make_url",
+    "new_key",
     "serve_parent",
 ]

@@ -29,7 +29,7 @@ from rlightning.rpc.connection import ConnectionLostError, RPCError
 SCHEME = "tcp"
 MAGIC = b"rlightning rpc 1"
 WITH_KEY, WITHOUT_KEY = b"k", b"u"
-NONCE_BYTES = DIGEST_BYTES = 32
+NONCE_BYTES = DIGEST_BYTES = KEY_BYTES = 32
 
 
 class AuthenticationError(RPCError):
@@ -47,6 +47,17 @@ class Verdict(Enum):
     WRONG_KEY = b"k"
     OTHER_USER = b"u"
     BUSY = b"b"
+
+
+def new_key() -> bytes:
+    """Return a random key for a server of this run and its clients."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def make_url(host: str, port: int, scheme: str = SCHEME) -> str:
+    """Return the URL of a server."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}"
 
 
 def parse_url(url: str) -> tuple[str, int]:

@@ -32,7 +32,6 @@ class ProcessStartError(RPCError):
 
     def __init__(self, message: str, log_tail: str) -> None:
         super().__init__(f"{message}\n{log_tail}".strip())
-        self.log_tail = log_tail
 
 
 async def connect(
@@ -68,40 +67,29 @@ async def connect(
     return await Peer.open(end, methods, **settings)
 
 
-async def connect_process(
-    process: ManagedProcess,
-    methods: Mapping[str, Method],
-    *,
-    ready_timeout: float,
-    **settings: "Unpack[PeerSettings]",
-) -> tuple[Peer, Any]:
+async def connect_process(process: ManagedProcess, methods: Mapping[str, Method], *, ready_timeout: float) -> Peer:
     """Connect to a child process, and wait until it reports that it is ready.
 
     Args:
         process: that has just been started; it is ended if it does not get ready.
         methods: that it may call; see :class:`Peer`.
-        ready_timeout: seconds, for its ``notify("ready", value)``.
-        settings: further ones of :class:`Peer`.
-
-    Returns:
-        The peer, and the value.
+        ready_timeout: seconds, for its ``notify("ready")``.
 
     Raises:
         ProcessStartError: it ended before, or took too long; its message has the end of the process's log.
     """
     ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def set_ready(value: object = None) -> None:
+    async def set_ready() -> None:
         if not ready.done():
-            ready.set_result(value)
+            ready.set_result(None)
 
-    settings.setdefault("name", process.name)
-    settings.setdefault("heartbeat_timeout", float("inf"))
-    peer = await Peer.open(process.connection, {**methods, "ready": set_ready}, **settings)
+    methods = {**methods, "ready": set_ready}
+    peer = await Peer.open(process.connection, methods, name=process.name, heartbeat_timeout=float("inf"))
     try:
         await asyncio.wait([ready, peer.closed], timeout=ready_timeout, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            return peer, ready.result()
+            return peer
     except BaseException:
         await end_process(process, peer)
         raise

@@ -5,7 +5,7 @@
     WorkerPool.call ---> waiting ---> worker: a process with up to ``max_calls`` calls ---> result
                             ^                 | hangs or dies: it is ended
                             |                 v
-                            +--- others ------+---> WorkerHungError or WorkerDiedError of the call that it executed
+                            +--- others ------+---> WorkerHungError or WorkerExitError of the call that it executed
 
 Which call that was the process has shown before (:mod:`rlightning.rpc.progress`). Where it cannot be known, as it was a
 thread's doing, each of its calls is run alone: the one that does it again was it. Where calls may not be repeated, all
@@ -42,7 +42,7 @@ MAX_UNEXPLAINED_DEATHS = 20
 """Maximum number of deaths of workers in a row that no call caused, without a successful call in between."""
 
 
-class WorkerError(RPCError):
+class WorkerLostError(RPCError):
     """A call killed its worker process or made it hang.
 
     Attributes:
@@ -55,11 +55,11 @@ class WorkerError(RPCError):
         self.stacks, self.is_bystander = stacks, is_bystander
 
 
-class WorkerHungError(WorkerError):
+class WorkerHungError(WorkerLostError):
     """The call blocked its process for longer than the hang timeout."""
 
 
-class WorkerDiedError(WorkerError):
+class WorkerExitError(WorkerLostError):
     """The call ended its process; the message says how, such as "exit code 3"."""
 
 
@@ -135,7 +135,7 @@ class WorkerPool:
             on_start: called when a worker has a place for it.
 
         Raises:
-            WorkerError: it hung, or ended its process.
+            WorkerLostError: it hung, or ended its process.
             RemoteError: the worker's ``call`` raised.
             ProcessStartError: a worker did not start.
             ConnectionLostError: the pool was closed.
@@ -296,11 +296,11 @@ class _End(NamedTuple):
     """
 
     culprit: int | None
-    error: WorkerError
+    error: WorkerLostError
     calls: list[int]
     may_repeat: bool
 
-    def error_of(self, key: int) -> WorkerError:
+    def error_of(self, key: int) -> WorkerLostError:
         """Return the error of one of the worker's calls."""
         is_bystander = self.culprit not in (None, key)
         return type(self.error)(str(self.error), self.error.stacks, is_bystander=is_bystander)
@@ -363,7 +363,7 @@ class _Worker:
         finally:
             if self._output is not None:
                 self._output.close_fd()
-        self._connected, _ = await connect_process(process, {"request": self._serve}, ready_timeout=timeout)
+        self._connected = await connect_process(process, {"request": self._serve}, ready_timeout=timeout)
         try:
             await self._connected.call("setup", *setup, timeout=deadline.remaining)
         except ConnectionLostError:
@@ -432,7 +432,7 @@ class _Worker:
         keys = list(self.calls)
         is_known = progress.is_executing or keys == [progress.call]
         culprit = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
-        error = WorkerHungError(f"{self.pool.name} hung", stacks) if self._is_hung else WorkerDiedError(how, stacks)
+        error = WorkerHungError(f"{self.pool.name} hung", stacks) if self._is_hung else WorkerExitError(how, stacks)
         is_explained = not keys or (culprit is not None and self.pool.may_repeat)
         self.ended.set_result(_End(culprit, error, keys, is_explained or self.pool.deaths.take()))
 

@@ -18,7 +18,7 @@ from rlightning.errors import ConfigError, EngineError
 from rlightning.models import Adapter
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout.vllm import adapter_support
-from rlightning.rollout.vllm.adapter_support import find_class, room_for, supports_adapters
+from rlightning.rollout.vllm.adapter_support import find_model_class, room_for, supports_adapters
 
 ADAPTER = Adapter(rank=4)
 
@@ -88,7 +88,7 @@ def test_two_ranks_gather_the_adapter_for_their_engines(engine_model: str, tmp_p
 
 
 def test_adapter_support_is_read_in_vllms_source() -> None:
-    found = {name: find_class(name) for name in ("Qwen3ForCausalLM", "MistralForCausalLM", "NoneForCausalLM")}
+    found = {name: find_model_class(name) for name in ("Qwen3ForCausalLM", "MistralForCausalLM", "NoneForCausalLM")}
     assert found["NoneForCausalLM"] is None
     for name in ("Qwen3ForCausalLM", "MistralForCausalLM"):  # one by itself, one by what it derives from
         place = found[name]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from equivalence_run import RandomGenerator
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from observed_run import ObservedModule, PlainModule, loader, make_trainer, save_run
 from rank_processes import finish, start_calls, start_controller
 from tiny import UseGenerator, bare_trainer, make_algorithm, make_data, save_model, write_sums
@@ -27,7 +28,7 @@ from rlightning.controller.rtensor import store_own_tensors, store_tensors
 from rlightning.controller.tensor_store import live_entries, stores_results
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, fire
-from rlightning.parallel.fsdp import FSDP, MeshStrategy
+from rlightning.parallel.fsdp import FSDP
 from rlightning.types import RolloutBatch
 
 INITIALISED = ("failing", "setup", "load", "rollout", "rejected", "update", "validation")
@@ -133,7 +134,8 @@ def run(folder: Path, model: str, size: int, callback: str) -> Record:
     folder.mkdir()
 
     observer.store("before", torch.zeros(1))
-    strategy: Any = MeshStrategy(tensor_parallel_size=size) if ranks else "auto"
+    sizes: dict[str, Any] = {"data_parallel_size": num_ranks // size, "tensor_parallel_size": size}
+    strategy: Any = ModelParallelStrategy(**sizes) if ranks else "auto"
     trainer = bare_trainer(folder, 3, *own, devices=num_ranks, strategy=strategy)
     with suppress(RuntimeError):
         trainer.fit(Fails(record), DataLoader(torch.zeros(4, 1)))  # type: ignore[arg-type]

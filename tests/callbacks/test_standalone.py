@@ -57,7 +57,7 @@ class EngineFaults(RLCallback):
         self.sessions: list[int] = []
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        engines = module.generator._engines.engines
+        engines = module.generator._engines.samplers
         self.sessions += [engine.process.pid for engine in engines]
         if module.weight_version in self.faults:
             number, how = self.faults[module.weight_version]
@@ -99,7 +99,7 @@ class Origins(RLCallback):
             logprobs = module.evaluate_logprobs(batch, self.actors[version], temperature=1.0, max_tokens=10_000)
             own = batch.is_sampled & (batch.weight_versions == version)
             self.gaps.append((logprobs - batch.rollout_logprobs)[own].abs().max().item())
-        (engine,) = module.generator._engines.engines
+        (engine,) = module.generator._engines.samplers
         self.num_workers.append(sum("Worker_TP" in command for command in in_session(engine.process.pid)))
 
 
@@ -187,7 +187,7 @@ class Sleeper(RLCallback):
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         rollout = module.generator
-        for engine in rollout._engines.engines:
+        for engine in rollout._engines.samplers:
             held = engine.weight_version
             rollout._engines.sleep()
             engine.sleep()
@@ -357,7 +357,7 @@ def test_engine_deaths_during_weight_syncs_are_recovered(
             return
         arm.moment = ""
         killed.append(moment)
-        engine = rollout._engines.engines[0]  # type: ignore[union-attr]
+        engine = rollout._engines.samplers[0]  # type: ignore[union-attr]
         process = engine.process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)

@@ -104,8 +104,9 @@ MISTAKES = {
     "--config run.yaml --trainer.strategy rlightning.parallel.FSDP3": "trainer.strategy.class_path: there is no 'FSD",
     "--config run.yaml --config rewards.yaml": "model.init_args.rewards[0].function.class_path: there is no 'Juge' in "
     "'rlightning.rewards.judge'. Did you mean 'rlightning.rewards.judge.Judge'?",
-    "--model GRPO --model.model model --model.rewards rlightning.rewards.exact_matc": "'rlightning.rewards' has no "
-    "reward function 'exact_matc'. Did you mean 'exact_match'?",
+    "--model GRPO --model.model model --model.rewards rlightning.rewards.exact_matc": "The reward "
+    "'rlightning.rewards.exact_matc': 'rlightning.rewards' has no class or function 'exact_matc'. Did you mean "
+    "'exact_match'?",
 }
 """Options of ``fit``, and how the one line begins that they end with."""
 

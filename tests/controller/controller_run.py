@@ -19,10 +19,19 @@ from waiting import wait_for
 from rlightning.algorithms import SFT
 from rlightning.callbacks import CompletionsTable, ControllerMode, RunReport, SaveHF, Throughput
 from rlightning.controller import RayController
+from rlightning.controller.worker_group import WorkerGroup
 from rlightning.data import PromptDataModule
 from rlightning.hooks import RLCallback
 from rlightning.parallel import FSDP
 from rlightning.parallel.collectives import global_rank
+
+
+def process_ids(group: WorkerGroup) -> list[int]:
+    """The workers' process ids, by rank."""
+    import ray
+
+    return ray.get([actor.process_id.options(concurrency_group="commands").remote() for actor in group.actors])
+
 
 touched: list[str] = []
 """The stacks of whatever makes a CUDA context."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from controller_run import RAY_OPTIONS
+from controller_run import RAY_OPTIONS, process_ids
 from tiny import GenerateInWorkers, bare_trainer, make_algorithm
 
 from rlightning.algorithms import GRPO
@@ -140,12 +140,12 @@ def run(folder: Path) -> dict[str, Any]:
     trainer.fit(module, data)
     fitted = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     position = data.stream.position if data.stream is not None else None
-    pids = strategy.group.process_ids() if strategy.group is not None else []
+    pids = process_ids(strategy.group) if strategy.group is not None else []
     num_steps = trainer.global_step
     [tested] = trainer.test(module, data, verbose=False)
     [validated] = trainer.validate(module, data, verbose=False)
     trainer.predict(module, data, return_predictions=False)
-    same = strategy.group is not None and pids == strategy.group.process_ids()
+    same = strategy.group is not None and pids == process_ids(strategy.group)
     return {
         "fitted": fitted,
         "num_steps": num_steps,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from controller_run import make_strategy
+from controller_run import make_strategy, process_ids
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_processes import finish, start_controller
 from sft_run import SIZES, CountSteps, train, write_rows
@@ -66,7 +66,7 @@ class Witness(CountSteps):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         self.begun.append(trainer.global_step)
-        self.process_ids |= set(trainer.strategy.group.process_ids())
+        self.process_ids |= set(process_ids(trainer.strategy.group))
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         self.exceptions.append(type(exception).__name__)

@@ -33,7 +33,7 @@ class ScriptedSampler:
         self.cancelled = 0
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
+        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, **settings: Any
     ) -> list[Sample]:
         self.histories.append(list(token_ids))
         self.samplings.append(sampling)
@@ -67,11 +67,13 @@ class StreamingSampler(ScriptedSampler):
         super().__init__(tokenizer, *texts, **settings)
         self.released, self.ended = asyncio.Event(), asyncio.Event()
 
-    async def stream(
-        self, on_tokens: OnTokens, token_ids: Sequence[int], sampling: Sampling, **settings: Any
+    async def sample(
+        self, token_ids: Sequence[int], sampling: Sampling, *, on_tokens: OnTokens | None = None, **settings: Any
     ) -> list[Sample]:
+        if on_tokens is None:
+            return await super().sample(token_ids, sampling, **settings)
         error, self.error = self.error, None
-        samples = await self.sample(token_ids, sampling, **settings)
+        samples = await super().sample(token_ids, sampling, **settings)
         for number, sample in enumerate(samples):
             for token in sample.token_ids[: -self.num_held]:
                 on_tokens(number, [token])

@@ -29,7 +29,7 @@ class ImmediateSampler:
         self.num_held = 0
         self.error: EngineError | None = None
 
-    async def sample(self, token_ids: Any, sampling: Sampling, *, num_samples: int = 1, session: Any = None) -> Any:
+    async def sample(self, token_ids: Any, sampling: Sampling, *, num_samples: int = 1, **settings: Any) -> Any:
         if self.error is not None:
             raise self.error
         self.num_held += 1

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from rlightning.environments.endpoint import Endpoint
-from rlightning.environments.endpoint.address import find_address, make_url
+from rlightning.environments.endpoint.address import find_address
+from rlightning.rpc import make_url
 
 
 async def listen(**arguments: str) -> str:
@@ -44,4 +45,4 @@ def test_a_host_without_a_network_advertises_its_loopback(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket.socket, "connect", refuse)
     assert [find_address(host) for host in ("0.0.0.0", "::", "")] == ["127.0.0.1", "::1", "127.0.0.1"]
     assert [find_address(host) for host in ("10.1.2.3", "localhost", "::1")] == ["10.1.2.3", "localhost", "::1"]
-    assert make_url(find_address("::"), 80) == "http://[::1]:80"
+    assert make_url(find_address("::"), 80, "http") == "http://[::1]:80"

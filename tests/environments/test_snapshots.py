@@ -42,7 +42,7 @@ class Sampler:
         self.num_sampled = self.num_held = self.version = 0
 
     async def sample(
-        self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: Any = None
+        self, token_ids: Sequence[int], sampling: Sampling, *, session: Any = None, **settings: Any
     ) -> list[Sample]:
         turn = self.tokenizer.decode(list(token_ids)).count("<|im_start|>assistant")
         if self.held_from and turn >= self.held_from:

@@ -16,7 +16,7 @@ from rlightning.errors import ConfigError
 @pytest.mark.parametrize(
     ("environment", "arguments", "line"),
     [
-        ("Game", {}, "environment=Game is no dotted path. Write module.Class, such as my_package.Game."),
+        ("Game", {}, "environment=Game is no dotted path. Write module.name, such as my_package.Game."),
         ("no_package.Game", {}, "environment=no_package.Game cannot be imported by "),
         (
             "step_cases.Gamer",

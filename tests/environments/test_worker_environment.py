@@ -388,7 +388,7 @@ def test_section_of_the_page_runs(tmp_path: Path, other_python: str, monkeypatch
 @pytest.mark.parametrize(
     ("environment", "arguments", "line"),
     [
-        ("Deeds", {}, r"^environment\.environment=Deeds is no dotted path\. Write module\.Class, such as my_package"),
+        ("Deeds", {}, r"^environment\.environment=Deeds is no dotted path\. Write module\.name, such as my_package"),
         ("no_package.Deeds", {}, r"=no_package\.Deeds cannot be imported by .*/python: ModuleNotFoundError: No module"),
         ("worker_cases.Deed", {}, r"Deed: 'worker_cases' has no class or function 'Deed'\. Did you mean 'Deeds'\?"),
         ("worker_cases.Other", {}, r"Other is a class that is no environment\. Name a subclass of rlightning\."),
@@ -402,6 +402,15 @@ def test_environment_that_cannot_be_made_is_one_line(
     with pytest.raises(ConfigError, match=line) as raised:
         asyncio.run(WorkerEnvironment(environment, arguments, python=other_python).check())
     assert "\n" not in raised.value.line
+
+
+def test_environment_whose_module_raises_is_one_line(
+    other_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_deeds.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^environment\.environment=broken_deeds\.Deeds: ZeroDivisionError: .*\.\n"):
+        asyncio.run(WorkerEnvironment("broken_deeds.Deeds", python=other_python).check())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rlightning.errors import ConfigError
 from rlightning.parallel import barrier as barriers
 from rlightning.parallel.cpu_group import barrier_timeout, connection, cpu_group, set_barrier_timeout
-from rlightning.parallel.failure import active_watch
+from rlightning.parallel.failure_watch import active_watch
 from rlightning.parallel.launcher import find_port
 from rlightning.parallel.strategy import DDP, replace_lightning_ddp
 

@@ -30,7 +30,7 @@ from rlightning import intervals
 from rlightning.console import show_log_lines
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import set_barrier_timeout
-from rlightning.parallel.failure import FailureWatch
+from rlightning.parallel.failure_watch import FailureWatch
 
 show_log_lines()
 rank, hanging, how, others = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -43,7 +43,7 @@ async def serve() -> None:
     }
     parent = await serve_parent(connection, methods)
     if "late" not in sys.argv:
-        await parent.notify("ready", "here")
+        await parent.notify("ready")
     await parent.closed
 
 

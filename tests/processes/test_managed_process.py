@@ -25,9 +25,9 @@ def start(*arguments: str, log_file: Path | None = None) -> ManagedProcess:
 @in_event_loop
 async def test_child_ends_with_all_it_started(tmp_path: Path) -> None:
     process = start(log_file=tmp_path / "child.log")
-    peer, greeting = await connect_process(process, {}, ready_timeout=300)
+    peer = await connect_process(process, {}, ready_timeout=300)
     _, pid, group, _ = await peer.call("describe", timeout=60)
-    assert greeting == "here" and pid == group == process.pid and process.exit_code is None
+    assert pid == group == process.pid and process.exit_code is None
     grandchild = int(await peer.call("start_child", timeout=60))
     assert is_running(grandchild)
     assert await end_process(process, peer) == "SIGKILL" and process.exit_code == -signal.SIGKILL
@@ -39,7 +39,7 @@ async def test_child_ends_with_all_it_started(tmp_path: Path) -> None:
 @in_event_loop
 async def test_death_fails_call_with_code_and_log(tmp_path: Path) -> None:
     process = start(log_file=tmp_path / "child.log")
-    peer, _ = await connect_process(process, {}, ready_timeout=300)
+    peer = await connect_process(process, {}, ready_timeout=300)
     with pytest.raises(ConnectionLostError, match="test child: it closed the connection"):
         await peer.call("leave", 7, timeout=60)
     assert await end_process(process, peer) == "exit code 7"
@@ -71,7 +71,7 @@ def test_killed_parent_ends_child_in_regular_expression(tmp_path: Path) -> None:
         "from test_managed_process import connect_process, start\n"
         "async def main():\n"
         "    process = start()\n"
-        "    peer, _ = await connect_process(process, {}, ready_timeout=300)\n"
+        "    peer = await connect_process(process, {}, ready_timeout=300)\n"
         "    print(process.pid, await peer.call('start_child'), flush=True)\n"
         "    await peer.call('backtrack')\n"
         "asyncio.run(main())\n"
@@ -98,7 +98,7 @@ async def test_other_interpreter_loads_package_from_folder(tmp_path: Path) -> No
     command = python_command("child", interpreter=interpreter)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = ManagedProcess(command, name="other interpreter", environment=environment)
-    peer, _ = await connect_process(process, {}, ready_timeout=300)
+    peer = await connect_process(process, {}, ready_timeout=300)
     executable, _, _, modules = await peer.call("describe", timeout=60)
     assert executable == interpreter and modules == []
     await end_process(process, peer)

@@ -245,9 +245,16 @@ def test_check_names_the_nearest_column() -> None:
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        (["exact_match"], r"'exact_match' is no dotted path\. Write module\.function"),
-        (["rlightning.rewards.exact_mach"], r"has no reward function 'exact_mach'\. Did you mean 'exact_match'\?"),
-        (["rlightning.rewrds.exact_match"], r"cannot be imported: No module named 'rlightning\.rewrds'"),
+        (
+            ["exact_match"],
+            r"'exact_match' is no dotted path\. Write module\.name, such as rlightning\.rewards\.exact_match\.$",
+        ),
+        (["rlightning.rewards.exact_mach"], r"has no class or function 'exact_mach'\. Did you mean 'exact_match'\?"),
+        (["rlightning.rewrds.exact_match"], r"'rlightning' has no module or class 'rewrds'\. Did you mean 'rewards'\?"),
+        (
+            ["no_package.f"],
+            r"The reward 'no_package\.f' cannot be imported by .*: No module named 'no_package'\. Install",
+        ),
         (["os.curdir"], r"The reward 'os\.curdir' is a str, not a function"),
         ([grade, grade], "Two reward functions have the name 'grade'"),
         (
@@ -273,8 +280,8 @@ def test_check_names_the_nearest_column() -> None:
             r"'test_config\.Grader\.method' is a method of the class Grader without an object\. .* name judge\.method;",
         ),
         ([Grader.method], "'method' is a method of the class Grader without an object"),
-        (["test_config.Grader.statik"], r"'Grader' has no reward function 'statik'\. Did you mean 'static'\?"),
-        (["test_config.Gradr.static"], r"No module named 'test_config\.Gradr', and no class\. Did you mean 'Grader'\?"),
+        (["test_config.Grader.statik"], r"'Grader' has no class or function 'statik'\. Did you mean 'static'\?"),
+        (["test_config.Gradr.static"], r"'test_config' has no module or class 'Gradr'\. Did you mean 'Grader'\?"),
         ([generate], "'generate' is a generator"),
         ([by_position], r"'by_position' takes 'completion' by position, and gets all arguments by name\. Remove"),
     ],

@@ -71,7 +71,7 @@ class Run:
 
     @property
     def engine(self) -> Engine:
-        return self.engines.engines[0]
+        return self.engines.samplers[0]
 
     @contextmanager
     def other_sender(self, *, keeps_cache: bool = False) -> Iterator[None]:

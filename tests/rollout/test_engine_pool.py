@@ -10,7 +10,7 @@ import pytest
 from engine_models import Weights, bare_config
 
 from rlightning.errors import EngineDiedError, StreamLostError
-from rlightning.rollout import OnTokens, Sampling
+from rlightning.rollout import Sampling
 from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
 from rlightning.rollout.rank_engines import RankEngines
 from rlightning.rollout.weights import WeightSource
@@ -27,7 +27,7 @@ class HeldEngine:
     def __init__(self) -> None:
         self.requests: list[asyncio.Future[list[Sample]]] = []
 
-    async def sample(self, token_ids: Any, sampling: Sampling, *, num_samples: int = 1, session: Any = None) -> Any:
+    async def sample(self, token_ids: Any, sampling: Sampling, **settings: Any) -> Any:
         self.requests.append(asyncio.get_running_loop().create_future())
         return await self.requests[-1]
 
@@ -106,13 +106,15 @@ def test_dead_engines_requests_move_and_death_found_once() -> None:
 
 def test_begun_stream_of_dead_engine_is_refused() -> None:
     class Streams(HeldEngine):
-        async def stream(self, on_tokens: OnTokens, token_ids: Any, sampling: Sampling, **settings: Any) -> Any:
-            on_tokens(0, [1])
-            return await self.sample(token_ids, sampling)
+        async def sample(self, token_ids: Any, sampling: Sampling, **settings: Any) -> Any:
+            settings["on_tokens"](0, [1])
+            return await super().sample(token_ids, sampling)
 
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
         got: list[Any] = []
-        both = [asyncio.ensure_future(pool.stream(lambda *one: got.append(one), [1], SHORT)) for _ in range(2)]
+        both = [
+            asyncio.ensure_future(pool.sample([1], SHORT, on_tokens=lambda *one: got.append(one))) for _ in range(2)
+        ]
         assert await loads(pool) == [1, 1] and got == [(0, [1])]
         first.die()
         with pytest.raises(StreamLostError, match=r"The engine died while its tokens were streamed\.$"):

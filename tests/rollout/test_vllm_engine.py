@@ -119,8 +119,11 @@ def test_a_stream_gives_the_beginnings_of_its_samples(engine: Engine, actor: Act
         for _ in range(50):  # on a busy machine all may have been sampled before anything could be read
             if any(parts):
                 break
-            streamed = await engine.stream(
-                lambda number, token_ids: parts[number].extend(token_ids), prompt.token_ids, sampling, num_samples=4
+            streamed = await engine.sample(
+                prompt.token_ids,
+                sampling,
+                num_samples=4,
+                on_tokens=lambda number, token_ids: parts[number].extend(token_ids),
             )
         return streamed, await engine.sample(prompt.token_ids, sampling, num_samples=4)
 

@@ -21,7 +21,7 @@ from rlightning.rpc import (
     connect,
     listen,
 )
-from rlightning.rpc.authentication import MAGIC, WITH_KEY, parse_url
+from rlightning.rpc.authentication import MAGIC, WITH_KEY, make_url, parse_url
 from rlightning.rpc.client import LoopThread, background_loop
 from rlightning.rpc.peer import Method
 
@@ -157,6 +157,11 @@ def test_server_that_is_not_there_is_named() -> None:
 def test_other_addresses_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"is no address. Write tcp://host:8100"):
         parse_url(url)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "trainer.example"])
+def test_made_url_is_parsed_to_host_and_port(host: str) -> None:
+    assert parse_url(make_url(host, 8100)) == (host, 8100)
 
 
 def test_loop_outlives_exits_and_fails_pending_work(

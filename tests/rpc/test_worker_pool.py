@@ -12,7 +12,7 @@ from waiting import in_event_loop
 
 from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE
-from rlightning.rpc.worker_pool import WorkerDiedError, WorkerError, WorkerHungError, WorkerPool
+from rlightning.rpc.worker_pool import WorkerExitError, WorkerHungError, WorkerLostError, WorkerPool
 
 pytestmark = pytest.mark.processes
 
@@ -49,12 +49,12 @@ async def test_failures_cost_their_own_calls_only(tmp_path: Path) -> None:
     [first] = await do(pool, "a")
     results = await do(pool, "slow", "raise", "b")
     assert results[0] == results[2] == first and isinstance(results[1], RemoteError)
-    expected: list[tuple[str, type[WorkerError], str, int]] = [
+    expected: list[tuple[str, type[WorkerLostError], str, int]] = [
         ("block", WorkerHungError, "in do", 1),
         ("backtrack", WorkerHungError, "in backtrack", 1),
         # Suspended: nobody can write its stacks.
         ("stop", WorkerHungError, "", 1),
-        ("exit", WorkerDiedError, "", 1),
+        ("exit", WorkerExitError, "", 1),
         # Which call it was shows only as each is run alone.
         ("backtrack in a thread", WorkerHungError, "in backtrack", 2),
     ]

@@ -24,8 +24,3 @@ def find_address(host: str) -> str:
         end.connect((FAR[family], 9))
         return str(end.getsockname()[0])
     return LOOPBACK[family]
-
-
-def make_url(host: str, port: int) -> str:
-    """Return the URL of a server."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from types import ModuleType
 from typing import Any
 
+from rlightning import rpc
 from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
-from rlightning.environments.endpoint.address import find_address, make_url
+from rlightning.environments.endpoint.address import find_address
 from rlightning.environments.endpoint.asgi import GONE, ClientGoneError, Receive, Request, Send, send_json, send_text
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
@@ -141,7 +142,7 @@ class Endpoint:
                 f"endpoint.host={self.host}, endpoint.port={self.port} cannot be listened at: {error.strerror}. Give "
                 "an address of this host; port 0 takes a free one."
             ) from error
-        self._url = make_url(self.advertised_host or find_address(self.host), listener.getsockname()[1])
+        self._url = rpc.make_url(self.advertised_host or find_address(self.host), listener.getsockname()[1], "http")
         return listener
 
     async def close(self) -> None:

@@ -1,14 +1,13 @@
-"""Whether vLLM takes adapters of a model, by its source: importing vLLM would change this process."""
+"""Whether vLLM takes adapters of a model, by its source."""
 
 import ast
-import importlib.util
 import re
 from functools import cache
-from pathlib import Path
 
 from transformers import PreTrainedConfig
 
 from rlightning.protocols import AdapterSettings
+from rlightning.rollout.vllm.vllm_source import source_of
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM allocates memory."""
@@ -60,7 +59,7 @@ def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | N
     if lacking:
         return f"this version of vLLM, too old or too new, has no {lacking[0]}"
     names = config.architectures or []
-    found = next((place for name in names if (place := find_class(name)) is not None), None)
+    found = next((place for name in names if (place := find_model_class(name)) is not None), None)
     if found is None:
         return f"vLLM has no model class of its own for {' or '.join(names) or config.model_type}"
     if not supports_adapters(*found):
@@ -69,9 +68,9 @@ def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | N
 
 
 @cache
-def find_class(architecture: str) -> tuple[str, str] | None:
+def find_model_class(architecture: str) -> tuple[str, str] | None:
     """Return the module and the name of vLLM's class for an architecture; None if its registry has none."""
-    registry = read_source(f"{MODELS}.registry")
+    registry = source_of(f"{MODELS}.registry")
     entry = re.search(rf'"{re.escape(architecture)}":\s*\(\s*"([\w.]+)",\s*"(\w+)"', registry)
     return (f"{MODELS}.{entry[1]}", entry[2]) if entry else None
 
@@ -79,7 +78,7 @@ def find_class(architecture: str) -> tuple[str, str] | None:
 @cache
 def supports_adapters(module: str, name: str) -> bool:
     """Return whether a class, or one that it derives from, takes adapters."""
-    tree = ast.parse(read_source(module))
+    tree = ast.parse(source_of(module))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         return False
@@ -109,13 +108,4 @@ def _absolute(node: ast.ImportFrom, module: str) -> str:
 @cache
 def has_name(module: str, name: str) -> bool:
     """Return whether a module of vLLM defines or imports a class of this name."""
-    return re.search(rf"\b{name}\b", read_source(module)) is not None
-
-
-def read_source(module: str) -> str:
-    """Return a module's source, "" if there is none where its name says."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    path = Path(spec.origin).parent.joinpath(*module.split(".")[1:])
-    files = (path.with_suffix(".py"), path / "__init__.py")
-    return next((file.read_text() for file in files if file.is_file()), "")
+    return re.search(rf"\b{name}\b", source_of(module)) is not None

@@ -11,6 +11,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
+from rlightning.rollout.vllm.vllm_internals import adapters_of, forget_last_mapping
+
 ADAPTER_ID = 1
 """The adapter's id, the same for all versions: a running request continues with the newest. The prefix cache
 distinguishes versions by the salt of requests (:class:`~rlightning.rollout.vllm.server.VLLMServer`)."""
@@ -35,7 +37,7 @@ def install_adapter(
     Returns:
         The modules that the engine's model has no place for, which vLLM would leave out without a word.
     """
-    adapters = manager._adapter_manager
+    adapters = adapters_of(manager)
     helper = PEFTHelper.from_dict(dict(settings))
     helper.validate_legal(manager.lora_config)
     mapper: Any = getattr(adapters.model, "hf_to_vllm_mapper", None)
@@ -53,7 +55,7 @@ def install_adapter(
     unplaced = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
     # All: what a worker remembers of the last batch's adapters goes too, and a sleep has changed its memory.
     manager.remove_all_adapters()
-    adapters._last_mapping = None  # which remove_all_adapters() leaves before vLLM 0.28
+    forget_last_mapping(adapters)
     adapters.add_adapter(adapter)
     adapters.activate_adapter(ADAPTER_ID)
     return unplaced

@@ -2,11 +2,10 @@
 
 import ast
 import functools
-import importlib.util
-from pathlib import Path
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.rollout.engine_config import EngineArguments
+from rlightning.rollout.vllm.vllm_source import source_of
 
 OF_THE_RUN: dict[str, tuple[str, ...]] = {
     "the engine runs the actor's model, model.model": (
@@ -117,13 +116,10 @@ def check_cpu(given: EngineArguments, max_model_len: int) -> None:
 
 @functools.cache
 def argument_names() -> frozenset[str]:
-    """Return the fields of vLLM's AsyncEngineArgs, read from its source: importing it would change this process."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
+    """Return the fields of vLLM's AsyncEngineArgs, read from its source."""
     return frozenset(
         field.target.id
-        for node in ast.parse(source).body
+        for node in ast.parse(source_of("vllm.engine.arg_utils")).body
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)

@@ -193,6 +193,7 @@ class RolloutScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.deferred = DeferredSequences(self.max_num_running_reqs, self.block_size)
         self.unsent: dict[str, Tokens] = {}
+        self._is_paused = False
         limits = "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens"
         self._limits = [name for name in limits if hasattr(self, name)]
         self._may_defer = self._is_plain()
@@ -267,7 +268,7 @@ class RolloutScheduler(Scheduler):
 
     def _defer(self, requests: Iterable[Request]) -> None:
         """Defer those of ``requests`` that may be, unless the KV cache is so full that they would soon be woken."""
-        if self._is_paused() or self._num_free_blocks() <= len(self.running):
+        if self._is_paused or self._num_free_blocks() <= len(self.running):
             return
         for request in requests:
             if num_steps := self._steps_to_defer(request):
@@ -323,7 +324,7 @@ class RolloutScheduler(Scheduler):
             of_client.outputs = [one for one in of_client.outputs if self._is_sent(one)]
             if not (of_client.outputs or of_client.finished_requests or of_client.scheduler_stats):
                 del outputs[client]
-        if self._is_paused():
+        if self._is_paused:
             for name, tokens in self.unsent.items():
                 if tokens:
                     output = EngineCoreOutput(name, tokens.ids, new_logprobs=tokens.as_lists())
@@ -372,14 +373,12 @@ class RolloutScheduler(Scheduler):
     def set_pause_state(self, pause_state: PauseState) -> None:
         """See Scheduler: pause, or go on."""
         self._wake(list(self.deferred.rows))
+        self._is_paused = pause_state != PauseState.UNPAUSED
         super().set_pause_state(pause_state)
-
-    def _is_paused(self) -> bool:
-        return bool(self._pause_state != PauseState.UNPAUSED)
 
     def has_requests(self) -> bool:
         """See Scheduler: whether there is anything to do; in a pause, to send what has been held back."""
-        return bool(super().has_requests()) or (self._is_paused() and any(self.unsent.values()))
+        return bool(super().has_requests()) or (self._is_paused and any(self.unsent.values()))
 
     def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
         """See Scheduler: forget what is in the KV cache, if need be by requeueing all."""

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
-from vllm import _custom_ops
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
@@ -27,13 +26,13 @@ from rlightning.models.remote_code import read_config
 from rlightning.parallel.device import synchronize_stream
 from rlightning.processes.process_group import die_with_parent
 from rlightning.rollout.vllm.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
+from rlightning.rollout.vllm.vllm_internals import keep_linears_unpacked
 from rlightning.rollout.weights import ChunkPlan, driver
 
 die_with_parent()  # the workers must not outlive an engine process that is killed and can end no process any more
 
 if current_platform.is_cpu():
-    # With oneDNN vLLM packs each linear's weight and drops the original, and nothing can be loaded into it again.
-    _custom_ops._supports_onednn = False
+    keep_linears_unpacked()
     keep_experts_unpacked()
 
 

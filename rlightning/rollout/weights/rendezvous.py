@@ -5,7 +5,6 @@ torch's TCPStore serves any process that connects, and lists its keys to it. Thi
 """
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from rlightning import intervals
+from rlightning import intervals, rpc
 from rlightning.errors import ConfigError
 from rlightning.processes.liveness import Deadline
-from rlightning.rpc import AuthenticationError, Peer, RPCError, Server, background_loop, connect, listen
 
 if TYPE_CHECKING:
     Store = Any  # the types of torch's Store name C++'s overloads
 else:
     Store = dist.Store
-
-KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +62,25 @@ class RendezvousServer:
 
     def __init__(self, host: str, size: int, timeout: float) -> None:
         try:
-            listener = listen(host, 0)
+            listener = rpc.listen(host, 0)
         except OSError as error:
             raise ConfigError(
                 f"The trainer cannot listen on {host} ({error}). Give the address of one of this machine's own "
                 "interfaces."
             ) from error
-        key = secrets.token_bytes(KEY_BYTES)
+        key = rpc.new_key()
         port = int(listener.getsockname()[1])
         self.places = [Place(host, port, rank, size, timeout, key) for rank in range(size)]
         self.store: Store = dist.HashStore()  # type: ignore[attr-defined]
         self.store.set_timeout(timedelta(seconds=timeout))
-        self._server = background_loop().run(self._start(listener, key, size))
+        self._server = rpc.background_loop().run(self._start(listener, key, size))
 
     def close(self) -> None:
         """Disconnect all members, and accept no more."""
-        background_loop().run(self._server.close())
+        rpc.background_loop().run(self._server.close())
 
-    async def _start(self, listener: socket.socket, key: bytes, size: int) -> Server:
-        return Server(listener, key, self._serve, max_clients=size)
+    async def _start(self, listener: socket.socket, key: bytes, size: int) -> rpc.Server:
+        return rpc.Server(listener, key, self._serve, max_clients=size)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
         store = self.store  # of its operations those that are answered at once; what waits asks again and again
@@ -96,7 +92,7 @@ class RendezvousServer:
             "delete_key": store.delete_key,
         }
         methods = {name: partial(_answer, operation) for name, operation in operations.items()}
-        peer = await Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
+        peer = await rpc.Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
         try:
             await asyncio.wait([peer.closed])
         finally:
@@ -110,7 +106,7 @@ async def _answer(operation: Callable[..., object], *arguments: object) -> objec
 class RemoteStore(Store):  # type: ignore[misc]
     """torch's Store at a :class:`RendezvousServer`. Any thread may use it, but the background loop's."""
 
-    def __init__(self, peer: Peer, timeout: float) -> None:
+    def __init__(self, peer: rpc.Peer, timeout: float) -> None:
         super().__init__()
         self._peer = peer
         self._timeout = timedelta(seconds=timeout)
@@ -153,8 +149,8 @@ class RemoteStore(Store):  # type: ignore[misc]
     def _ask(self, operation: str, *arguments: object) -> bytes | int:
         work = self._peer.call(operation, *arguments, timeout=intervals.TRANSFER_TIMEOUT)
         try:
-            answer: bytes | int = background_loop().run(work)
-        except RPCError as error:
+            answer: bytes | int = rpc.background_loop().run(work)
+        except rpc.RPCError as error:
             raise RuntimeError(f"the rendezvous is over: {error}") from error
         return answer
 
@@ -165,11 +161,11 @@ def join_rendezvous(place: Place) -> RemoteStore:
     Raises:
         OSError: it is not there, has another key, or does not answer.
     """
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    work = connect(f"tcp://{host}:{place.port}", place.key, {}, timeout=place.timeout, heartbeat_timeout=float("inf"))
+    url = rpc.make_url(place.host, place.port)
+    work = rpc.connect(url, place.key, {}, timeout=place.timeout, heartbeat_timeout=float("inf"))
     try:
-        return RemoteStore(background_loop().run(work), place.timeout)
-    except AuthenticationError as error:
+        return RemoteStore(rpc.background_loop().run(work), place.timeout)
+    except rpc.AuthenticationError as error:
         raise OSError(f"{place.host}, port {place.port}, is the rendezvous of another group ({error})") from error
 
 

@@ -25,9 +25,9 @@ from rlightning import intervals
 from rlightning.error_report import INTERRUPTED, show_error
 from rlightning.parallel.barrier import BarrierError, barrier, report_arrivals, write_failure
 from rlightning.parallel.cpu_group import Connection, barrier_timeout, connection, leave_groups
-from rlightning.parallel.failure_server import FailureServer, connect
-from rlightning.parallel.failures import DISCONNECTED, Failure, is_failure, is_of_collective
+from rlightning.parallel.failure_server import FailureServer, connect_rank
 from rlightning.parallel.hang_watch import HangWatch
+from rlightning.parallel.rank_failure import DISCONNECTED, Failure, is_failure, is_of_collective
 from rlightning.parallel.rank_store import StoreError
 from rlightning.parallel.stacks import StackRecorder, record_all, start_recorder
 from rlightning.processes.liveness import Deadline
@@ -174,7 +174,7 @@ class FailureWatch:
             kill_process(process)
 
         methods = {method.__name__: method for method in (rank, end, report, record_stacks, kill)}
-        self._peer = self._loop.run(connect(addresses, port, bytes.fromhex(key), methods))
+        self._peer = self._loop.run(connect_rank(addresses, port, bytes.fromhex(key), methods))
         self._loop.submit(self._watch_server(self._peer))
         self._send("report", asdict(hang_watch.make_report()))
 

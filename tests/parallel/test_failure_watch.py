@@ -17,8 +17,8 @@ from waiting import wait_for
 from rlightning import intervals
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
-from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect
-from rlightning.parallel.failures import Failure, describe, is_failure
+from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect_rank
+from rlightning.parallel.rank_failure import Failure, describe, is_failure
 from rlightning.rpc import LoopThread, Peer
 from rlightning.rpc.peer import Method
 
@@ -28,7 +28,7 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what was started in the background
 import torch, torch.distributed as dist
 from rlightning import intervals
-from rlightning.parallel.failure import FailureWatch
+from rlightning.parallel.failure_watch import FailureWatch
 
 intervals.FAILURE_ANSWER_TIMEOUT = 60  # however slow rank 0 is
 
@@ -235,7 +235,7 @@ class Hub:
             self.ends[number] = failure
 
         methods: dict[str, Method] = {"rank": rank, "end": end}
-        return self.loop.run(connect(["localhost"], self.server.port, key or self.server.key, methods), 60)
+        return self.loop.run(connect_rank(["localhost"], self.server.port, key or self.server.key, methods), 60)
 
     def send(self, peer: Peer, method: str, *arguments: Any) -> None:
         self.loop.run(peer.call(method, *arguments), 60)

@@ -1,0 +1,27 @@
+"""Private names of vLLM that have no public equivalent; tests/test_library_internals.py checks each."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+
+def keep_linears_unpacked() -> None:
+    """Have vLLM keep the weights of linear layers on a CPU.
+
+    With oneDNN it packs each, and drops the original, into which nothing can be loaded again.
+    """
+    from vllm import _custom_ops  # loads the kernels
+
+    _custom_ops._supports_onednn = False
+
+
+def adapters_of(manager: "WorkerLoRAManager") -> "LoRAModelManager":
+    """Return the adapters of a worker's model."""
+    return manager._adapter_manager
+
+
+def forget_last_mapping(adapters: "LoRAModelManager") -> None:
+    """Have the next batch's adapters set up anew, which ``remove_all_adapters()`` does not before vLLM 0.28."""
+    adapters._last_mapping = None
