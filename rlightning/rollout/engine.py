@@ -1,4 +1,4 @@
-"""An engine as a sampler: started again after it has died, with the weights that it holds."""
+"""A vLLM engine as a sampler, which can be started again after its process has died."""
 
 import asyncio
 import secrets
@@ -30,10 +30,10 @@ Request = Callable[..., Awaitable[object]]
 
 
 class EngineSampler(ABC):
-    """Samples and scores by what an engine's server answers.
+    """Base of samplers that forward requests to an engine's server.
 
     Attributes:
-        prefix_cache: of the requests of :meth:`sample`.
+        prefix_cache: counts the cached tokens of requests to :meth:`sample`.
     """
 
     follows_schemas = True
@@ -53,9 +53,9 @@ class EngineSampler(ABC):
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`; ``session`` makes no difference to a single engine.
+        """Sample continuations of one token sequence (:meth:`TokenSampler.sample`); ``session`` is ignored.
 
-        Amid a weight update it waits for the end of the update.
+        During a weight update the request waits for the end of the update.
         """
         return await self._sample(None, token_ids, sampling, num_samples)
 
@@ -68,7 +68,7 @@ class EngineSampler(ABC):
         num_samples: int = 1,
         session: str | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
+        """Sample, and call ``on_tokens`` with the tokens as they are sampled (:meth:`TokenStreamer.stream`)."""
         return await self._sample(on_tokens, token_ids, sampling, num_samples)
 
     async def _sample(
@@ -81,26 +81,26 @@ class EngineSampler(ABC):
         return make_samples(files, token_ids, outputs)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
         return np.asarray(await self._request("score", token_ids), np.float32)
 
 
 class Engine(EngineSampler):
     """vLLM's AsyncLLM in a child process, or where ``rlightning serve`` has started it.
 
-    It is a :class:`~rlightning.rollout.sampler.TokenSampler`; what waits may also be asked for by futures, from any
-    thread. A :class:`~rlightning.rollout.weights.driver.WeightUpdater` sends it weights. :meth:`start` returns at once,
-    so that the engine comes up while the actor is loaded; the first call waits for it.
+    A :class:`~rlightning.rollout.sampler.TokenSampler`, whose methods other threads may call by :meth:`submit`. A
+    :class:`~rlightning.rollout.weights.driver.WeightUpdater` sends it weights. :meth:`start` returns at once, since
+    engine and actor load at the same time; the first call waits for the engine.
 
     Raises:
-        EngineDiedError: by every method, when the process died or hangs; :meth:`start` may then be called again.
-        EngineError: by every method, when the engine refused to start, or refused a request.
+        EngineDiedError: by every method, if the process died or hangs; :meth:`start` may then be called again.
+        EngineError: by every method, if the engine did not start, or refused a request.
 
     Attributes:
         process: the connection to the engine that was started last.
-        is_verified: whether it has been found to hold the actor's weights, since its start.
-        is_proven: whether it has been found to use an adapter that it was sent, since its start.
-        has_base: whether it holds the weights that an adapter is added to.
+        is_verified: whether a check since its start has shown that it holds the actor's weights.
+        is_proven: whether a check since its start has shown that it applies the adapter.
+        has_base: whether it holds the frozen weights that the adapter is added to.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -113,7 +113,7 @@ class Engine(EngineSampler):
 
     @property
     def weight_version(self) -> int | None:
-        """The version of the weights that it serves; None before the first update, while asleep, and when dead."""
+        """The version of the engine's weights; None before the first update, while it sleeps, and if it is dead."""
         return self._held_version if self.is_alive else None
 
     @weight_version.setter
@@ -123,22 +123,22 @@ class Engine(EngineSampler):
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a process, as far as is known."""
+        """Whether the engine's process runs, as far as is known."""
         return self.process is not None and self.process.death is None
 
     @property
     def ready(self) -> "Future[EngineFacts]":
-        """A future of the engine process that was started last, done when it is up or has failed to start."""
+        """A future of the engine process that was started last, done when the engine is up or has failed to start."""
         return self._running.ready
 
     @property
     def is_up(self) -> bool:
-        """Whether it is alive and can be sent weights."""
+        """Whether the engine is alive and can be sent weights."""
         return self.is_alive and self.ready.done()
 
     @property
     def error(self) -> EngineError | None:
-        """What has ended it; None while it is alive."""
+        """The error that ended the engine; None while it is alive."""
         return EngineDiedError("The engine is not running.") if self.process is None else self.process.death
 
     def start(self) -> None:
@@ -149,7 +149,7 @@ class Engine(EngineSampler):
         self.process = ServedEngine(self.config) if self.config.url else EngineProcess(self.config)
 
     def submit(self, method: str, *arguments: object) -> "Future[Any]":
-        """Call a method of the engine's process; see :meth:`EngineConnection.submit`."""
+        """Call a method of the engine's process by name, from any thread (:meth:`EngineConnection.submit`)."""
         return self._running.submit(method, *arguments)
 
     @property
@@ -165,20 +165,20 @@ class Engine(EngineSampler):
         return await asyncio.wrap_future(self.submit(method, *arguments))
 
     def sleep(self) -> None:
-        """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
+        """Free the memory of an engine that shares its device with an actor, weights included; else do nothing."""
         if self.config.can_sleep and not self._is_asleep:
             self.submit("sleep").result()
             self._is_asleep, self.has_base = True, False
             self.weight_version = None
 
     def close(self) -> None:
-        """End it and everything that it started. May be called twice."""
+        """End the engine and all processes that it started. May be called twice."""
         if self.process is not None:
             self.process.close()
             self.process = None
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]; from a thread without a loop."""
+        """Return :meth:`score` of each of the sequences [N, L]: [N, L]. Not to be called on the event loop."""
         answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
         return np.array([answer.result() for answer in answers], np.float32)
 
@@ -193,9 +193,9 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
     """Return arguments of vLLM's SamplingParams.
 
     Args:
-        sampling: of one request; from its seed vLLM makes one for each sample, by adding the sample's number.
+        sampling: of one request; vLLM adds a sample's number to the seed.
         num_samples: completions of the prompt.
-        end_token_ids: end a completion, besides ``sampling.stop_token_ids``.
+        end_token_ids: tokens that end a completion, besides ``sampling.stop_token_ids``.
     """
     return {
         "n": num_samples,
@@ -222,11 +222,11 @@ async def generate(
     token_ids: Sequence[int],
     arguments: dict[str, object],
 ) -> list[EngineOutput]:
-    """Return what an engine's process samples.
+    """Sample a prompt's completions in an engine's process.
 
     Args:
-        request: of the engine.
-        on_tokens: called with tokens as they are sampled; None: they come at the end.
+        request: calls a method of the engine.
+        on_tokens: called with tokens as they are sampled; None if only the result is needed.
         token_ids: [P], of the prompt.
         arguments: of vLLM's SamplingParams.
     """
@@ -253,9 +253,9 @@ async def _read_along(request: Request, stream: str, on_tokens: OnTokens) -> Non
 
 
 def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[EngineOutput]) -> list[Sample]:
-    """Return a prompt's samples, from what the engine's process has answered.
+    """Return a prompt's samples from the outputs of the engine's process.
 
-    A text is that of all tokens that are trained, stop strings included, but for the end of sequence.
+    A sample's text includes a stop string, but not the end of sequence.
 
     Args:
         files: of the policy.
@@ -269,7 +269,7 @@ def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[Eng
 
 
 def make_sample(text: str, output: EngineOutput) -> Sample:
-    """Return one of them."""
+    """Return one sample."""
     reason: Literal["stop", "length"] = "length" if output["end"] is None else "stop"
     token_ids = array("q", np.asarray(output["token_ids"], np.int64).tobytes())
     logprobs = array("f", np.asarray(output["logprobs"], np.float32).tobytes())

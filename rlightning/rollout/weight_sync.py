@@ -1,8 +1,7 @@
-"""Weight syncs: which samplers need the actor's weights, the hooks around each sync, and the canary that proves it.
+"""Weight syncs: which samplers need the actor's weights, the hooks around each sync, and its verification.
 
-All samplers go this way, whatever brings the weights to them: engines, by
-:class:`~rlightning.rollout.rank_engines.RankEngines`, and a sampler in the trainer's process, by
-:class:`~rlightning.rollout.in_process.InProcessSamplers`.
+The same code serves engines, by :class:`~rlightning.rollout.rank_engines.RankEngines`, and a sampler in the trainer's
+process, by :class:`~rlightning.rollout.in_process.InProcessSamplers`.
 """
 
 from abc import ABC, abstractmethod
@@ -22,14 +21,14 @@ from rlightning.rpc.client import LoopThread
 
 
 class SamplerStates(NamedTuple):
-    """What a rank knows of its samplers before a weight sync.
+    """The state of a rank's samplers before a weight sync.
 
     Attributes:
-        is_stale: whether one of them has to be sent weights.
-        serving: the numbers of those that have the current ones.
-        num_living: those that run, or will be started again.
-        num_engines: all of them.
-        error: of the last one that will not be started again.
+        is_stale: whether a sampler needs weights.
+        serving: indices of the samplers with the current weights.
+        num_living: number of samplers that run or will be restarted.
+        num_engines: number of all samplers.
+        error: of the last sampler that will not be restarted.
     """
 
     is_stale: bool
@@ -40,14 +39,14 @@ class SamplerStates(NamedTuple):
 
 
 class RankSamplers(ABC):
-    """The samplers of this rank, as a weight sync drives them. All ranks make one, and call it alike.
+    """The samplers of this rank. Every rank makes one, and all ranks call the same methods in the same order.
 
-    What is not abstract holds for samplers that neither start nor die.
+    The methods that are not abstract suit samplers that cannot die.
 
     Attributes:
-        engines: this rank's samplers; on a rank that only sends weights, none.
-        updated: those that were sent weights last.
-        is_colocated: whether weights are sent only while none of them samples, and to all of them.
+        engines: this rank's samplers; empty on a rank that only sends weights.
+        updated: samplers that were sent weights in the last sync.
+        is_colocated: whether weights are sent to all samplers at once, while none of them samples.
     """
 
     engines: Sequence[VerifiedSampler]
@@ -57,64 +56,64 @@ class RankSamplers(ABC):
     @property
     @abstractmethod
     def can_sleep(self) -> bool:
-        """Whether they give their device's memory back while they are not needed."""
+        """Whether samplers free their device memory while they are not needed."""
 
     @property
     def dead(self) -> Sequence[int]:
-        """Numbers of those that have died and will be started again."""
+        """Indices of the dead samplers that will be restarted."""
         return ()
 
     @property
     def is_starting(self) -> bool:
-        """Whether the run has to wait for one of them."""
+        """Whether the run has to wait for a sampler to start."""
         return False
 
     def restart_dead(self) -> None:
-        """Start those again that have died; they need weights then."""
+        """Restart dead samplers, which then need weights."""
         return
 
     def wait_for_start(self) -> None:
-        """Block until the run need not wait for one of them."""
+        """Block until the run need not wait for a sampler to start."""
         return
 
     def needs_sync(self) -> bool:
-        """Return whether a weight sync would bring one of them back, while others may be sampling."""
+        """Return whether a weight sync would bring a sampler back into use, while others may be sampling."""
         return False
 
     @abstractmethod
     def states(self, weight_version: int) -> SamplerStates:
-        """Return what the other ranks have to know."""
+        """Return the state of this rank's samplers for the other ranks."""
 
     @abstractmethod
     def sleep_before_sync(self) -> None:
-        """Have those that hold weights give their memory back, so that a weight sync of others has it."""
+        """Free the memory of samplers that hold weights, since a weight sync of other samplers needs it."""
 
     @abstractmethod
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """Have each sampler that is stale load the actor's weights; a collective.
+        """Send the actor's weights to each sampler that lacks them; a collective.
 
         Args:
             source: of the weights.
-            weight_version: of them.
-            unproven: send them to those alone that have not shown yet that they use an adapter.
+            weight_version: of the weights.
+            unproven: send only to samplers that have not shown yet that they apply an adapter.
         """
 
     @abstractmethod
     def activate_weights(self, weight_version: int) -> None:
-        """Have those that were sent weights sample from them; those that died meanwhile hold none."""
+        """Let the samplers sample from the weights that they were sent; one that died meanwhile has none."""
 
 
 class WeightSync:
-    """Keeps the samplers of all ranks at the actor's weights. All ranks make one, and call it alike.
+    """Sends the actor's weights to the samplers of all ranks. Every rank makes one, and calls it at the same points.
 
     Args:
-        trainer: whose callbacks are told of each sync.
-        module: has the actor's weights.
-        engines: this rank's.
-        verification: of the weights that they have been sent.
-        memory: makes room on a device that engines share with the actor; None: nothing has to.
-        pool: on rank 0, what samples from the engines of all ranks; None where those are not asked by a pool.
-        loop: that the pool belongs to.
+        trainer: whose callbacks' hooks are called.
+        module: with the actor's weights.
+        engines: this rank's samplers.
+        verification: of the sent weights.
+        memory: frees memory on a device that engines share with the actor; None if nothing has to be freed.
+        pool: on rank 0 the pool of all ranks' engines; None on other ranks, and without a pool.
+        loop: the pool's event loop.
     """
 
     def __init__(
@@ -132,9 +131,9 @@ class WeightSync:
         self._pool, self._loop = pool, loop
 
     def sync_weights(self) -> None:
-        """Send the actor's current weights to all engines that need them, until each has them; a collective.
+        """Send the actor's current weights to all engines that lack them; a collective.
 
-        Engines that have died are started again.
+        Dead engines are restarted.
 
         Raises:
             EngineError: no engine is left.
@@ -156,7 +155,7 @@ class WeightSync:
             self._loop.call(self._pool.set_serving, serving)
 
     def needs_sync(self) -> bool:
-        """Return whether, on rank 0, no engine serves, or one could be brought back beside those that do."""
+        """Return whether, on rank 0, no engine serves, or a sync could bring one back into use beside others."""
         return self._pool is not None and (self._pool.num_serving == 0 or self._engines.needs_sync())
 
     def _restart_dead(self) -> None:
@@ -170,17 +169,17 @@ class WeightSync:
         self._engines.restart_dead()
 
     def _wait_for_start(self) -> None:
-        """Wait until there is an engine to send weights to. One that died meanwhile is found at the next sync."""
+        """Wait until an engine can be sent weights. One that dies meanwhile is restarted at the next sync."""
         if self._engines.is_starting:
             fire(self._trainer, self._module, "on_engine_start")
             self._engines.wait_for_start()
             fire(self._trainer, self._module, "on_engine_ready")
 
     def _sync(self) -> None:
-        """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them.
+        """Send the actor's weights; a collective, even if only one rank has an engine that needs them.
 
-        Engines that are new to an adapter are sent another one before: of an adapter that changes nothing yet, as each
-        does that has just been made, nothing can be seen.
+        Engines that have not shown yet that they apply an adapter are first sent a test adapter, since a new adapter
+        does not change the outputs.
         """
         engines = self._engines
         if self._verification.needs_proof(self._module, engines.engines):
