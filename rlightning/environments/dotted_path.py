@@ -10,14 +10,14 @@ from rlightning.foreign_text import describe_error
 
 
 def name_object(given: object) -> str:
-    """Return an object's name for messages: a dotted path as it is, and the name of a class or function."""
+    """Return an object's name for messages: of a dotted path the path, of a class or function its name."""
     return given if isinstance(given, str) else getattr(given, "__qualname__", str(given))
 
 
 def import_object(path: object, what: str) -> object:
-    """Import the class or function that a dotted path names; what is no text is returned as it is.
+    """Import the class or function that a dotted path names; other objects are returned unchanged.
 
-    Raises a ConfigError, with the key and its value from ``what``, if there is none.
+    Raises a ConfigError that names ``what``, the key and its value, if the import fails.
     """
     if not isinstance(path, str):
         return path

@@ -13,9 +13,9 @@ from rlightning.types.trajectory import Sample
 
 
 class TimedSampler(TokenSampler):
-    """The sampler of one trajectory, which measures the seconds in which at least one request is under way.
+    """The sampler of one trajectory, which measures the seconds in which at least one request is running.
 
-    It goes on from the timings ``before``. The time for which the trajectory's ``clock`` is stopped does not count.
+    ``before`` are the timings so far. Time in which the trajectory's ``clock`` is stopped does not count.
     """
 
     def __init__(self, sampler: TokenSampler, before: Mapping[str, float] | None = None) -> None:
@@ -26,7 +26,7 @@ class TimedSampler(TokenSampler):
 
     @property
     def follows_schemas(self) -> bool:
-        """See :class:`~rlightning.rollout.sampler.StructuredSampler`."""
+        """Whether the sampler follows JSON schemas (:class:`~rlightning.rollout.sampler.StructuredSampler`)."""
         return follows_schemas(self._sampler)
 
     @property
@@ -54,7 +54,7 @@ class TimedSampler(TokenSampler):
     async def sample(
         self, token_ids: Sequence[int], sampling: Sampling, *, num_samples: int = 1, session: str | None = None
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        """Sample continuations of one token sequence (:meth:`TokenSampler.sample`)."""
         with self._requesting():
             return await self._sampler.sample(token_ids, sampling, num_samples=num_samples, session=session)
 
@@ -67,7 +67,7 @@ class TimedSampler(TokenSampler):
         num_samples: int = 1,
         session: str | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenStreamer`."""
+        """Sample, and call ``on_tokens`` with the tokens as they are sampled (:meth:`TokenStreamer.stream`)."""
         with self._requesting():
             return await stream_tokens(
                 self._sampler, on_tokens, token_ids, sampling, num_samples=num_samples, session=session
@@ -75,7 +75,7 @@ class TimedSampler(TokenSampler):
 
     @contextmanager
     def _requesting(self) -> Iterator[None]:
-        """Count the seconds in which the context is open as those of a request."""
+        """Count the seconds within the context as those of a request."""
         if not self._num_requests:
             self._requested_at = monotonic()
         self._num_requests += 1
@@ -87,5 +87,5 @@ class TimedSampler(TokenSampler):
                 self._engine_seconds += monotonic() - self._requested_at
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
         return await self._sampler.score(token_ids)
