@@ -1,4 +1,4 @@
-"""Imports the reward function that a dotted path names, and checks that it can be one."""
+"""Imports the reward function of a dotted path, and checks that it can be called."""
 
 import functools
 import importlib
@@ -44,7 +44,7 @@ def import_longest(path: str) -> tuple[ModuleType, list[str]]:
     """Import the longest prefix of a dotted path that is a module.
 
     Returns:
-        The module, and what is left of the path.
+        The module, and the remaining names of the path.
 
     Raises:
         ConfigError: there is no such module, or it cannot be imported.
@@ -91,7 +91,7 @@ def check_kind(function: object, name: str) -> RewardCallable:
 
 
 def layers(function: object) -> Iterator[object]:
-    """Yield a function, and what a functools.partial, a functools.wraps wrapper or a callable object calls inside."""
+    """Yield a function, and the functions inside a functools.partial, functools.wraps wrapper or callable object."""
     while True:
         yield function
         if isinstance(function, functools.partial):
@@ -105,12 +105,12 @@ def layers(function: object) -> Iterator[object]:
 
 
 def unwrap(function: object) -> object:
-    """Return the function or object inside of nested functools.partial objects."""
+    """Return the function or object inside nested functools.partial objects."""
     return next(layer for layer in layers(function) if not isinstance(layer, functools.partial))
 
 
 def is_async(function: object) -> bool:
-    """Return whether a function runs an ``async def`` in the end."""
+    """Return whether calling a function in the end runs an ``async def``."""
     return any(map(inspect.iscoroutinefunction, layers(function)))
 
 
