@@ -24,7 +24,7 @@ class MeshStrategy(ModelParallelStrategy):
     """Base of strategies with a mesh of three dimensions: replicas of the weights, their shards, and tensor
     parallelism.
 
-    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank. Arguments are :class:`FSDP`'s.
+    Global rank = data-parallel rank x ``tensor_parallel_size`` + tensor-parallel rank. See :class:`FSDP` for arguments.
     """
 
     def __init__(self, *, tensor_parallel_size: int = 1, shard_size: int | None = None) -> None:
@@ -46,16 +46,16 @@ class MeshStrategy(ModelParallelStrategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of shares that an update is split into."""
+        """The number of parts into which an update's data is split."""
         return self.num_nodes * self.num_processes // self.tensor_parallel_size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Arguments of Lightning's distributed sampler; tensor-parallel neighbours get the same share."""
+        """Arguments of Lightning's distributed sampler; ranks of one tensor-parallel group get the same data."""
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 
     def check_world_size(self) -> None:
-        """Refuse a number of ranks that the mesh's dimensions do not divide."""
+        """Raise a ConfigError for a number of ranks that the mesh's dimensions do not divide."""
         world_size = self.num_nodes * self.num_processes
         if world_size % self.tensor_parallel_size:
             raise ConfigError(
@@ -90,23 +90,23 @@ class MeshStrategy(ModelParallelStrategy):
 class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
     """Shards weights, gradients and optimizer state over the ranks (FSDP2); optionally with tensor parallelism inside.
 
-    ``trainer.strategy: rlightning.parallel.FSDP``, or ``fsdp2`` for one without arguments. With
-    ``trainer.precision: bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in
-    float32. The number of data-parallel ranks is what is left: ranks / ``tensor_parallel_size``.
+    ``trainer.strategy: rlightning.parallel.FSDP``, or ``fsdp2`` without arguments. With ``trainer.precision:
+    bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in float32. The number of
+    data-parallel ranks is the number of ranks divided by ``tensor_parallel_size``.
 
     Args:
-        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
-        shard_size: data-parallel ranks that share one copy of the weights; further ones hold copies of it (hybrid
-            sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
-        cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
-            ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
-        reshard_after_forward: free a layer's gathered weights between its forward and its backward. False gathers
-            once an optimizer step and needs memory for the whole model, in the dtype of the forward.
-        reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
-            its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
-        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
-            at a barrier, and in a collective of the devices.
-        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
+        tensor_parallel_size: number of consecutive ranks that split each layer and process the same tokens.
+        shard_size: number of data-parallel ranks that share one copy of the weights. Other ranks have further copies
+            (hybrid sharding), for example to gather weights only within a node. None for one copy over all ranks.
+        cpu_offload: what is kept in host memory. ``optimizer`` copies the optimizer's state to the device for each
+            step; ``parameters`` keeps weights, gradients and optimizer state on the host and computes the steps there.
+        reshard_after_forward: free a layer's gathered weights between its forward and its backward. False gathers once
+            an optimizer step, and needs memory for the whole model in the dtype of the forward.
+        reduce_every_microbatch: reduce gradients over the ranks after each micro-batch, so that a rank stores only its
+            shard. False reduces once an optimizer step, and needs memory for all gradients in float32.
+        barrier_timeout: seconds after which a rank that waits at a barrier, or in a collective of the devices, fails
+            with an error that names the missing ranks.
+        failure_grace: seconds in which ranks can clean up after a failure before they are killed.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
 
     @property
     def sharding(self) -> Sharding:
-        """How models are sharded over the ranks; available after the processes have connected."""
+        """The sharding of models over the ranks; available after the processes have connected."""
         return Sharding(
             mesh=self.device_mesh,
             device=self.root_device,
@@ -153,7 +153,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
             loop.inference_mode = False
 
     def model_to_device(self) -> None:
-        """Shard the modules that are still whole, with rank 0's values; models were sharded while loading."""
+        """Shard modules that are not sharded yet, with rank 0's values; models were sharded while loading."""
         assert self.model is not None
         move_replicated(self.model, self.root_device)
         broadcast_replicated(self.model)
@@ -165,9 +165,9 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Context in which backward passes postpone communication to the last micro-batch of an optimizer step.
 
-        That is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False`` the
-        whole exchange of gradients. What a forward keeps gathered for its backward stays so for the next forward too:
-        embedding and output layer, and with ``reshard_after_forward=False`` all layers.
+        Postponed is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False``
+        the whole reduction. Weights that a forward keeps gathered for its backward stay gathered for the next forward
+        too: those of embedding and output layer, and with ``reshard_after_forward=False`` of all layers.
         """
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -191,7 +191,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
                 module.set_reshard_after_backward(True, recurse=False)
 
     def average_gradients(self) -> None:
-        """Average over the ranks the gradients of parameters that are not sharded, before an optimizer step."""
+        """Average over the ranks the gradients of parameters that are not sharded; called before an optimizer step."""
         assert self.model is not None
         average_gradients(self.model)
 

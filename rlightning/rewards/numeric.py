@@ -21,10 +21,11 @@ def numeric_answer(completion: str, answer: object) -> float:
     (decimals, fractions, mixed, scientific, percent, with currency or unit), formulas, choices, lists, points,
     intervals, sets, equations, inequalities, congruences, matrices, ratios, numbers with a base, and words.
 
-    - Exact values are compared exactly; a decimal may be off by a relative 1e-6 and less than its last digit. - Lists
-    without brackets and sets in braces are equal in any order; points, tuples and intervals are ordered. - Equations
-    are equal up to a factor. ``x = 5`` is the answer 5. - ``50%`` equals both 0.5 and 50. Units are compared if both
-    are known; they are not converted. - Formulas that math-verify's parser cannot read are compared as text.
+    - Exact values are compared exactly; a decimal may be off by a relative 1e-6 and less than its last digit.
+    - Lists without brackets and sets in braces are equal in any order; points, tuples and intervals are ordered.
+    - Equations are equal up to a factor. ``x = 5`` is the answer 5.
+    - ``50%`` equals both 0.5 and 50. Units are compared if both are known; they are not converted.
+    - Formulas that math-verify's parser cannot read are compared as text.
 
     Args:
         completion: the model's text.
