@@ -157,7 +157,7 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, object]]:
 
 
 def _find_folders(callbacks: object) -> Iterator[tuple[Path | None, int]]:
-    """Yield the ``dirpath`` of each configured ``ModelCheckpoint``, and how many levels of folders it makes below."""
+    """Yield the ``dirpath`` of each configured ``ModelCheckpoint``, and how many folder levels it creates."""
     entries: list[Any] = callbacks if isinstance(callbacks, list) else [callbacks]
     for entry in entries:
         if isinstance(entry, ModelCheckpoint) and entry.dirpath:

@@ -9,7 +9,7 @@ from rlightning.parallel.device import empty_cache, host_bytes, synchronize, syn
 from rlightning.torch_internals import inner_tensors, is_traceable_wrapper_subclass
 
 BLOCK_BYTES = 256 << 20
-"""Bytes of a block of page-locked memory, a power of two as its allocations are; one large buffer could waste half."""
+"""Bytes of a block of page-locked memory: torch rounds up to powers of two, so that a large buffer wastes more."""
 _ALIGNMENT = 512
 
 
