@@ -1,4 +1,4 @@
-"""Digests of prompt sets, by which a resumed run checks that it has the data of its checkpoint."""
+"""Digests of prompt sets, by which a resumed run checks that it has the data of the checkpoint."""
 
 import hashlib
 import json

@@ -193,7 +193,7 @@ class MemoryPlan:
         return self._with_awake_engine(replace(self._models, optimizer_state=0, weight_bucket=0))
 
     def _resting(self, away: frozenset[str]) -> PhaseBytes:
-        """Return the trainer's bytes between two updates with an emptied cache; ``away`` names offloaded parts."""
+        """Return the trainer's bytes between two updates, with an emptied cache and without the parts ``away``."""
         return replace(self._models, allocator_slack=EMPTIED_CACHE_BYTES, **dict.fromkeys(away, 0))
 
     @cached_property
@@ -266,7 +266,7 @@ class MemoryPlan:
         return (self.device_memory - beside) * 100 // self.device_memory / 100
 
     def suggested_utilization(self) -> float | None:
-        """Return the share with which all sequences fit at full length, or all that is available; None if none is."""
+        """Return the share with which all sequences fit at full length, or else the available share; else None."""
         engine = self.engine
         wanted = engine.weights + engine.activations + engine.max_sequences * engine.sequence
         share = min(-(-wanted * 100 // self.device_memory) / 100, self.available_utilization(), 0.95)
