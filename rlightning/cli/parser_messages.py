@@ -1,4 +1,4 @@
-"""Summarises jsonargparse's messages about refused values in one line."""
+"""Summarizes jsonargparse's messages about refused values in one line."""
 
 import re
 from itertools import takewhile
@@ -50,7 +50,7 @@ def _expected(line: str) -> list[str]:
 
 
 def _suggest_value(text: str) -> str:
-    """Return a sentence with a correct value in place of one of the wrong type."""
+    """Return a sentence with the correct form of a value that has the wrong type; "" if unknown."""
     found = re.fullmatch(r"expected (.*), got '(.*)'", text)
     if found is None:
         return ""
