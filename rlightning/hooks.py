@@ -13,7 +13,6 @@ before the first ``on_weight_sync_start``::
 
 If engines continue to sample during updates (``rollout.max_staleness``), weights are sent by ``VLLMRollout``'s own
 ``on_update_end``, before that of other callbacks, and in a rollout to engines that have started meanwhile.
-
 ``VLLMRollout`` is the first callback, and its engine goes to sleep in its own ``on_rollout_end``: other callbacks get
 ``on_engine_sleep`` before ``on_rollout_end``.
 

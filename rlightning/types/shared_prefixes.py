@@ -6,9 +6,9 @@
     sequence 1   a b c x            x
     sequence 2   a b y z            y z
 
-A token's hidden state depends on the tokens before it alone. In the order of their tokens each sequence shares most
-with the one before it: what it adds are its own tokens, whose keys and values are those of its whole path. Prompts of a
-group, branches of a trajectory and system prompts of a data set are found in the same way, from token ids.
+A token's hidden state depends only on the tokens up to it. If sequences are sorted by their tokens, each shares its
+longest prefix with the sequence before it; the remaining tokens are its own, and attend to its whole path. Prompts of a
+group, branches of a trajectory and system prompts of a data set are all found from token ids.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Prefixes(NamedTuple):
     """For each of ``N`` sorted sequences, the length of the prefix that it shares with the sequence before it.
 
     Attributes:
-        order: the sequences in this order.
-        lengths: [N] int64, by sequence: leading tokens that it shares; less than all of its tokens.
+        order: the sequences in sorted order.
+        lengths: [N] int64, by sequence: length of its shared prefix, less than that of the sequence.
     """
 
     order: list[int]
@@ -38,7 +38,7 @@ class Prefixes(NamedTuple):
 
     @classmethod
     def none(cls, num_sequences: int) -> "Prefixes":
-        """Return prefixes of length 0, so that each sequence is computed by itself."""
+        """Return prefixes of length 0, with which each sequence is computed separately."""
         return cls([*range(num_sequences)], np.zeros(num_sequences, np.int64))
 
 
@@ -47,10 +47,10 @@ class SharedPrefixes:
     """The layout in which a model computes a micro-batch of ``T`` tokens from ``U`` distinct ones.
 
     Attributes:
-        unique: [U] int64, the tokens that are computed, as places in the batch.
-        places: [T] int64, which of them stands for each token of the batch.
+        unique: [U] int64, positions in the batch of the computed tokens.
+        places: [T] int64, for each token of the batch the index of the computed token.
         cu_seqlens: [N+1] int32, where each sequence's own tokens begin, and ``U``.
-        max_length: own tokens of the sequence that has most.
+        max_length: maximum number of a sequence's own tokens.
     """
 
     unique: Tensor
