@@ -3,7 +3,8 @@
 Lightning's Trainer, a Fabric, transformers' Trainer (by its adapter) and a user's loop have different ones, and so have
 RLModule and a plain network. Hooks accept any loop and any module, and :func:`has` checks for a capability::
 
-    if has(trainer, CountsSteps): step = trainer.global_step
+    if has(trainer, CountsSteps):
+        step = trainer.global_step
 
 Protocols that only one file uses, and no callback, are in that file.
 """

@@ -149,7 +149,7 @@ class RecordedGroup:
                 await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
 
     async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
-        """Make a trajectory, and repeat it if it was lost; losses that it may have caused count against a budget."""
+        """Make a trajectory, and repeat it if its worker was lost; a budget limits losses that it may have caused."""
         num_caused = 0
         while True:
             policy = self._policies[number]

@@ -266,7 +266,7 @@ class MemoryPlan:
         return (self.device_memory - beside) * 100 // self.device_memory / 100
 
     def suggested_utilization(self) -> float | None:
-        """Return the share with which all sequences fit at full length, or else the available share; else None."""
+        """Return the share with which all sequences fit at full length, or else the available one; None without one."""
         engine = self.engine
         wanted = engine.weights + engine.activations + engine.max_sequences * engine.sequence
         share = min(-(-wanted * 100 // self.device_memory) / 100, self.available_utilization(), 0.95)

@@ -12,7 +12,7 @@ from rlightning.types import RolloutBatch
 LOG_RATIO_SCALES = (0.0, 0.01, 0.3, 3.0)
 """Standard deviations of the random log-ratios between the tested log-probabilities and the old ones."""
 ROLLOUT_SCALES = (None, 0.0, 0.01)
-"""Standard deviations of the random log-ratios between the tried old log-probs and the sampler's; None: independent."""
+"""Standard deviations of random log-ratios between the tested old log-probs and the sampler's; None for unrelated."""
 MIN_LOGPROB = -60.0
 
 

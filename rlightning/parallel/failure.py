@@ -61,7 +61,8 @@ class FailureWatch:
     this package start it themselves::
 
         dist.init_process_group()
-        with FailureWatch(): train()
+        with FailureWatch():
+            train()
         dist.destroy_process_group()
 
     When leaving the context, rank 0 waits until the other ranks have left it. In a single process it does nothing.

@@ -17,7 +17,7 @@ def _folder_of(package: str) -> str:
 
 
 LIBRARIES = tuple(filter(None, map(_folder_of, ("torch", "lightning"))))
-"""Folders whose frames are skipped in stacks, like those of Python's library, which may contain other packages."""
+"""Folders of libraries whose frames are skipped in stacks; Python's own library is skipped too."""
 PYTHON, PACKAGES = (f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
 COLLECTIVES = f"{_folder_of('torch')}distributed{os.sep}"
 OWN = tuple(

@@ -4,7 +4,7 @@
 
     first signal               the current step is finished, the state is saved, and the process ends
     half of the grace period   a step that still samples, such as from a hanging engine, is interrupted: only its
-        completions are lost, and the state after the step before is saved
+                               completions are lost, and the state after the step before is saved
     end of the grace period    the process is killed
     second signal              the process is killed
 """

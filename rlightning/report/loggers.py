@@ -28,7 +28,7 @@ ROOM_BYTES = 1 << 18
 
 
 def adapt_loggers(loggers: Iterable[Logger]) -> None:
-    """Replace each logger's class by a subclass that logs disk errors instead of raising; overrides are kept."""
+    """Replace each logger's class by a subclass that logs disk errors, not raises them; a user's overrides stay."""
     for logger in loggers:
         if isinstance(logger, _Tolerant):
             continue

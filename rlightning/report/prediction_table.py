@@ -47,7 +47,7 @@ def write_predictions(path: Path, texts: Iterable[str]) -> None:
 
 
 def read_predictions(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the prompts of a file of :func:`write_predictions`: index, text, completions, and encoded trajectories."""
+    """Yield the prompts of a file from :func:`write_predictions`: index, text, completions, encoded trajectories."""
     import pyarrow.compute
     import pyarrow.parquet
 

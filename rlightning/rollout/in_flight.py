@@ -69,7 +69,7 @@ class Group:
     saved: list[Any] | None = None
 
     def requeue(self) -> None:
-        """Drop what has been sampled. The next attempt gets another random stream, or it would take as long again."""
+        """Drop what has been sampled. With the same random stream the next attempt could take as long again."""
         self.first_weight_version = self.trajectories = self.settings = self.saved = None
         self.stream += SEED_OFFSET_PER_ATTEMPT
 

@@ -59,7 +59,8 @@ class RolloutBatch:
     An algorithm adds a field of its own in a subclass, which it names as ``batch_type``::
 
         @dataclass(slots=True)
-        class WeightedBatch(RolloutBatch): weight: Tensor | None = field(default=None, metadata=axis("M"))
+        class WeightedBatch(RolloutBatch):
+            weight: Tensor | None = field(default=None, metadata=axis("M"))
 
     Attributes:
         token_ids: [T] int64.

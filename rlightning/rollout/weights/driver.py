@@ -6,10 +6,13 @@
     WeightSync.sync_weights, _sync, _send
     RankEngines.send_weights(source)
       WeightUpdater.send_weights
-        _connect: only if the engines are not those of the sync before WeightSender.make_receivers EngineConnection
+        _connect: only if the engines are not those of the sync before
+          WeightSender.make_receivers
+          EngineConnection
             .open_weight_receivers ------------> .open_weight_receivers ----------> rl_open_receiver
-            WeightSender.connect                                                      WeightReceiver.open
-        WeightSender.fill, fill_bucket: gather a chunk into the bucket
+          WeightSender.connect                                                      WeightReceiver.open
+        WeightSender.fill, fill_bucket: gather
+          a chunk into the bucket
         EngineConnection.receive_weights ------> VLLMServer.receive_weights ----> rl_receive_weights
           submit, call                                                              WeightReceiver.receive
         _collect
@@ -246,7 +249,7 @@ class WeightUpdater:
 
         Args:
             answers: future result of each engine's method.
-            send: the sender's side of the operation.
+            send: sends what the engines' methods receive; None if they receive nothing.
 
         Raises:
             EngineError: an engine refused, or the sender failed though no engine died.

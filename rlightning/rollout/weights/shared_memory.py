@@ -101,7 +101,12 @@ class CUDAMemory(NamedTuple):
 
 
 class SharedMemoryReceiver(WeightReceiver):
-    """Reads a sender's bucket, whose memory is released with the last tensor that uses it."""
+    """Reads a sender's bucket, whose memory is released with the last tensor that uses it.
+
+    Args:
+        plan: of the weights.
+        location: of the bucket.
+    """
 
     def __init__(self, plan: ChunkPlan, location: MemoryFile | CUDAMemory) -> None:
         self.plan, self._location = plan, location
