@@ -34,7 +34,7 @@ import fcntl, os, select, signal, sys
 end_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Program that runs a command in its own process, which the system kills when the trainer has closed the lifeline."""
+"""Program that becomes a command, in the same process, after arranging that the end of the trainer kills its group."""
 
 
 class AgentCommand:

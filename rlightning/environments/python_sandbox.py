@@ -231,7 +231,7 @@ def possible_isolations() -> Iterator[Isolation]:
 
 
 def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tuple[str, str]:
-    """Run the probe program in an isolation; return its output, and why it could not run."""
+    """Run the probe program in an isolation; return its output and "", or "" and why it could not run."""
     limits: dict[str, float] = {"cpu_seconds": 5, "memory_mb": 1024, "wall_seconds": GRACE, "max_output_bytes": 4096}
     limits |= {"max_file_mb": 1, "max_processes": PROBE_PROCESSES}
     stdin = json.dumps({**asked, "is_counted": isolation.is_counted})

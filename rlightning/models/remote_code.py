@@ -52,7 +52,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def trusts_remote_code(module: object) -> bool:
-    """Return whether a module allows its model's own code; False if the module does not say."""
+    """Return whether a module allows its model's own code; False if the module has no such attribute."""
     return has(module, _TrustsRemoteCode) and module.trust_remote_code
 
 

@@ -125,7 +125,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 def verify_checkpoint(path: Path) -> None:
     """Verify a checkpoint, a file or a folder, by its checksums; once in a process, until its files change.
 
-    A DamagedError if it is not what was written.
+    Raises a DamagedError if it differs from what was written.
     """
     path = path.resolve()
     parts = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -158,9 +158,9 @@ def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifie
     """Return the undamaged checkpoint of the highest step; the log names those that are skipped.
 
     Args:
-        paths: of :func:`list_checkpoints`. Of links and what they lead to, the link is preferred.
-        to_resume: leave out those that hold weights alone.
-        verifies: whether checksums are compared; steps are what the files hold, since copies change their times.
+        paths: from :func:`list_checkpoints`. A link is preferred to its target.
+        to_resume: leave out checkpoints with weights only.
+        verifies: whether checksums are compared. Steps are read from the files, since copying changes file times.
     """
     names: dict[Path, Path] = {}
     for path in paths:

@@ -97,10 +97,10 @@ class RankEngines(RankSamplers):
             engine.start()
 
     def wait_for_first(self) -> None:
-        """Wait until one of the started engines is up.
+        """Wait until the first of the started engines is up, or has failed.
 
         Raises:
-            EngineStartError: none came up; the error of one of them.
+            EngineStartError: this engine could not start.
         """
         starts = [engine.ready for engine in self.engines if engine.process is not None]
         for start in wait(starts, return_when=FIRST_COMPLETED).done:

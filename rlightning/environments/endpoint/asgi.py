@@ -13,7 +13,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 GONE = 499
-"""HTTP status that is logged for a client that disconnected before its response."""
+"""HTTP status of the response to a client that has disconnected, which does not receive it."""
 
 
 class ClientGoneError(Exception):

@@ -61,7 +61,7 @@ class Histories:
     def __init__(self) -> None:
         self._pasts: list[Past] = []
         self._asked: set[int] = set()
-        """Hashes of all conversations that were continued; whole ones would take far more memory."""
+        """Hashes of all conversations that requests have continued; whole ones would take far more memory."""
 
     def find(self, messages: Sequence[Known], tools: str) -> Found:
         """Find the longest recorded conversation that a client's messages continue."""
