@@ -81,8 +81,8 @@ class CompletionsTable(RunCallback):
         self.path = path
         self._num_steps = 0
         self._pending: tuple[int, RolloutBatch] | None = None
-        self._rollouts: list[RolloutBatch] = []  # of the step, with trajectories that count as not sampled
-        self._step = 0  # the newest one that was written, which may get more
+        self._rollouts: list[RolloutBatch] = []  # of the current step, including trajectories that count as not sampled
+        self._step = 0  # the newest step written, which may get more rows
         self._table: pyarrow.Table | None = None
         self._is_updating = False
         self._effort = BestEffort("Completions")
@@ -128,7 +128,7 @@ class CompletionsTable(RunCallback):
 
     def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Keep the batch until its advantages are computed; a refill of the step replaces it."""
-        if not generates(module):  # supervised fine-tuning: the completions are the data's
+        if not generates(module):  # supervised fine-tuning: the completions come from the data
             return
         step = self._count(trainer)
         if self._pending is not None and self._pending[0] != step:
@@ -166,7 +166,7 @@ class CompletionsTable(RunCallback):
         (step, batch), self._pending = self._pending, None
         rollouts, self._rollouts = self._rollouts, []
         is_due = step == 1 or step % self.every_n_steps == 0
-        if not is_due or batch.rewards is None:  # in this order: in a controller a look at a batch fetches it
+        if not is_due or batch.rewards is None:  # rewards last: on a controller, reading them fetches the batch
             return
         table = trajectory_table(batch, step)
         for lost in not_sampled(module, rollouts):

@@ -104,6 +104,6 @@ def _own_barriers(trainer: Loop) -> Iterator[tuple[object, str]]:
     elif has(trainer, HasAccelerator) and hasattr(trainer.accelerator, "wait_for_everyone"):
         from accelerate import PartialState
 
-        yield PartialState(), "wait_for_everyone"  # all of accelerate's barriers go through this shared object
+        yield PartialState(), "wait_for_everyone"  # every barrier of accelerate calls this shared object
     elif hasattr(trainer, "barrier"):
         yield trainer, "barrier"

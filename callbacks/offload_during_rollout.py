@@ -75,7 +75,7 @@ class OffloadDuringRollout(RunCallback):
         parts = {"optimizer_state"} if self.optimizer else set()
         return frozenset(parts | ({"parameters", "frozen_models"} if self.parameters else set()))
 
-    # Away
+    # Moving tensors to the host
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
         """Offload optimizer state and gradients."""
@@ -98,7 +98,7 @@ class OffloadDuringRollout(RunCallback):
         """Return whether tensors have to be offloaded now; subclasses may do so only if memory is short."""
         return True
 
-    # And back
+    # Moving tensors back
 
     def on_engine_sleep(self, trainer: Loop, module: object) -> None:
         """Move the offloaded tensors back to the device."""
@@ -122,7 +122,7 @@ class OffloadDuringRollout(RunCallback):
 
     def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: StateDict) -> None:
         """Move the offloaded tensors back before they are saved."""
-        self._restore(None)  # in the middle of a save there is no logging
+        self._restore(None)  # no module: nothing is logged in the middle of a save
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """Move the offloaded tensors back to their device."""
@@ -138,7 +138,7 @@ class OffloadDuringRollout(RunCallback):
         self._weights.close()
         self._state.close()
 
-    # How
+    # Implementation
 
     @property
     def num_bytes(self) -> int:

@@ -76,7 +76,7 @@ class JSONLPredictions(RLCallback):
     def on_predict_start(self, trainer: Loop, module: object) -> None:
         """Open the file."""
         file = self._file
-        if file is None or file.is_open:  # none, or of a loop that was cut short, without on_exception
+        if file is None or file.is_open:  # None, or left open by a loop that was cut short without on_exception
             file = self._prepare(trainer, module)
         if self._earlier:
             logger.info("%s has %d prompts' completions: the others come next", file.partial, len(self._earlier))
@@ -203,7 +203,7 @@ class JSONLPredictions(RLCallback):
 def prediction_settings(trainer: Loop, module: object, data: object) -> dict[str, object]:
     """Return the settings that affect completions, by configuration key, as far as known."""
     sampling = asdict(module.sampling) if has(module, HasSampling) else {}
-    sampling.pop("returns_supports", None)  # on which no completion depends
+    sampling.pop("returns_supports", None)  # completions do not depend on it
     prompts = data.predict_prompts if has(data, HasPredictPrompts) else None
     return {
         "model.model": module.model_path if has(module, HasModel) else None,

@@ -143,7 +143,7 @@ class RolloutCallback(RLCallback, Generator):
         self._has_warned = False
         self.take_prefix_cache: Callable[[], PrefixCacheUse] = PrefixCacheUse  # a subclass sets it, on rank 0
 
-    # What a subclass defines
+    # To be defined by subclasses
 
     @property
     @abstractmethod
@@ -208,7 +208,7 @@ class RolloutCallback(RLCallback, Generator):
     def close(self) -> None:
         """End the sampler and all that it started. May be called twice."""
 
-    # Its life
+    # Start and end
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
         """Check the configuration and start the sampler."""
@@ -277,7 +277,7 @@ class RolloutCallback(RLCallback, Generator):
         """Use the random streams of training again, and free the sampler's memory."""
         self._streams.begin("training")
         if not self.is_single_turn:
-            self.take_prefix_cache()  # which is none of a step
+            self.take_prefix_cache()  # these counts belong to no training step
         self.sleep_sampler()
 
     on_test_start = on_predict_start = on_validation_start
@@ -343,7 +343,7 @@ class RolloutCallback(RLCallback, Generator):
     def _count_change(self) -> None:
         """Increase the weight version if weights changed without it, such as by swapped-in averages."""
         module = self._module
-        # of base and adapter the adapter alone changes
+        # With an adapter, only the adapter's weights can have changed, not the base model's.
         has_adapter = has(module, HasAdapter) and module.adapter is not None
         weights = module.adapter_weights() if has(module, HasAdapter) and has_adapter else module.named_weights()
         has_changed = self._fingerprint.has_changed(weights)

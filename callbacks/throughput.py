@@ -106,7 +106,7 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
     num_ranks = module.tensor_parallel_size if has(module, HasTensorParallelSize) else 1
     if batch.is_skipped is not None:
         batch = batch.select((~batch.is_skipped).nonzero()[:, 0], "N")
-    if has(module, HasCosts):  # it knows what its sequences share
+    if has(module, HasCosts):  # the module knows which tokens sequences share
         flops = module.costs(batch)
     else:
         adapter = adapter_of(module)

@@ -141,12 +141,12 @@ class VLLMRollout(RolloutCallback):
         self.last: dict[str, float] = {}
         self._engines: RankEngines | None = None
         self._network: EngineNetwork | None = None
-        self._runner: EnvironmentRunner | None = None  # on rank 0
+        self._runner: EnvironmentRunner | None = None  # set on rank 0 only
         self._bottleneck: BottleneckMonitor | None = None
         self._is_started = False
         self._room = MakeRoomForEngine()
 
-    # The engine's life
+    # Start and end of the engines
 
     @property
     def is_set_up(self) -> bool:
@@ -166,14 +166,14 @@ class VLLMRollout(RolloutCallback):
         """
         trainer, module = self._trainer, self._module
         if stage == "fit":
-            self.in_flight.clear()  # of a run before; a checkpoint's is loaded after this
+            self.in_flight.clear()  # left by an earlier run; those of a checkpoint are loaded after this
             check_engine(trainer, module)
         files = replace(
             ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)),
             tokenizer=module.tokenizer,
         )
         copies = read_copies(module.model_path)
-        longest_prompt = max_prompt_tokens if self.is_single_turn else None  # later turns have longer ones
+        longest_prompt = max_prompt_tokens if self.is_single_turn else None  # the prompts of later turns are longer
         configs = self.options.configure(module, device, sampling, longest_prompt, run_dir(trainer))
         configs = [replace(config, files=files, copies=copies) for config in configs]
         self.options.choose_adapter(module)
@@ -280,7 +280,7 @@ class VLLMRollout(RolloutCallback):
         engines = [] if self._engines is None else self._engines.engines
         return engines[0] if engines else None
 
-    # When it is needed, and when not
+    # Hooks and state
 
     def on_train_start(self, trainer: Loop, module: object) -> None:
         """Start the engines if :meth:`setup` has not done so, now that the optimizers have been checked."""
@@ -316,7 +316,7 @@ class VLLMRollout(RolloutCallback):
         if self._engines is not None and self._collector is not None and self._bottleneck is not None:
             self._engines.reset_restart_budget()
             totals = self._collector.begin_step()
-            if totals.staleness and not self._engines.is_colocated:  # none, if this has been called for the step
+            if totals.staleness and not self._engines.is_colocated:  # 0 if the method was called for this step before
                 report = self._bottleneck.add(totals)
                 if report is not None:
                     log.info(report)

@@ -34,7 +34,7 @@ def is_live_terminal() -> bool:
     """Return whether standard output can redraw a line: a capable terminal, or a notebook with ipywidgets."""
     console = get_console()
     if console.is_jupyter:
-        return find_spec("ipywidgets") is not None  # without it rich draws nothing in a notebook that changes
+        return find_spec("ipywidgets") is not None  # without ipywidgets rich cannot update its output in a notebook
     return sys.stdout.isatty() and not console.is_dumb_terminal
 
 
@@ -91,7 +91,7 @@ def quieten() -> None:
     show_log_lines()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(_OfCallbacks())
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # which kernels of its own fit neither this device nor Python
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that do not fit the device or Python
     logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
     for name in ("fabric.utilities.distributed", "fabric.utilities.seed", "pytorch.accelerators.cuda"):
         logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)  # a line of each rank

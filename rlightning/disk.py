@@ -35,7 +35,7 @@ class BestEffort:
         try:
             yield
         except Exception as error:
-            cause = error if isinstance(error, OSError) else error.__cause__  # some loggers have errors of their own
+            cause = error if isinstance(error, OSError) else error.__cause__  # some loggers wrap OSErrors in their own
             if not isinstance(cause, OSError):
                 raise
             self.has_failed = True

@@ -49,7 +49,7 @@ def hidden() -> dict[str, str]:
 
 def without_secrets(text: str) -> str:
     """Return a text with secrets replaced by references."""
-    for secret in sorted(_references, key=len, reverse=True):  # others may be parts of a longer one
+    for secret in sorted(_references, key=len, reverse=True):  # longest first: a secret may be a part of another
         text = text.replace(secret, _references[secret])
     return text
 

@@ -189,6 +189,6 @@ def fire(trainer: Loop, module: object, hook: str, *args: object) -> None:
     """Call ``hook`` on each of ``trainer.callbacks`` that has it, in their order."""
     assert has(trainer, CallsHooks), f"{type(trainer).__name__} has no callbacks"
     for callback in trainer.callbacks:
-        method = getattr(callback, hook, None)  # of no class in particular: a callback has the hooks that it needs
+        method = getattr(callback, hook, None)  # by name: a callback defines only the hooks that it needs
         if method is not None:
             method(trainer, module, *args)

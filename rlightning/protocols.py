@@ -57,7 +57,7 @@ class CallsHooks(Protocol):
 Loop: TypeAlias = "lightning.pytorch.Trainer | lightning.fabric.Fabric | CallsHooks"
 """Any training loop. Lightning's Trainer has ``callbacks`` too, but its type hints do not tell."""
 
-# Of a loop
+# Protocols of a loop
 
 
 class CountsSteps(Protocol):
@@ -151,7 +151,7 @@ class HasOptimizer(Protocol):
     def optimizer(self) -> "Optimizer | None": ...
 
 
-# Of a callback and of a data module
+# Protocols of a callback and of a data module
 
 
 class HasEnvironment(Protocol):
@@ -212,7 +212,7 @@ class LeavesOutPrompts(Protocol):
     def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None: ...
 
 
-# Of a tokenizer
+# Protocols of a tokenizer
 
 
 class HasBackend(Protocol):
@@ -222,7 +222,7 @@ class HasBackend(Protocol):
     def backend_tokenizer(self) -> "Tokenizer": ...
 
 
-# Of a module
+# Protocols of a module
 
 
 class SampledPolicy(Protocol):

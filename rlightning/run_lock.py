@@ -71,7 +71,7 @@ def relock_run(folder: Path) -> None:
     except BlockingIOError:
         raise _taken(folder, path) from None
     except OSError:
-        return  # what cannot be written there says so itself
+        return  # a later write to the folder reports the error
     old, is_new = _held[path]
     os.close(old)
     _held[path] = descriptor, is_new
@@ -89,7 +89,7 @@ def unlock_run(folder: Path) -> None:
     descriptor, is_new = _held.pop(path, (None, False))
     if descriptor is None:
         return
-    with contextlib.suppress(OSError):  # on a disk that is gone
+    with contextlib.suppress(OSError):  # the disk may be gone
         path.unlink(missing_ok=True)
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
@@ -148,7 +148,7 @@ def _open_locked(path: Path) -> int:
         if _is_same(path, descriptor):
             _write_holder(path, descriptor)
             return descriptor
-        os.close(descriptor)  # its holder has just removed it
+        os.close(descriptor)  # the lock's holder has just removed the file
 
 
 def _write_holder(path: Path, descriptor: int) -> None:

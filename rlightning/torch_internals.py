@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-else:  # which type checkers do not find there
+else:  # type checkers do not find it in that module
     Store = dist.Store
 
 __all__ = [

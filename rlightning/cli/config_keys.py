@@ -65,7 +65,7 @@ class ConfigKeys:
         self.seen: list[str] = []
         self.files: list[dict[str, object] | None] = []
         self.unset_mappings: list[str] = []
-        self._mappings: dict[str, dict[str, object]] = {}  # by key, as the files so far have set them
+        self._mappings: dict[str, dict[str, object]] = {}  # the mappings set by the files read so far, by key
         self._is_in_file = False
         self._begun: set[str] = set()  # the keys of mappings that are set
         self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
@@ -321,7 +321,7 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     found = getattr(module, name, None)
     if found is None:
         fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
-        fitting += vars(module).get("__all__", ())  # what a module imports when it is asked for, too
+        fitting += vars(module).get("__all__", ())  # names that the module imports lazily
         raise no_name(key, path, fitting)
     if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):
         wanted = " or ".join(base.__name__ for base in bases)

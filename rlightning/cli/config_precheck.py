@@ -120,7 +120,7 @@ class GivenValue:
 
     def check(self, key: str) -> None:
         """Raise a ConfigError if jsonargparse would refuse the value."""
-        if isinstance(self.value, str) and os.path.exists(os.path.expanduser(self.value)):  # its content may be meant
+        if isinstance(self.value, str) and os.path.exists(os.path.expanduser(self.value)):  # may be read as a file
             return
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--value", type=self.hint)
@@ -232,7 +232,7 @@ class SourceKeys(ConfigKeys):
         missing = find_missing_module(module)
         if missing is not None:
             raise no_module(key, missing, map(str, find_folders(missing.rpartition(".")[0])))
-        with suppress(LookupError):  # of a folder without an __init__
+        with suppress(LookupError):  # a folder without an __init__ cannot be searched
             if not has_name(module, name):
                 names = class_names(module)
                 fitting = names & subclass_names(base.rpartition(".")[2]) if base else names
@@ -261,7 +261,7 @@ def check_early(command: str, options: list[str]) -> None:
         return
     try:
         keys = SourceKeys(keys_of(command), USUAL_CLASSES)
-    except LookupError:  # another version of Lightning, with other files
+    except LookupError:  # this version of Lightning has its files elsewhere
         return
     keys.check_options(spell_out_options(options))
     check_model(keys)

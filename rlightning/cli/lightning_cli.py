@@ -72,7 +72,7 @@ class RLArgumentParser(LightningArgumentParser):
         added = super().add_class_arguments(*args, **kwargs)
         for action in parser_actions(self):
             if takes_text(hint_of(action)):
-                keep_text(action)  # or jsonargparse would read the file as configuration
+                keep_text(action)  # otherwise jsonargparse reads the file as configuration
         return added
 
     def instantiate(self, *args: object, **kwargs: object) -> Namespace:
@@ -150,7 +150,7 @@ class RLCLI(LightningCLI):
         spell_out_files()
         use_strict_yaml()
         for name in import_module("rlightning.callbacks").__all__:
-            find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
+            find_callback(name)  # afterwards `--trainer.callbacks+=SaveHF` finds the callback by its bare name
         try:
             self.run_command(args)
         finally:
@@ -337,7 +337,7 @@ def make_run_folder() -> str:
         path = new_run_folder()
         if not is_rank_0():
             return path
-        with suppress(FolderTakenError):  # by another run of this second
+        with suppress(FolderTakenError):  # another run that began in the same second has taken it
             lock_run(Path(path))
             return path
 

@@ -146,7 +146,7 @@ class RolloutCLI(RLCLI):
             for future in futures:
                 self.show(future.result())
         finally:
-            runner.cancel(futures)  # they use the sampler
+            runner.cancel(futures)  # the trajectories still use the sampler
             with suppress(DeadlineExceededError):  # code of the environment may block the loop
                 runner.loop.run(sampler.close(), timeout=CLOSE_TIMEOUT)
             runner.close()
@@ -228,13 +228,13 @@ def score_groups(module: RLModule, groups: Sequence[Sequence[Trajectory]]) -> li
             rewards = module.compute_rewards(batch).tolist()
     values = {name: component.tolist() for name, component in batch.scores.items()}
     scored: list[ScoredTrajectory] = []
-    place = 0  # in the batch, which has some of the trajectories, in their order
+    place = 0  # index in the batch, which holds some of the trajectories, in this order
     for one in (one for group in groups for one in group):
         kept = batch.trajectories[place] if place < len(rewards) else None
         if kept is None or kept.turns is not one.turns or kept.status != one.status:
             scored.append(ScoredTrajectory(one))
             continue
-        has_own = not math.isnan(rewards[place]) and rewards[place] != 0  # by a compute_rewards of the module's
+        has_own = not math.isnan(rewards[place]) and rewards[place] != 0  # set by the module's own compute_rewards()
         is_rewarded = bool(module.rewarder.functions) or one.reward is not None or has_own
         scores = {name: _number(component[place]) for name, component in values.items()}
         reward = _number(rewards[place]) if is_rewarded else None

@@ -164,7 +164,7 @@ def _evaluate(node: ast.AST | None, module: str) -> object:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return Union[_evaluate(left, module), _evaluate(right, module)]  # noqa: UP007
         case ast.Subscript(value=kind, slice=items):
-            generic: Any = _evaluate(kind, module)  # what may be subscripted has no type in common
+            generic: Any = _evaluate(kind, module)  # types that can be subscripted have no common base type
             if generic is Literal:
                 return Literal[ast.literal_eval(items)]
             if isinstance(items, ast.Tuple):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _RULE = "Input should be "
 _WORDS = {"an instance of Sequence": "a list", "a valid string": "a text", "callable": "a function"}
 _RELAXED = ("tuple", "list", "enum", "lax-or-strict")  # the last is a path
-_PACKAGES = ("rlightning", "lightning")  # whose classes take nothing else than their signatures say
-_NEAR = 0.85  # of a misspelled name, as difflib measures it
+_PACKAGES = ("rlightning", "lightning")  # packages whose classes take only the arguments in their signatures
+_NEAR = 0.85  # difflib ratio from which a name counts as misspelled
 
 
 class CheckedArguments:
@@ -101,7 +101,7 @@ def hints_of(kind: type) -> dict[str, object] | None:
     """Return the type hints of a class's arguments by name; None if they cannot be determined."""
     try:
         parameters = parameters_of(kind)
-    except Exception:  # of a class of the user's, which Python may still make
+    except Exception:  # the user's class cannot be inspected, but may still be created
         return None
     # A group of keys stands for an object.
     return {name: _annotation(kind, name) if isinstance(hint, dict) else hint for name, hint in parameters.items()}
@@ -140,7 +140,7 @@ def positional_names(kind: type) -> list[str]:
         names += [name for name in _own_positional_names(init) if name not in names]
         if not _has(init, inspect.Parameter.VAR_POSITIONAL):
             break
-    hints = hints_of(kind)  # without what the class itself gives its bases
+    hints = hints_of(kind)  # leaves out arguments that the class itself passes to its bases
     return [name for name in names if hints is None or name in hints]
 
 
@@ -224,7 +224,7 @@ def _find_validator(hint: object) -> "SchemaValidator | None":
         return None
     try:
         return _make_validator(hint)
-    except Exception:  # it is no type, or none that can be checked
+    except Exception:  # the hint is no type, or one that pydantic cannot check
         return None
 
 

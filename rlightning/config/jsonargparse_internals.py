@@ -3,7 +3,7 @@
 from argparse import Action, ArgumentParser
 from collections.abc import Sequence
 
-from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
+from jsonargparse._loaders_dumpers import get_yaml_default_loader  # unlike PyYAML's loader, it reads 1e-5 as a number
 
 __all__ = ["get_yaml_default_loader", "hint_of", "keep_text", "parser_actions"]
 

@@ -84,7 +84,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
     try:
         ray.init(address=where, **settings)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        tried = re.search(r"cluster at (\S+:\d+)", str(error))  # which "auto" has found
+        tried = re.search(r"cluster at (\S+:\d+)", str(error))  # the address that "auto" has found
         if tried:
             check_admitted(where, tried[1])
         raise _refused(where, error) from error

@@ -153,7 +153,7 @@ class CommandFeed:
     def _serve(self, command: Command[object]) -> None:
         if isinstance(command, Evaluate):
             self.begin_evaluation(command)
-            metrics = self._evaluate(command)  # which has taken the command to end it
+            metrics = self._evaluate(command)  # returns after taking the command that ends the evaluation
             self._report_stop()
             self.queue.answer(metrics)
             return
@@ -193,7 +193,7 @@ class WorkerData(LightningDataModule):
         self.feed = feed
 
     def __getattr__(self, name: str) -> object:
-        if name in ("configured", "feed"):  # not there yet, while this is made
+        if name in ("configured", "feed"):  # not set yet while the object is being created
             raise AttributeError(name)
         return getattr(self.configured, name)
 

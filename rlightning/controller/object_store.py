@@ -51,7 +51,7 @@ class RayStore(TensorStore):
             applies to all processes of a node together.
     """
 
-    full_timeout = 10.0  # other processes release handles by a message, which takes milliseconds
+    full_timeout = 10.0  # seconds; other processes release handles by a message that takes milliseconds
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
         super().__init__(max_bytes=max_bytes)

@@ -215,7 +215,7 @@ class RayController(ControllerStrategy):
         here = [callback for callback in listed if not belongs_to_workers(callback)]
         is_same = standing is not None and (model is standing or model is standing.configured)
         if standing is not None and is_same and self.group is not None:
-            super().connect(standing)  # another stage with the same weights
+            super().connect(standing)  # another stage of the trainer with the same weights
             return
         if standing is not None and is_same:
             model = standing.configured  # workers have died; engines in actors of their own have not
@@ -234,7 +234,7 @@ class RayController(ControllerStrategy):
             self._engines.check_room(*self._settled)
         self._data = copy.copy(trainer.datamodule)  # type: ignore[attr-defined]
         if self._data is not None:
-            self._data.trainer = None  # which does not travel, and prompts are not read yet
+            self._data.trainer = None  # the trainer cannot be pickled, and prompts are not read yet
         super().connect(module)
 
     # The workers

@@ -78,7 +78,7 @@ def describe_loss(raylet: int) -> str:
 def _announce_exit(reaper: "subprocess.Popen[bytes]") -> None:
     """Tell the reaper that this process exits on its own and has logged the reason."""
     assert reaper.stdin is not None
-    with contextlib.suppress(OSError):  # it was killed
+    with contextlib.suppress(OSError):  # the reaper was killed
         reaper.stdin.write(b".")
         reaper.stdin.flush()
 

@@ -25,7 +25,7 @@ class ControllerModule(PromptBatchModule):
     def __init__(self, configured: LightningModule, strategy: ControllerStrategy) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.__dict__["configured"] = configured  # not a child: it would be moved, counted and saved
+        self.__dict__["configured"] = configured  # as a child module it would be moved, counted and saved
         self.strategy = strategy
         strategy.weight_version = configured.weight_version if has(configured, HasWeightVersion) else 0
 

@@ -66,7 +66,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self.weight_version = 0
         self.worker_callbacks: list[Callback] = []
         self._is_started = False
-        self._closed_hook: str | None = None  # that is being fired, if no command can be answered in it
+        self._closed_hook: str | None = None  # the hook being fired, if commands cannot be answered in it
 
     @property
     def workers(self) -> WorkerGroup:
@@ -215,7 +215,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """
         path = Path(filepath).absolute()
         self.execute_all(Save(checkpoint, str(path), storage_options))
-        if "optimizer_states" in checkpoint:  # without, there are only weights
+        if "optimizer_states" in checkpoint:  # otherwise the checkpoint holds only weights
             self.saved.append(path)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
@@ -276,7 +276,7 @@ class ControllerLauncher(Launcher):
                         raise
                     used, allowed = budget.num_restarts, budget.max_restarts
                     log.warning("%s Restart %d of %d, from %s.", str(error), used, allowed, path)
-                    teardown(trainer)  # of the interrupted stage, which callbacks are not told
+                    teardown(trainer)  # ends the interrupted stage; callbacks are not called
                     trainer.training = True
                     args = (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])
 

@@ -77,7 +77,7 @@ class Block(ABC):
         """Return the tensors' bytes of these blocks, all of one type, in one fetch; they must not be written to."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return self  # what is stored never changes
+        return self  # stored tensors never change
 
 
 class TensorStore(ABC):

@@ -153,7 +153,7 @@ class Worker(CommandQueue):
         vars(strategy).update(execution_mode=ExecutionMode.WORKER, controller=CONTROLLER)
         resolve_execution_mode(strategy=strategy)
         if isinstance(self.module, ValidatesFirst):
-            self.module.validate_first = False  # it is for the controller to say when
+            self.module.validate_first = False  # the controller decides when to validate
 
     def _step_result(self) -> StepResult:
         found = logged_metrics(self.trainer)
@@ -204,7 +204,7 @@ class Worker(CommandQueue):
         if trainer.state.fn == "fit":
             connector.restore_optimizers_and_schedulers()
             loops = {**loaded["loops"]["fit_loop"]}
-            loops["state_dict"] = {}  # of the controller's loaders
+            loops["state_dict"] = {}  # the state of data loaders, which the controller has
             trainer.fit_loop.load_state_dict(loops)
         connector.resume_end()
         return rest if self.rank == 0 else {}

@@ -92,7 +92,7 @@ class WorkerGroup:
             rendezvous = self._get([self._call(self.actors[0], "rendezvous")])[0]
             found = self._get(self._call_all("describe_differences"))
             for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
-                log.warning(sentence)  # once for each host
+                log.warning(sentence)  # one warning for all workers of a host
         self._engines = list(engines)
         number = next(self._numbers)
         self._runs = {

@@ -33,7 +33,7 @@ class WorkerEpochLoop(TrainingEpochLoop):
         if command is None:
             raise StopIteration
         if command.is_last:
-            data_fetcher.length = data_fetcher.fetched + 1  # from which Lightning knows it
+            data_fetcher.length = data_fetcher.fetched + 1  # tells Lightning that this batch is the last
         try:
             super().advance(data_fetcher)
         except StopIteration as stop:
@@ -209,7 +209,7 @@ def make_trainer(
         precision=config.precision,
         plugins=plugins,
         callbacks=[*config.callbacks, relay],
-        num_sanity_val_steps=-1,  # as many batches as the controller sends
+        num_sanity_val_steps=-1,  # validate on as many batches as the controller sends
         check_val_every_n_epoch=ENDLESS,
         use_distributed_sampler=False,
         logger=False,
@@ -218,7 +218,7 @@ def make_trainer(
         default_root_dir=config.root_dir,
         **config.settings,
     )
-    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would set limits that are the controller's
+    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would also set limits: the controller's task
     return trainer
 
 

@@ -41,7 +41,7 @@ Columns = dict[str, list[Any]]
 ROWS_A_PROCESS = 10_000
 """Number of rows for which the start of one more process pays off."""
 _ROWS_A_BATCH = 1000
-_VERSION = 2  # of how rows become tokens, and of what is written; files of another are not read
+_VERSION = 2  # of the tokenization and the file format; files of another version are not read
 
 
 class RowEncoder(Protocol):
@@ -62,7 +62,7 @@ class MappedPrompts(LazySequence[Prompt]):
         import datasets
 
         self._rows, self._folder = rows, folder
-        parts = [datasets.Dataset.from_file(file) for file in _files(folder)]  # one of each process that wrote
+        parts = [datasets.Dataset.from_file(file) for file in _files(folder)]  # one file for each process that wrote
         self._encoded = datasets.concatenate_datasets(parts).with_format("arrow")
         kept = folder / "kept.npy"
         self._kept: NDArray[np.int64] | None = np.load(kept, mmap_mode="r") if kept.is_file() else None

@@ -133,7 +133,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         self.shuffle, self.seed, self.validation_batch_size = shuffle, seed, validation_batch_size
         self.environment = environment
         self._check_paths()
-        self.longest_limit = 0  # of the prompts' own, in the sets that have been read
+        self.longest_limit = 0  # the longest limit that prompts set themselves, among the sets read so far
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
         self.validation_prompts: list[Sequence[Prompt]] | None = None
@@ -275,7 +275,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             self.max_prompt_tokens, reason = choose_prompt_limit(length, callbacks if self._is_sampling(stage) else ())
             self.format = replace(self.format, max_tokens=self.max_prompt_tokens)
             if self.max_prompt_tokens != before:
-                self.validation_prompts = self.predict_prompts = None  # of an earlier stage, by another limit
+                self.validation_prompts = self.predict_prompts = None  # read for an earlier stage, with another limit
                 if self._rank_and_ranks[0] == 0:
                     logger.info("data.max_prompt_tokens=%d: %s.", self.max_prompt_tokens, reason)
         check_prompt_limit(self.format.max_tokens, length)
@@ -303,7 +303,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         if rank == 0:
             logger.info("%d training prompts, %d steps an epoch.", len(prompts), self._steps_per_epoch)
         limit = self.trainer.overfit_batches if has(self.trainer, OverfitsBatches) else 0
-        if limit:  # always the same steps
+        if limit:  # the same steps in every epoch
             num_steps = limit if isinstance(limit, int) else int(limit * self._steps_per_epoch)
             prompts = prompts[: max(num_steps, 1) * prompts_per_step]
         self.stream = PromptStream(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 """Values of any type by column."""
 T = TypeVar("T")
-_VERSION = 2  # of what is written; files of another are not read
+_VERSION = 2  # of the file format; files of another version are not read
 
 
 class LazySequence(Sequence[T]):

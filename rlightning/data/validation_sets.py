@@ -63,7 +63,7 @@ Settings = Mapping[str, Any]
 if TYPE_CHECKING:
     ValidationSource = Mapping[str, ValidationSet | Settings | PromptSource] | ValidationSet | PromptSource
     """Sets by name, or a single set; see :func:`make_validation_sets`."""
-else:  # what a configuration file can hold; jsonargparse converts to this type
+else:  # the types that a configuration file can express, to which jsonargparse converts
     ValidationSource = dict[str, ValidationSet | PromptSource] | PromptSource
 
 _KEYS = [field.name for field in fields(ValidationSet) if field.name != "name"]

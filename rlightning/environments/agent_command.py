@@ -153,7 +153,7 @@ async def run_process(
         writer.cancel()
         await asyncio.wait(
             readers, timeout=intervals.CANCEL_GRACE
-        )  # not longer: a daemon of its own may hold the pipes
+        )  # a daemon of the program may hold the pipes open for longer
         for reader in readers:
             reader.cancel()
     return code, output.decode(errors="replace"), errors.decode(errors="replace")

@@ -17,7 +17,7 @@ def is_limit(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, says that a request's sequence had no room for a turn."""
     for one in cause_chain(error):
         said = str(one).rpartition(OTHER_TRACEBACK)[2]
-        with suppress(Exception):  # of clients whose errors do not quote the answer, such as httpx
+        with suppress(Exception):  # clients such as httpx leave the response's text out of their errors
             said += one.response.text  # type: ignore[attr-defined]
         if isinstance(one, LimitReachedError) or LIMIT_TEXT in said:
             return True

@@ -352,7 +352,7 @@ class ChatFormat:
         """
         answers = list(takewhile(lambda message: message["role"] == "tool", messages))
         if answers and self._call_style is not None:
-            for kept in (answers, answers[-1:]):  # some templates take one call a message, or write the first alone
+            for kept in (answers, answers[-1:]):  # some templates allow one call a message, or write the first only
                 with suppress(ConfigError):
                     return self._find_turn_close_of_calls(kept, messages)
         text = self._apply_after_mark([*_PLAIN, *messages], True)

@@ -26,7 +26,7 @@ def import_object(path: object, what: str) -> object:
         raise ConfigError(f"{what} is no dotted path. Write module.Class, such as my_package.{path}.")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # importing the module may raise anything
         raise ConfigError(
             f"{what} cannot be imported by {sys.executable}: {describe_error(error)}. Install it there, or put its "
             "folder on PYTHONPATH."

@@ -125,7 +125,7 @@ class Session:
         """End the session, which frees its place at the server."""
         socket, self._socket = self._socket, None
         if socket is not None:
-            with suppress(Exception):  # it is gone already
+            with suppress(Exception):  # the connection is closed already
                 await socket.send(json.dumps({"type": "close"}))
             await socket.close()
 
@@ -133,7 +133,7 @@ class Session:
         """Send a request, and return the server's response; raises a RuntimeError if it violates the protocol."""
         from websockets.exceptions import ConnectionClosed
 
-        with suppress(ConnectionClosed):  # what it has sent before, such as that it has no place, can still be read
+        with suppress(ConnectionClosed):  # its last message, such as that no place is free, can still be read
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         try:
             text = await asyncio.wait_for(self._socket.recv(), self._settings.timeout)

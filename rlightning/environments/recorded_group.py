@@ -180,7 +180,7 @@ class RecordedGroup:
             return self.fail(f"it raised {describe_error(error)}")
         except Exception as error:
             if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
-                raise  # such as the sampler's: no trajectory can go on
+                raise  # an error of the sampler, say: no trajectory can go on
             if isinstance(error, TimeoutError) and (deadline.expired() or turn.expired()):
                 what, limit = ("It", self._timeout) if deadline.expired() else ("A turn", self._turn_timeout)
                 made = policy.progress or Outcome()

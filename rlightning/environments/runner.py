@@ -125,7 +125,7 @@ class EnvironmentRunner:
             return
         for future in futures:
             future.cancel()
-        with suppress(DeadlineExceededError):  # the loop may be blocked
+        with suppress(DeadlineExceededError):  # the loop may be blocked by user code
             self.loop.run(self._wait_for_cancelled(), timeout=2 * intervals.CANCEL_GRACE)
 
     def report_oldest(self) -> None:
@@ -172,12 +172,12 @@ class EnvironmentRunner:
         return [environments] if isinstance(environments, Environment) else list(environments.values())
 
     async def _wait_for_cancelled(self) -> None:
-        await asyncio.sleep(0)  # in which those start that have just been submitted
+        await asyncio.sleep(0)  # lets tasks start that have just been submitted
         await asyncio.sleep(0)
         cancelled = [task for task in self._running if task.cancelling() and task not in self._abandoned]
         if cancelled:
             _, pending = await asyncio.wait(cancelled, timeout=intervals.CANCEL_GRACE)
-            self._abandoned.update(pending)  # of environments that ignore that they are cancelled
+            self._abandoned.update(pending)  # their environments ignored the cancellation
 
     async def _attempt(self, request: GroupRequest, environment: Environment, group: RecordedGroup) -> list[Trajectory]:
         task = asyncio.current_task()

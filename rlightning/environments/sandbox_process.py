@@ -71,7 +71,7 @@ def run(
         is_counted: whether the system counts the program's processes separately from others.
         limits: by the names of PythonSandbox's arguments.
     """
-    # So that what the program leaves behind becomes a child of this process.
+    # Processes that the program leaves behind become children of this process.
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
     if "mounts" in isolation:
         os.rmdir(folder)
@@ -82,7 +82,7 @@ def run(
     if "mounts" in isolation:
         mount_folder(int(limits["max_file_mb"]))
         folder = MEMORY_FOLDER
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # so that the program cannot read this process's memory
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program must not read this process's memory
     try:
         process = start_program(code, stdin, python, Path(folder), is_counted, limits)
         return watch_program(process, init, limits, math.inf if is_counted else COUNT_INTERVAL)
@@ -260,7 +260,7 @@ def count_tasks(pid: int) -> int:
     """Return how many threads a process and all of its descendants have."""
     total, waiting = 0, [str(pid)]
     while waiting:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             for task in Path(f"/proc/{waiting.pop()}/task").iterdir():
                 total += 1
                 waiting += (task / "children").read_text().split()
@@ -276,7 +276,7 @@ def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
         init.end()
         return
     children = Path("/proc/thread-self/children")
-    while pids := [int(pid) for pid in children.read_text().split()]:  # in sessions of their own
+    while pids := [int(pid) for pid in children.read_text().split()]:  # those with sessions of their own
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:

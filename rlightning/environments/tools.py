@@ -242,7 +242,7 @@ class Tools(Environment):
         arguments = convert_numbers(parameters, arguments)
         try:
             return await asyncio.wait_for(self._run(tool, call.name, arguments, attempt), self.tool_timeout)
-        except asyncio.TimeoutError:  # in Python 3.10 it is none of Python's own
+        except asyncio.TimeoutError:  # in Python 3.10 it is not the built-in TimeoutError
             reason = f"{call.name} took more than {self.tool_timeout:g} s."
             if self._is_broken(TimeoutError()):
                 raise RuntimeError(reason) from None
@@ -258,7 +258,7 @@ class Tools(Environment):
         except Exception as error:
             if self._is_broken(error):
                 raise
-            return self._fail(attempt, describe_error(error))  # for the policy to read
+            return self._fail(attempt, describe_error(error))  # the policy reads the error
         return cut(write_result(result), self.max_result_characters)
 
     def _fail(self, attempt: _Attempt, reason: str) -> str:
@@ -303,7 +303,7 @@ def write_result(result: object) -> str:
         return result
     try:
         return json.dumps(result, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):  # such as keys that are no texts
+    except (TypeError, ValueError, RecursionError):  # mappings with keys that are no strings, for example
         return str(result)
 
 

@@ -134,7 +134,7 @@ class WorkerEnvironment(Environment):
                 outcome = outcome_from_plain(await call)
         except ConnectionLostError:
             outcome = Outcome(status="aborted", error="its workers were closed")
-        except RemoteError as error:  # of the environment's code
+        except RemoteError as error:  # raised by the environment's code
             if error.type_name == TrajectoryLostError.__name__:
                 raise TrajectoryLostError(error.message, error.traceback, is_cause=False) from error
             outcome = failed_outcome(prompt, str(error), error.traceback)

@@ -223,7 +223,7 @@ def _fake_model(
                     hold_as_computed(model, torch.bfloat16)
                 adapt(model, decoder.adapter_rank, decoder.adapter_targets)
             ids = torch.zeros(tokens, dtype=torch.long)
-            bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # of sequences of equal length
+            bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # sequences of equal length
             inputs = packed_inputs(ids, ids, bounds, length)
             with LiveBytes([*model.parameters(), *model.buffers(), ids, bounds]) as live:
                 yield model.eval(), inputs, live  # no dropout, as in training

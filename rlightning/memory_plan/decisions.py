@@ -123,7 +123,7 @@ def check_engine(trainer: object, module: object) -> None:
     try:
         plan = plan_run(trainer, module)
     except ConfigError:
-        return  # what has no plan is not foreseen
+        return  # without a plan there is nothing to foresee
     if advice := advise_engine(plan):
         phases = {"start": plan.start(), "sync": plan.sync(), "generate": plan.generate()}
         worst = max(phases, key=lambda phase: phases[phase].total)

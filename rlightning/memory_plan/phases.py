@@ -214,7 +214,7 @@ class MemoryPlan:
         engine, cache = self.engine, max(self.engine.kv_cache(self.device_memory), 0)
         return replace(parts, engine_weights=engine.weights, engine_activations=engine.activations, kv_cache=cache)
 
-    # What follows
+    # Settings derived from the sizes
 
     def count_checkpointed_layers(self) -> int:
         """Return the number of checkpointed layers; for "auto" the fewest that leave ``FREE_SHARE`` free, or all."""

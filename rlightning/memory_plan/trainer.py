@@ -91,7 +91,7 @@ class TrainerMemory:
     def _is_state_on_host(self) -> bool:
         return self.work.parallelism.cpu_offload != "none"
 
-    # What stays
+    # Memory that is held throughout
 
     def parameters(self) -> int:
         """Return the bytes of trained parameters."""
@@ -142,7 +142,7 @@ class TrainerMemory:
             total += 4 * sum(weights.layers + weights.root for weights, _ in self._trained)
         return total
 
-    # What comes and goes
+    # Memory of single phases
 
     def gathered_parameters(self) -> int:
         """Return the bytes that FSDP gathers at a time: embedding, output layer, and two layers or all."""

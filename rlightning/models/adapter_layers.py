@@ -201,13 +201,13 @@ def perturbation_sizes(policy: nn.Module) -> list[float]:
     sums: list[Tensor] = []
     counts: list[float] = []
     for layer in layers:
-        for weight in (layer.base_layer.weight, layer.lora_A[NAME].weight):  # one at a time: some are computed
+        for weight in (layer.base_layer.weight, layer.lora_A[NAME].weight):  # one at a time: access computes some
             shard = local_tensor(weight.detach())
             sums.append(shard.float().square().sum())
             counts.append(float(shard.numel()))
     parts = gather_objects((torch.stack(sums).double().tolist(), counts), name="sizes of weights")
     total, number = (torch.tensor([part[i] for part in parts], dtype=torch.float64).sum(0) for i in range(2))
-    means = (total / number).sqrt().clamp(min=1e-12).view(-1, 2).tolist()  # of the base and of A
+    means = (total / number).sqrt().clamp(min=1e-12).view(-1, 2).tolist()  # root mean squares of the base and of A
     return [
         PERTURBATION * base / (layer.scaling[NAME] * a * layer.lora_A[NAME].weight.shape[0] ** 0.5)
         for layer, (base, a) in zip(layers, means, strict=True)

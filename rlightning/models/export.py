@@ -86,7 +86,7 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass some are still gathered, in the dtype of the forward
+            module.reshard()  # some are still gathered after a forward pass, in the dtype it computed in
     tied_names = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
     tied_names -= {name for name, _ in policy.named_parameters()}
     ignored = tied_names | keys_left_out(policy)
@@ -124,7 +124,7 @@ def _gather(
     plain = [name for name in weights if name not in computed]
     gather_into([full[name] for name in plain], [weights[name] for name in plain], destination=WRITER)
     for name in (name for name in weights if name in computed):
-        gather_into([full[name]], [computed[name]().detach()], destination=WRITER)  # one at a time: in float32
+        gather_into([full[name]], [computed[name]().detach()], destination=WRITER)  # one at a time: computed in float32
     return full
 
 

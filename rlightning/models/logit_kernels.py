@@ -84,7 +84,7 @@ def _summarize(  # type: ignore[no-untyped-def]
     found,
     num_tokens,
     num_logits,
-    inverse_temperature,  # one for all, or where those of the tokens are
+    inverse_temperature,  # a number, or a pointer to one for each token
     softcap,
     has_temperatures: tl.constexpr,
     has_softcap: tl.constexpr,
@@ -131,7 +131,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
     grads_logprob,
     grads_entropy,
     num_logits,
-    inverse_temperature,  # one for all, or where those of the tokens are
+    inverse_temperature,  # a number, or a pointer to one for each token
     softcap,
     has_temperatures: tl.constexpr,
     has_softcap: tl.constexpr,

@@ -302,7 +302,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     elif total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # there is no such product on the CPU: one of bfloat16 is rounded before it is added
+    else:  # not on the CPU, where a product in bfloat16 is rounded before it is added
         total.add_(left @ right)
 
 

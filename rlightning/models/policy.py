@@ -97,13 +97,13 @@ def without_loading_bar() -> Iterator[None]:
         yield
         return
     shows_downloads = not are_progress_bars_disabled()
-    disable_progress_bar()  # the hub's too
+    disable_progress_bar()  # disables the hub's progress bars, too
     if shows_downloads:
         enable_progress_bars()
     try:
         yield
     finally:
-        if shows_downloads:  # who wants none of the hub's wants none of these
+        if shows_downloads:  # shown again only if the user shows the hub's
             enable_progress_bar()
 
 
@@ -129,7 +129,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
                 dtype=dtype,
                 attn_implementation=PACKED_ATTENTION,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                ignore_mismatched_sizes=True,  # refused below, with the names of the weights
             )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error

@@ -274,6 +274,6 @@ def split_microbatches(
         bins[index].append(sequence)
         heapq.heapreplace(cheapest, (cost + costs[sequence], tokens + length, index))
         for one in too_full:
-            if one[1] + shortest <= max_tokens:  # others have room for no sequence any more
+            if one[1] + shortest <= max_tokens:  # the other micro-batches are full
                 heapq.heappush(cheapest, one)
     return [sorted(one) for one in bins if one]

@@ -121,7 +121,7 @@ class PolicyModule(Ranks, SavedModule):
         self.lr, self.weight_decay, self.betas = to_python((lr, weight_decay, betas))
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
         self.optimizer_states: OptimizerStates = optimizer_states
-        self.actor_optimizer()  # which refuses what cannot be meant
+        self.actor_optimizer()  # raises if the optimizer's settings contradict each other
         self.automatic_optimization = False
         self.model_path = model = os.path.expanduser(model)
         check_export(model)

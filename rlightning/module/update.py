@@ -109,7 +109,7 @@ class UpdateModule(PolicyModule):
         super().__init__(model, **kwargs)
         self.reference_path, self.reference_config = os.path.expanduser(reference_model or model), self.model_config
         if kl_coef and self.reference_path != self.model_path:
-            # before anything is loaded or started
+            # checked before anything is loaded or started
             check_export(self.reference_path)
             self.reference_config = load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
         self.plan = BatchPlan(
@@ -209,7 +209,7 @@ class UpdateModule(PolicyModule):
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
         metrics = means.compute(self.all_sum, self.all_max)
-        if metrics.get(SKIPPED_SHARE) == 1:  # there is no token to be the mean of
+        if metrics.get(SKIPPED_SHARE) == 1:  # every token was skipped, and a mean over none says nothing
             computed = {name for name in metrics if name.startswith("policy/")} - {SKIPPED_SHARE}
             metrics |= dict.fromkeys(computed, math.nan)
         return metrics | rates
@@ -218,7 +218,7 @@ class UpdateModule(PolicyModule):
         """Advance the trainer's step count and the schedules without changing weights; return the update's metrics."""
         optimizers = wrapped_optimizers(self)
         for optimizer in optimizers:
-            optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
+            optimizer.zero_grad()  # with gradients of None a step changes nothing
         step_optimizers(optimizers, is_last=True)
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)

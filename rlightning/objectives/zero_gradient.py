@@ -45,7 +45,7 @@ def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float, rollou
     """Return whether a loss term has zero gradient for one draw of random log-probabilities and entropies."""
     mask = batch.is_sampled
     likely, entropy, weights = torch.rand(3, batch.num_tokens, device=mask.device)
-    evenly = -0.001 * 30000**likely  # from -30 to -0.001 nats, evenly in the logarithm
+    evenly = -0.001 * 30000**likely  # between -30 and -0.001 nats, uniform in the logarithm
     old = evenly if rollout_scale is None else _scatter(batch.rollout_logprobs, rollout_scale)
     logprobs, entropy = (
         torch.where(mask, values, 0).requires_grad_() for values in (_scatter(old, scale), 5 * entropy)
@@ -75,6 +75,6 @@ def _leaves(value: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable") and isinstance(node.variable, Tensor):  # of AccumulateGrad nodes alone
+        if hasattr(node, "variable") and isinstance(node.variable, Tensor):  # an AccumulateGrad node
             yield node.variable
         waiting += [following for following, _ in node.next_functions]

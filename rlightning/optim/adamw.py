@@ -74,7 +74,7 @@ class StoredMomentsAdamW(AdamW):
             self.param_groups = groups
         if self.is_state_on_host:
             for device in {parameter.device for group in groups for parameter in group["params"]}:
-                platform.synchronize_stream(device)  # what reads the state on the host does not wait for copies
+                platform.synchronize_stream(device)  # readers of the state on the host do not wait for copies
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:

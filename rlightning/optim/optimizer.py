@@ -115,7 +115,7 @@ def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bo
         )
     else:
         optimizer = AdamW(groups, **arguments)
-        optimizer.register_load_state_dict_pre_hook(fetch_all)  # of a run with other states
+        optimizer.register_load_state_dict_pre_hook(fetch_all)  # for checkpoints of runs with other optimizer states
     optimizer.register_load_state_dict_pre_hook(keep_settings, prepend=True)
     return optimizer
 

@@ -289,7 +289,7 @@ def _start_max(tensor: torch.Tensor, seconds: float) -> dist.Work:
 
 def _ends_within(work: dist.Work, seconds: float) -> bool:
     """Return whether ``work`` ends, successfully or not, within ``seconds``."""
-    with contextlib.suppress(RuntimeError):  # raised at the timeout, too
+    with contextlib.suppress(RuntimeError):  # also raised at the timeout
         work.wait(timedelta(seconds=seconds))
     return work.is_completed()
 

@@ -106,7 +106,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
                 prepare_partial(path).mkdir()
             self.barrier("there is a folder for the checkpoint")
             partial = partial_of(path)
-            names = set(checkpoint["state_dict"])  # which need not be all, where most are those of a frozen base
+            names = set(checkpoint["state_dict"])  # may be fewer than the model's, without those of a frozen base
             files = write_tensors(partial, checkpoint)
             if self.is_global_zero:
                 assert self.lightning_module is not None

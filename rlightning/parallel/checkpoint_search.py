@@ -51,7 +51,7 @@ def find_places(root: Path, callbacks: object) -> list[Place]:
                 folder = _locate(written, former_root, root)
                 moved |= {written} if folder.is_dir() and folder.resolve() != written.resolve() else set()
             elif written in moved:
-                continue  # it names the folder of the run that this one is a copy of
+                continue  # this run is a copy of the run whose folder the file names
             places[folder] = max(depth, places.get(folder, 0))
     return [Place(folder, depth) for folder, depth in places.items()]
 
@@ -196,7 +196,7 @@ def _is_checkpoint(path: str) -> bool:
         return name == ModelCheckpoint.__name__
     try:
         kind = resolve_name(f"{module}:{name}")
-    except Exception:  # of an earlier run: the module may be gone, or a user's that fails now
+    except Exception:  # the class of an earlier run may be gone, or fail to import now
         log.debug("%s cannot be imported: checkpoints of that class are not searched", path, exc_info=True)
         return False
     return isinstance(kind, type) and issubclass(kind, ModelCheckpoint)

@@ -88,7 +88,7 @@ class FailureWatch:
         self._first: Failure | None = None
         self._is_first_known = threading.Event()
         self._error: BaseException | None = None
-        self._own = Failure(0, "")  # of ``_error``
+        self._own = Failure(0, "")  # the failure that `_error` describes
         self._is_leaving = self._is_ending = False
         self._can_interrupt = False
         self._is_shown = False
@@ -297,7 +297,7 @@ class FailureWatch:
         if self._error is None:
             record_all(f"rank {rank} {reason}")
         elif not is_of_collective(self._error) and not isinstance(self._error, BarrierError | StoreError):
-            failure = self._own  # which is no consequence of the hang
+            failure = self._own  # the hang did not cause this failure
         if rank == 0 != self.rank:
             self._learn(failure)
         else:

@@ -177,7 +177,7 @@ class FailureServer:
 
 
 async def _notify(peer: Peer, method: str, argument: object) -> None:
-    with contextlib.suppress(ConnectionLostError):  # which the server learns of
+    with contextlib.suppress(ConnectionLostError):  # the server learns of the loss anyway
         await peer.notify(method, argument)
 
 

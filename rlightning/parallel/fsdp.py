@@ -158,7 +158,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, MeshStrategy):
         move_replicated(self.model, self.root_device)
         broadcast_replicated(self.model)
         shard_parts(self.model, self.sharding)
-        # what module.device is, which only the module's own .to() would set
+        # Sets module.device, which otherwise only module.to() does.
         update_device_properties(self.model, device=self.root_device)
 
     @contextmanager

@@ -96,7 +96,7 @@ class _Layout:
         offset, lengths = [0] * len(shape), list(shape)
         for mesh_dim in self.split_dims:
             dim = self.placements[mesh_dim].dim  # type: ignore[attr-defined]
-            size = -(-lengths[dim] // self.mesh.size(mesh_dim))  # as torch.chunk: the last ones get less, or nothing
+            size = -(-lengths[dim] // self.mesh.size(mesh_dim))  # as torch.chunk(): the last ranks get less, or none
             start = min(coordinate[mesh_dim] * size, lengths[dim])
             offset[dim] += start
             lengths[dim] = min(size, lengths[dim] - start)

@@ -35,7 +35,7 @@ class HostMemory:
         """Move the storages of ``tensors`` on such a device to the host; return the bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
-            synchronize(device)  # whatever stream still writes to them
+            synchronize(device)  # waits for every stream that still writes to them
         moved = []
         for storage in storages:
             start, size = self._end, storage.nbytes()

@@ -56,7 +56,7 @@ class RankLauncher(SubprocessLauncher):
             # The callbacks' on_exception comes later, and takes its time: engines have to close.
             report_failure(error)
             if active_watch() is None:
-                end_children(self.procs, 0)  # they wait in the rendezvous
+                end_children(self.procs, 0)  # the other ranks wait in the rendezvous
             raise
 
     def kill(self, signum: int) -> None:
@@ -95,7 +95,7 @@ def find_port() -> int:
 def check_port(port: int) -> None:
     """Raise a ConfigError for a rendezvous port that another program uses, before ranks are started."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that is closing is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a port that is closing is free
         try:
             probe.bind(("", port))
         except OSError as error:

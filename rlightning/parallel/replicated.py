@@ -39,7 +39,7 @@ def average_gradients(module: nn.Module) -> None:
         return
     flags = torch.tensor([float(p.grad is not None) for p in whole], device=whole[0].device)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
-    summed = torch.cat([flags, *(gradient.flatten() for gradient in gradients)])  # in the widest of their dtypes
+    summed = torch.cat([flags, *(gradient.flatten() for gradient in gradients)])  # cat() promotes to the widest dtype
     dist.all_reduce(summed)
     counts, *parts = summed.split([len(whole), *(p.numel() for p in whole)])
     for parameter, gradient, count, part in zip(whole, gradients, counts.tolist(), parts, strict=True):

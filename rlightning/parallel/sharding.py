@@ -66,7 +66,7 @@ def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
     holders = Counter(parameter for module in owner.modules() for parameter in module.parameters(recurse=False))
     for part in parts:
         within = Counter(parameter for module in part.modules() for parameter in module.parameters(recurse=False))
-        if all(holders[parameter] == count for parameter, count in within.items()):  # none is tied to another part's
+        if all(holders[parameter] == count for parameter, count in within.items()):  # none is tied to another part
             sharding.shard(part)
 
 

@@ -70,7 +70,7 @@ class StopSignal:
 
     def handle_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle SIGTERM or Ctrl-C."""
-        if self._must_interrupt:  # sent by this process's own thread
+        if self._must_interrupt:  # sent by this process's own thread, see watch()
             self._must_interrupt = False
             self._interrupt()
         elif not self.signum:
@@ -87,7 +87,7 @@ class StopSignal:
         """Stop before the next batch if any rank has received a signal."""
         asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
         if asked:
-            if not self.signum:  # another rank was
+            if not self.signum:  # another rank was asked to stop
                 self.asked_at, self.signum = time.monotonic(), asked
             self.keep_step()  # what follows is the saving
             set_received_sigterm(self._trainer)

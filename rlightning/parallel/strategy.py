@@ -43,7 +43,7 @@ class ConnectedRanks(ParallelStrategy):
         failure_grace: seconds in which ranks can clean up after a failure before they are killed.
     """
 
-    _timeout: timedelta | None  # of the default process group; Lightning's strategies have it
+    _timeout: timedelta | None  # Lightning's strategies set it: the timeout of the default process group
 
     def __init__(
         self, *, barrier_timeout: float = 1800.0, failure_grace: float = intervals.CLEANUP_GRACE, **kwargs: Any

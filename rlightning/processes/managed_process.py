@@ -98,7 +98,7 @@ class ManagedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
             self.wait(grace)
-        code = self.exit_code  # before it is killed
+        code = self.exit_code  # read before the group is killed
         end_group(self.pid)
         # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
         killed = self.wait(intervals.ENGINE_EXIT_GRACE)

@@ -34,7 +34,7 @@ class ScratchFolder:
         parent = tempfile.gettempdir()
         parent = parent if len(parent) <= LONGEST_PARENT else "/tmp"
         for left in Path(parent).glob(f"{PREFIX}{kind}.*"):
-            with contextlib.suppress(OSError):  # it is gone, another user's, at work, or on a disk without locks
+            with contextlib.suppress(OSError):  # it was removed, is another user's or in use, or the disk has no locks
                 lock = _lock(left)
                 remove_scratch(left)
                 os.close(lock)
@@ -43,7 +43,7 @@ class ScratchFolder:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}.", dir=parent))
             try:
                 self._descriptor = _lock(self.path)
-            except (BlockingIOError, FileNotFoundError):  # another process removes it, or has
+            except (BlockingIOError, FileNotFoundError):  # another process is removing it, or has removed it
                 continue
             except OSError as error:
                 if error.errno not in WITHOUT_LOCKS:

@@ -50,9 +50,9 @@ class PredictionFile:
         self._is_parquet = path.suffix == ".parquet"
         self._settings_path = path.with_name(f"{path.name}.partial.settings")
         self._settings = json.loads(to_json(settings))
-        self._num_bytes = 0  # of whole lines
-        self._lock: BinaryIO | None = None  # of the partial file
-        self._file: BinaryIO | None = None  # the same, once something may be written to it
+        self._num_bytes = 0  # size of the whole lines in the file
+        self._lock: BinaryIO | None = None  # the partial file, opened for its lock
+        self._file: BinaryIO | None = None  # the same file, once rows may be written
 
     @property
     def is_begun(self) -> bool:
@@ -163,7 +163,7 @@ class PredictionFile:
     def close(self) -> None:
         """Close the file; a partial one stays, an empty one is removed. May be called twice."""
         if self._lock is not None:
-            with suppress(OSError):  # of a full disk, once more
+            with suppress(OSError):  # the disk may be full again
                 if not self.is_begun and not self._lock.tell():
                     self.partial.unlink(missing_ok=True)
                 self._lock.close()

@@ -40,7 +40,7 @@ def to_number(value: object) -> float | None:
     if hasattr(value, "item"):  # a numpy or torch scalar
         value = value.item()
     if inspect.iscoroutine(value):
-        value.close()  # or Python warns that nothing has awaited it
+        value.close()  # otherwise Python warns that it was never awaited
         raise TypeError(f"a reward must be a number or None, this one is a coroutine, {value!r}. Make it an async def.")
     if not isinstance(value, numbers.Real):
         raise TypeError(f"a reward must be a number or None, this one is {value!r}")

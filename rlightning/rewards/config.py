@@ -45,7 +45,7 @@ class RewardFunction:
     function: str | Callable[..., Any]
     weight: float = 1.0
     name: str | None = None
-    arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # there may be secrets
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # no repr: may hold secrets
     columns: dict[str, str] = field(default_factory=dict)
     timeout: float | None = None
 
@@ -128,7 +128,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
     given = reward.function if path is None else import_function(path)
     function = check_kind(given, path or _name_of(given))
     name = reward.name or _name_of(function)
-    if hasattr(function, "check_arguments"):  # which checks its own, and may set its signature
+    if hasattr(function, "check_arguments"):  # checks its own arguments, and may set its signature
         function.check_arguments()
     parameters = _parameters(function, name)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -121,7 +121,7 @@ class Judge(CheckedArguments):
             raise ConfigError(f"Judge: pattern={cut_value(self.pattern)} is no regular expression: {error}.") from error
         self._read_key()
         if self.cache is not None:
-            AnswerCache(self.cache).close()  # or it refuses the file
+            AnswerCache(self.cache).close()  # raises if the file cannot be used
         names = dict.fromkeys(read_fields(self.rubric))
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
         self.__signature__ = inspect.Signature(parameters)
@@ -209,10 +209,10 @@ class Judge(CheckedArguments):
             future.set_result(answer)
         except Exception as error:
             future.set_exception(error)
-            future.exception()  # which need not be anybody else's
+            future.exception()  # nobody else may be waiting for it: marks it as retrieved
             raise
         finally:
-            future.cancel()  # unless it is done: another one asks
+            future.cancel()  # no effect if it is done; otherwise a waiting call asks anew
             del asked[key]
         return answer
 

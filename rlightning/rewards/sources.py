@@ -128,7 +128,7 @@ def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
     """Make this process import these modules from their kept source."""
     finder = KeptFinder(modules)
     sys.meta_path.insert(0, finder)
-    for module in modules.values():  # for tracebacks
+    for module in modules.values():  # tracebacks show these lines
         lines = importlib.util.decode_source(module.source).splitlines(keepends=True)
         linecache.cache[module.path] = (len(module.source), None, lines, module.path)
     return finder
@@ -184,7 +184,7 @@ def _imports(module: ModuleSource) -> Iterator[str]:
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     try:
         nodes = list(ast.walk(ast.parse(module.source)))
-    except (SyntaxError, ValueError):  # of a module that only some calls import
+    except (SyntaxError, ValueError):  # a module that only some calls import, and that fails there
         return
     for node in nodes:
         if isinstance(node, ast.Import):

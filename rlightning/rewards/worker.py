@@ -48,7 +48,7 @@ class RewardWorker:
         self._worker = Worker()
         self._loop = asyncio.new_event_loop()
         self._functions: dict[int, RewardCallable | RewardResult] = {}
-        self._runner: CallRunner | None = None  # of async functions
+        self._runner: CallRunner | None = None  # runs async functions
         self._jobs: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
 
     def run(self) -> None:

@@ -94,11 +94,11 @@ class Canary:
         self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[dtype]
         self._batch = RolloutBatch.of_sequences(self.token_ids.tolist() * NUM_COPIES)
         self._latest: Evaluation | None = None
-        self._former: Evaluation | None = None  # of the sync before
-        self._verified: Evaluation | None = None  # before the latest
+        self._former: Evaluation | None = None  # of the sync before the latest
+        self._verified: Evaluation | None = None  # of the last verified sync before the latest
         self._has_passed = False
         self.findings: Findings | None = None
-        self._base: Floats | None = None  # without its adapter
+        self._base: Floats | None = None  # of the base model, without its adapter
 
     def evaluate(
         self, score: Score, weight_version: int, adapter_off: Callable[[], AbstractContextManager[None]] | None = None
@@ -172,7 +172,7 @@ class Canary:
     def _find_fault(self, actor: Floats, engine: Floats) -> str | None:
         """Return a message that says how the engine's weights differ from the actor's; None if they do not."""
         found = compare(actor, engine)
-        is_far = not found.distance <= self.tolerance * found.noise  # nor is it near if one of them is not a number
+        is_far = not found.distance <= self.tolerance * found.noise  # `not <=`: a NaN counts as far
         formers = {former.version: former.logprobs for former in (self._former, self._verified) if former is not None}
         ways = {version: find_way_back(actor, logprobs, engine) for version, logprobs in formers.items()}
         self.findings = Findings(found, ways)
@@ -270,7 +270,7 @@ class Verification:
             return True
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0
-        self.num_syncs += 1  # here, where all ranks are: an engine that dies in the sync is one rank's
+        self.num_syncs += 1  # counted here, on all ranks: an engine may die in the sync on one rank only
         if any_rank(is_due or self.num_syncs % self.every == 0, name="canary"):
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
         return is_due
@@ -286,7 +286,7 @@ class Verification:
             config = module.model_config if has(module, HasConfig) else None
             self.canary.check(engine.score_all(self.canary.token_ids), config)
         except EngineError:
-            engine.weight_version = None  # its weights are taken for none
+            engine.weight_version = None  # counts as having no weights
             raise
         engine.is_verified = True
 
@@ -338,7 +338,7 @@ def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
         errors = torch.empty(values.shape, device=device).uniform_(-size, size, generator=generators[device])
         values.copy_(values * (1 + errors))
 
-    handle = register_module_forward_hook(perturb)  # whatever the model is, sharded or compiled
+    handle = register_module_forward_hook(perturb)  # also works for sharded and compiled models
     try:
         yield
     finally:

@@ -102,7 +102,7 @@ class EndpointSampler(TokenSampler):
         samples = make_samples(self.files, prompt, outputs)
         for sample, choice in zip(samples, choices, strict=True):
             if choice.get("token_ids") is None:
-                sample.text = str(choice["text"])  # which the tokens may not give back
+                sample.text = str(choice["text"])  # decoding the tokens may give another text
         return samples
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:

@@ -205,7 +205,7 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
-        "json_schema": sampling.json_schema,  # which the engine's process makes vLLM's own of
+        "json_schema": sampling.json_schema,  # the engine's process makes vLLM's parameters of it
         # The trainer decides what ends a completion, whatever the engine has read.
         "ignore_eos": True,
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
@@ -234,7 +234,7 @@ async def generate(
         outputs = await request("generate", token_ids, arguments)
     else:
         stream = secrets.token_hex(8)
-        reading = asyncio.ensure_future(_read_along(request, stream, on_tokens))  # begins after what follows
+        reading = asyncio.ensure_future(_read_along(request, stream, on_tokens))  # starts once the request below waits
         try:
             outputs = await request("generate", token_ids, arguments, stream)
         finally:
@@ -244,7 +244,7 @@ async def generate(
 
 
 async def _read_along(request: Request, stream: str, on_tokens: OnTokens) -> None:
-    with suppress(EngineError):  # which the request itself meets
+    with suppress(EngineError):  # the request itself raises the error
         while True:
             read = await request("read_tokens", stream)
             assert isinstance(read, list)

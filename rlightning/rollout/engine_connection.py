@@ -154,7 +154,7 @@ class EngineConnection(ABC):
         """Continue with the loaded weights (:meth:`UpdatableEngine.finish_weight_update`)."""
         return self.submit("finish_weight_update", version, keeps_cache)
 
-    # Its life
+    # Start and end of the connection
 
     def close(self) -> None:
         """End the engine, or this trainer's use of a served one. May be called twice."""
@@ -178,16 +178,16 @@ class EngineConnection(ABC):
             if not self._is_closing:
                 self._use = asyncio.ensure_future(self._run())
                 how = await self._use
-        except asyncio.CancelledError:  # by close()
+        except asyncio.CancelledError:  # cancelled by close()
             pass
         except EngineError as refusal:
             error = refusal
-        except Exception as problem:  # such as arguments that are no plain data
+        except Exception as problem:  # arguments that are not plain data, for example
             log.debug("The engine failed.", exc_info=True)
             error = EngineError(f"The engine cannot be used: {type(problem).__name__}: {cut_line(problem)}")
         try:
             ending = await self._end(how)
-        except RuntimeError:  # of executors while the interpreter exits: close() ends the process then
+        except RuntimeError:  # the interpreter exits and executors are shut down: close() ends the process
             ending = EngineDiedError(f"The engine {how}.")
         self.death = ending if error is None or self._is_closing else error
         if not self.ready.done():

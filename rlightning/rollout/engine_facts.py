@@ -42,7 +42,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
     Raises:
         EngineStartError: names each difference, the engine's value and the needed one.
     """
-    if config.files is None:  # it only serves others
+    if config.files is None:  # the engine serves others only
         return
     arguments = config.engine_args
     size = int(arguments.get("tensor_parallel_size") or 1)

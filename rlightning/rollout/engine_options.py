@@ -206,7 +206,7 @@ class EngineOptions:
             "max_model_len": derive_length(module, sampling, max_prompt_tokens, given),
             # engines that draw the same numbers would make different prompts' samples alike
             "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
+            "logprobs_mode": "processed_logprobs",  # of the distribution after the temperature, as sampled
             "max_logprobs": MAX_SUPPORT + 1,
             "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
             "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",

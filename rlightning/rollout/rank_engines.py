@@ -80,7 +80,7 @@ class RankEngines(RankSamplers):
         self._make_sender = make_sender
         self._updater: WeightUpdater | None = None
         self._restarts = [RestartPolicy(MAX_RESTARTS) for _ in engines]
-        self._lost: dict[int, EngineError] = {}  # by number: engines that are not started again
+        self._lost: dict[int, EngineError] = {}  # engines that are not started again, by number
         self._sent: dict[Engine, EngineConnection] = {}
         self._is_pausing = self._has_served = self._has_waited = False
 

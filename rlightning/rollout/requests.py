@@ -28,7 +28,7 @@ class RandomStreams:
 
     def __init__(self) -> None:
         self.purpose: Purpose = "training"
-        self._num_drawn: Counter[int] = Counter()  # of each prompt since begin()
+        self._num_drawn: Counter[int] = Counter()  # samples drawn of each prompt since begin()
 
     def begin(self, purpose: Purpose) -> None:
         """Begin a training step, or a validation of one or several sets."""

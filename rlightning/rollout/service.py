@@ -50,7 +50,7 @@ class Client:
             end,
             {**methods, "describe": self._describe},
             name=f"the trainer at {address}",
-            heartbeat_timeout=float("inf"),  # one that is suspended keeps its place
+            heartbeat_timeout=float("inf"),  # a suspended trainer keeps its place
             check_alive=self._ping,
         )
         ended = asyncio.wrap_future(self.engine.ended)
@@ -67,7 +67,7 @@ class Client:
                 await asyncio.wait(self._unfinished)
 
     async def _describe(self) -> EngineFacts:
-        await self._ping()  # once the engine is up
+        await self._ping()  # returns once the engine is up
         return self.engine.ready.result()
 
     async def _ping(self) -> None:

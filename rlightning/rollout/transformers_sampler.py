@@ -178,7 +178,7 @@ class TransformersSampler:
             self._waiting.clear()
         self._thread.shutdown(cancel_futures=True)
 
-    # In the thread
+    # Methods that run in the sampling thread, or start it
 
     def _start_work(self) -> None:
         with self._queue_lock:
@@ -197,7 +197,7 @@ class TransformersSampler:
                         self._cache = KeyValueCache()
                         return
                 self._step()
-        except Exception as error:  # what a step fails with is its requests' error, not this thread's
+        except Exception as error:  # the error belongs to the requests, not to this thread
             with self._queue_lock:
                 self._is_working = False
                 self._fail([*self._waiting, *self._running], error)

@@ -141,14 +141,14 @@ class WeightSync:
         engines, version = self._engines, self._module.weight_version
         while True:
             self._restart_dead()
-            if not engines.is_colocated:  # they are sent weights only once they are up
+            if not engines.is_colocated:  # engines of their own devices get weights only once they are up
                 self._wait_for_start()
             states = gather_objects(engines.states(version), name="weights are there")
             check_living(states)
             if not any(state.is_stale for state in states):
                 break
             if engines.can_sleep and any(state.serving for state in states):
-                engines.sleep_before_sync()  # they have memory that the actor needs, for the others' sync
+                engines.sleep_before_sync()  # awake engines hold memory that the actor needs to sync the others
             self._sync()
         if self._pool is not None and self._loop is not None:
             serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
@@ -186,7 +186,7 @@ class WeightSync:
             self._send(is_proof=True)
             if engines.can_sleep:
                 engines.sleep_before_sync()
-            for engine in engines.updated:  # it is sent others next
+            for engine in engines.updated:  # invalid until the next weights are sent
                 engine.weight_version, engine.is_verified = None, False
         self._send()
 
@@ -205,7 +205,7 @@ class WeightSync:
             self._memory.on_engine_wake(trainer, module)
         engines.activate_weights(version)
         for engine in engines.updated if is_due else ():
-            with suppress(EngineDiedError):  # it is found dead at the next sync
+            with suppress(EngineDiedError):  # the next sync finds that it has died
                 self._verification.verify(module, engine)
                 engine.is_proven |= is_proof
         if engines.can_sleep:

@@ -193,7 +193,7 @@ class LoopThread:
                 raise
             raise DeadlineExceededError(f"it took more than {timeout:g} s") from None
         finally:
-            future.cancel()  # whatever has interrupted this wait, such as Ctrl-C
+            future.cancel()  # in case an interruption, such as Ctrl-C, has ended this wait
 
     def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Call a function on the loop, and return its result.
@@ -242,7 +242,7 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
             for future in list(self._submitted):
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has just been cancelled
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future has just been cancelled
                     future.set_exception(RuntimeError(f"the event loop '{threading.current_thread().name}' has ended"))
 
     def _run_until_stopped(self) -> bool:

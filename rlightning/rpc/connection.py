@@ -208,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio at the end of the connection."""
-        self._may_write.set()  # for those that wait to find it closed
+        self._may_write.set()  # wakes writers, which then find the connection closed
         if self._error is None:
             self._error = ConnectionLostError(f"the connection broke: {exc}" if exc else "it closed the connection")
         self._on_closed(self._error)

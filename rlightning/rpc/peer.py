@@ -154,10 +154,10 @@ class Peer:
             await self._send([CALL, number, method, arguments])
             return await answer
         except asyncio.CancelledError:
-            if number in self._pending:  # its place is free when the other end has ended it
+            if number in self._pending:  # its slot is released when the other end confirms
                 self._start(self._send([CANCEL, number]))
             raise
-        except (TypeError, ValueError, OverflowError):  # of arguments that are not plain data
+        except (TypeError, ValueError, OverflowError):  # the arguments are not plain data
             if self._pending.pop(number, None) is not None:
                 self._slots.release()
             raise
@@ -213,7 +213,7 @@ class Peer:
         with contextlib.suppress(ConnectionLostError):
             try:
                 await self._send(reply)
-            except (TypeError, ValueError, OverflowError) as error:  # of a result that is not plain data
+            except (TypeError, ValueError, OverflowError) as error:  # the result is not plain data
                 await self._send(_describe(number, error))
 
     async def _handle_notification(self, method: str, arguments: list[object]) -> None:
@@ -234,7 +234,7 @@ class Peer:
         if answer is None:
             return
         self._slots.release()
-        if answer.done():  # its caller has left
+        if answer.done():  # the caller no longer waits
             return
         if kind == RESULT:
             answer.set_result(*fields)
@@ -272,7 +272,7 @@ class Peer:
             self._slots.release()
             if not answer.done():
                 answer.set_exception(lost)
-                answer.exception()  # its caller may still be about to send, and get the error there
+                answer.exception()  # marks it as retrieved: a caller that has yet to send gets the error there
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:
@@ -286,7 +286,7 @@ async def limit(work: Awaitable[T], seconds: float) -> T:
             return await work
     try:
         return await asyncio.wait_for(work, seconds)
-    except asyncio.TimeoutError:  # another class than the built-in one
+    except asyncio.TimeoutError:  # in Python 3.10 not the built-in TimeoutError
         raise TimeoutError from None
 
 

@@ -127,7 +127,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
-    except OverflowError as error:  # of the port's number
+    except OverflowError as error:  # the port's number is out of range
         raise OSError(str(error)) from error
 
 

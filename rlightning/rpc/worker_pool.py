@@ -170,7 +170,7 @@ class WorkerPool:
         self._num_closed += 1
         finishing = [worker.finish(self.finish_timeout) for worker in self._workers if self.finish_timeout]
         await asyncio.gather(*finishing)
-        self._fail_waiting(ConnectionLostError("the pool was closed"))  # or they would start workers
+        self._fail_waiting(ConnectionLostError("the pool was closed"))  # otherwise waiting calls would start workers
         lives = list(self._lives)
         for life in lives:
             life.cancel()
@@ -196,11 +196,11 @@ class WorkerPool:
         """Assign waiting calls to workers in order, and start workers for the remaining ones."""
         while self._waiting:
             call = self._waiting[0]
-            if call.place.done():  # cancelled
+            if call.place.done():  # the call was cancelled
                 self._waiting.popleft()
                 continue
             limit = self.max_calls + min(self.max_queued, len(self._waiting) // (2 * self.num_workers))
-            if self._num_starting:  # their share of the calls is left to them
+            if self._num_starting:  # leave a share of the calls to the workers that are starting
                 limit = min(limit, -(-self._num_calls // self.num_workers))
             free = [worker for worker in self._workers if worker.has_place(call, limit)]
             if not free:
@@ -242,7 +242,7 @@ class WorkerPool:
             self._dispatch()
             await worker.watch(peer)
         except (ProcessStartError, OSError) as error:
-            if self._has_started and self.deaths.take():  # others take the calls, or one that starts next
+            if self._has_started and self.deaths.take():  # other workers, or the next one, take the calls
                 log.warning("%s did not start, as others have: %s", self.name, cut_line(str(error)))
             else:
                 self._fail_waiting(error)

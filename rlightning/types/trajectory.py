@@ -370,7 +370,7 @@ def from_plain(plain: Plain, prompt: Prompt) -> Trajectory:
     turns = tuple(Turn(message, sample and _sample(sample)) for message, sample in plain["turns"])
     plain = dict(plain)
     traces = plain.pop("traces", None)
-    prompt = prompt._replace(temperature=plain.pop("temperature", prompt.temperature))  # what it was sampled at
+    prompt = prompt._replace(temperature=plain.pop("temperature", prompt.temperature))  # the temperature sampled at
     own = {"prompt": prompt, "branches": tuple(branches), "turns": turns, "traces": read_traces(traces)}
     return Trajectory(**{**plain, **own})
 

@@ -104,7 +104,7 @@ class Histories:
                 return "system_changed"
             if not _begins(talk, known):
                 return "reasoning_dropped"
-            if not _begins(own, past.messages):  # system messages have moved
+            if not _begins(own, past.messages):  # only the system messages have moved
                 return "history_edited"
         return describe_difference(talk, find_closest(talk, [_without_system(past.messages) for past in self._pasts]))
 
@@ -124,9 +124,9 @@ def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchRe
         return "started_over"
     if not new and not old:
         return "history_edited"
-    if not new:  # it ends earlier
+    if not new:  # the new history ends earlier
         return "sampled_again" if old[0][0] == "assistant" else "messages_dropped"
-    if not old:  # with a turn that the policy has not said
+    if not old:  # it has an assistant turn that the policy did not sample
         return "turn_edited"
     if new[0] in old:
         return "messages_dropped"

@@ -120,7 +120,7 @@ class Endpoint:
                 timeout_graceful_shutdown=1,
             )
             server = uvicorn.Server(config)
-            server.capture_signals = contextlib.nullcontext  # those are the trainer's
+            server.capture_signals = contextlib.nullcontext  # the trainer handles signals
             self._serving = server, asyncio.ensure_future(server.serve([listener]))
             log.info("Agents reach the policy at %s.", self._url)
         server, task = self._serving

@@ -182,7 +182,7 @@ class Session:
             )
         except LimitReachedError:
             if not policy.recorder.branches and len(self.requests) <= 1:
-                policy.temperature = before  # nothing has been sampled
+                policy.temperature = before  # nothing was sampled: the temperature is not fixed yet
             raise
         except RequestRefusedError as error:
             if sampling.json_schema is None or isinstance(error, StreamLostError):

@@ -183,7 +183,7 @@ class Verifiers(Environment):
             line, *details = map(str, error.args)
             raise TrajectoryLostError(line, cut("\n".join([line, *details]))) from error
         finally:
-            if not policy.recorder.branches:  # it failed: what it sampled is recorded for `completions/`
+            if not policy.recorder.branches:  # the rollout failed: record what it sampled for `completions/`
                 for part in parts.values():
                     policy.recorder.extend(part.recorder)
 

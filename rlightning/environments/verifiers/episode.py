@@ -125,7 +125,7 @@ class Trace(BaseModel):
         asked = [call.node for call in self.calls if call.node is not None and call.error is None]
         num_rewritten = sum(
             not self.nodes[number].sampled_ids for number in asked
-        )  # by the task, after they were sampled
+        )  # rewritten by the task after they were sampled
         matched: list[Turn] = []
         for number, node in enumerate(self.nodes):
             if not node.sampled:

@@ -68,7 +68,7 @@ def main() -> None:
             "has_uv": shutil.which("uv") is not None,
         }
         serve(config, settings["address"], announcement, Lifeline(lifeline))
-    except Exception as error:  # of the task set, or of verifiers; the trainer says it in a line
+    except Exception as error:  # raised by the task set or by verifiers; the trainer shows one line of it
         announcement.tell({"error": describe_error(error)})
         raise
 

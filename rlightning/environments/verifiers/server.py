@@ -154,10 +154,10 @@ class EnvironmentServer:
                 await asyncio.shield(self._send(secrets.token_hex(8), b"cancel", {"request_id": name}))
 
     def _make_environment(self) -> dict[str, str]:
-        folder = str(Path(self._python).absolute().parent)  # with the programs of that interpreter, such as uv
+        folder = str(Path(self._python).absolute().parent)  # holds the programs of that interpreter, such as uv
         own = environment_without_key()
         paths = {"PATH": os.pathsep.join((folder, own.get("PATH", os.defpath)))}
-        modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # of what the server starts
+        modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # for the processes that the server starts
         return {**own, **paths, **modules, **self._variables}
 
     async def _exchange(self, settings: JsonObject) -> Announcement:

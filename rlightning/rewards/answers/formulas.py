@@ -188,7 +188,7 @@ def _value(expression: Basic, point: dict[Basic, Basic]) -> Basic:
     """Return the finite complex value of an expression at a point; None if it has none."""
     try:
         value = sympy.N(expression.xreplace(point).doit(), DIGITS, maxn=2000)
-    except Exception:  # of sympy's many
+    except Exception:  # sympy raises many types of errors
         return None
     is_number = value.is_number and not value.free_symbols and value.is_finite
     return value if is_number and all(part.is_Number for part in value.as_real_imag()) else None

@@ -31,7 +31,7 @@ def find_mark(text: str) -> Mark | None:
 
     An empty box is a mark too, of an empty answer.
     """
-    text = _TAG.sub(r"<\1answer>", text)  # of the same length
+    text = _TAG.sub(r"<\1answer>", text)  # keeps the text's length
     marks = [*_boxes(text), *_hashes(text)]
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))

@@ -136,7 +136,7 @@ def strip_wrappers(text: str) -> str:
     while True:
         before = text
         text = text.strip()
-        if re.search(r"(?<!\\)(?:\\\\)*\\$", text):  # of a backslash with a space
+        if re.search(r"(?<!\\)(?:\\\\)*\\$", text):  # strip() has cut a backslash and a space in two
             text = text[:-1].rstrip()
         if text.endswith(".") and not text.endswith((r"\.", "..")):
             text = text[:-1].rstrip()

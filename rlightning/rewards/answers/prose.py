@@ -78,7 +78,7 @@ def _last_number(text: str) -> Answer | None:
     """Return the last formula with a digit in a plain text."""
     plain = re.sub(r"<[^<>\d]*>|[*]{2}|`", " ", normalize(text))
     points = list(_POINT.finditer(plain))
-    plain = re.sub(r"(?<=\w)[,.](?=\s|$)", "\n", plain)  # of the same length
+    plain = re.sub(r"(?<=\w)[,.](?=\s|$)", "\n", plain)  # keeps the text's length
     for run in reversed(list(_RUN.finditer(plain))):
         if not re.search(r"\d", run[0]):
             continue

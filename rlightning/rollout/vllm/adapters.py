@@ -53,7 +53,7 @@ def install_adapter(
     unplaced = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
     # All: what a worker remembers of the last batch's adapters goes too, and a sleep has changed its memory.
     manager.remove_all_adapters()
-    adapters._last_mapping = None  # which remove_all_adapters() leaves before vLLM 0.28
+    adapters._last_mapping = None  # remove_all_adapters() does not reset it before vLLM 0.28
     adapters.add_adapter(adapter)
     adapters.activate_adapter(ADAPTER_ID)
     return unplaced

@@ -166,13 +166,13 @@ def engine_environment(config: EngineConfig, scratch: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a signal that ends it, as by a full /dev/shm, is said in its log
-        "PYTHONWARNINGS": "ignore:resource_tracker",  # it has to clean up: see process_group
+        "PYTHONWARNINGS": "ignore:resource_tracker",  # trackers clean up behind a killed engine: see process_group
         "VLLM_NO_USAGE_STATS": "1",
-        # for vLLM's sockets and rendezvous files, which it leaves behind
+        # vLLM leaves its sockets and rendezvous files behind.
         "VLLM_RPC_BASE_PATH": scratch,
         "TMPDIR": scratch,
     }
-    # worth keeping, and by default in TMPDIR
+    # The cache of compiled code outlives the engine; by default it would be in TMPDIR.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
     # What torch does on the host in an engine beside a GPU is small.
     environment.setdefault("OMP_NUM_THREADS", "1" if config.device.type == "cuda" else str(torch.get_num_threads()))

@@ -201,11 +201,11 @@ class RolloutScheduler(Scheduler):
 
     def _is_plain(self) -> bool:
         """Whether vLLM does nothing with a sequence inside a block that this module does not reproduce."""
-        groups = self.kv_cache_config.kv_cache_groups  # those with a window free blocks as they go on
+        groups = self.kv_cache_config.kv_cache_groups  # layers with a window free blocks as the sequence grows
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
-        counts = self.scheduler_config.long_prefill_token_threshold or self.scheduler_config.watermark  # who runs
+        counts = self.scheduler_config.long_prefill_token_threshold or self.scheduler_config.watermark  # say who runs
         if not is_single or has_more or not has_room or counts or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
             return False
         return is_tested(vllm.__version__)
@@ -243,7 +243,7 @@ class RolloutScheduler(Scheduler):
         """Add the deferred sequences to a step of the others."""
         self.deferred.schedule(output)
         scheduled, names = output.num_scheduled_tokens, [request.request_id for request in self.running]
-        output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in their order
+        output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in this order
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids |= self.deferred.rows.keys()
 

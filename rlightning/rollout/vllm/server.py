@@ -112,7 +112,7 @@ class VLLMServer:
         self._is_asleep = self._is_updating = False
         self._adapter = None
         if engine.vllm_config.lora_config is not None:
-            from rlightning.rollout.vllm.adapters import adapter_request  # which not all versions have
+            from rlightning.rollout.vllm.adapters import adapter_request  # not in every version of vLLM
 
             self._adapter = adapter_request()
         self._admission = asyncio.Lock()
@@ -250,7 +250,7 @@ class VLLMServer:
     async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
         try:
             await self.engine.wake_up(tags=[tag])
-        except Exception as error:  # what the engine's core has raised, as text
+        except Exception as error:  # an error of the engine's core, passed on as text
             if "out of memory" not in str(error).lower():
                 raise
             raise MemoryError(
@@ -324,7 +324,7 @@ class VLLMServer:
 def _read_logprobs(
     flat: FlatLogprobs, max_support: int
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]] | None]:
-    if not max_support:  # one entry a position, the sampled token's
+    if not max_support:  # one entry a position: the sampled token
         return np.asarray(flat.logprobs, np.float32), None
     logprobs, token_ids, sizes = read_supports(flat, max_support)
     return logprobs, (token_ids, sizes)

@@ -171,7 +171,7 @@ class ReadWeights(TorchFunctionMode):
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, which are contiguous, and record their addresses."""
-        self._is_recording = False  # what makes the tensors is none of the loader's operations
+        self._is_recording = False  # the operations that make the tensors are not the loader's
         for name, weight in weights:
             self._addresses[name] = range(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
             self._is_recording = True

@@ -31,7 +31,7 @@ class WeightFingerprint:
         """
         tensors = [local_tensor(tensor) for _, tensor in weights]
         if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
-            return False  # they are offloaded to the host's memory, where nothing writes to them
+            return False  # offloaded to host memory, where nothing writes to them
         sums = [checksum(tensor) for tensor in tensors]
         known, self._known = self._known, torch.stack(sums).tolist() if sums else []
         return known is not None and known != self._known

@@ -87,7 +87,7 @@ class RendezvousServer:
         return Server(listener, key, self._serve, max_clients=size)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
-        store = self.store  # of its operations those that are answered at once; what waits asks again and again
+        store = self.store  # only operations that answer at once; clients poll for the others
         operations = {
             "set": store.set,
             "get": store.get,
@@ -181,5 +181,5 @@ def find_own_address(host: str, port: int) -> str:
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as end:
-        end.connect(address)  # which sends nothing
+        end.connect(address)  # a UDP connect() sends nothing
         return str(end.getsockname()[0])

@@ -154,7 +154,7 @@ class TransferGroup:
             try:
                 self._make_torch_group()
                 results.put(None)
-            except Exception as error:  # raised again by the thread that waits
+            except Exception as error:  # the waiting thread raises it again
                 results.put(error)
 
         threading.Thread(target=make, name="connect-transfer-group", daemon=True).start()
@@ -167,7 +167,7 @@ class TransferGroup:
         names = _c10d.PrefixStore("transfer", self._store)
         is_cuda = self.device.type == "cuda"
         if is_cuda:
-            torch.cuda.set_device(self.device)  # of this thread
+            torch.cuda.set_device(self.device)  # the current device is set per thread
         group = (_make_nccl_group if is_cuda else _make_gloo_group)(names, self.place)
         if self._is_over:
             return  # the other thread has stopped waiting
@@ -179,7 +179,7 @@ class TransferGroup:
         """Abort torch's group in a thread, which may hang; wait for it ``intervals.GROUP_LEAVE_GRACE`` seconds."""
 
         def abort() -> None:
-            with contextlib.suppress(RuntimeError):  # some operation of it has failed: that is why it is ended
+            with contextlib.suppress(RuntimeError):  # aborted because an operation has failed, which may fail again
                 self._group.abort()
             self._group = None
 
