@@ -56,7 +56,7 @@ _FILES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a callback when it is first accessed, so that unused ones cost no import time."""
+    """Import a callback on first access, so that unused callbacks cost no import time."""
     if name not in _FILES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return resolve_name(f"{__name__}.{_FILES[name]}:{name}")

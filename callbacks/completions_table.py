@@ -47,21 +47,20 @@ logger = logging.getLogger("rlightning")
 class CompletionsTable(RunCallback):
     """Shows prompts, completions and rewards: some on the console, more in the loggers, all in Parquet files.
 
-    The files are ``<run>/completions/step_000012.parquet``, a row a trajectory, in full
-    (:mod:`rlightning.report.trajectories`). A process of higher rank writes its share beside it, as
-    ``step_000012.rank1.parquet``; reading the folder reads them all. Micro-batches of one step are in one file. W&B
-    gets a table, TensorBoard a text, CSV nothing. Where the disk takes no file, the run goes on without, and the tables
-    of those steps are missing.
+    The files ``<run>/completions/step_000012.parquet`` have a row for each trajectory, in full
+    (:mod:`rlightning.report.trajectories`). Other ranks than 0 write ``step_000012.rank1.parquet`` and so on; reading
+    the folder reads all files. Micro-batches of one step are in one file. W&B gets a table, TensorBoard a text, CSV
+    nothing. If a file cannot be written, the run continues without it.
 
-    From a loop that is not Lightning's it needs ``on_reward_end`` or ``on_update_start`` (or both) with the batch.
-    The loop's object may have ``default_root_dir`` (or give ``path``), ``global_step`` (finished steps; otherwise
-    batches are counted here), ``global_rank`` (otherwise that of torch.distributed) and ``loggers``. A loop with
-    micro-batches has ``global_step``, and fires ``on_update_end`` after each.
+    From a loop that is not Lightning's it needs ``on_reward_end`` or ``on_update_start`` (or both) with the batch. The
+    loop's object may have ``default_root_dir`` (else give ``path``), ``global_step`` (finished steps; otherwise batches
+    are counted here), ``global_rank`` (otherwise that of torch.distributed) and ``loggers``. A loop with micro-batches
+    needs ``global_step``, and fires ``on_update_end`` after each micro-batch.
 
     Args:
-        every_n_steps: show and write each n-th rollout step, and the first.
-        num_console: completions on the console; 0 for none. They are the best and the worst first, then in between.
-        num_logged: completions in the loggers; 0 for none.
+        every_n_steps: show and write every n-th rollout step, and the first.
+        num_console: number of completions on the console, 0 for none: the best and the worst, then some in between.
+        num_logged: number of completions in the loggers; 0 for none.
         path: folder of the Parquet files; by default ``completions`` in the run's folder.
     """
 
@@ -82,8 +81,8 @@ class CompletionsTable(RunCallback):
         self.path = path
         self._num_steps = 0
         self._pending: tuple[int, RolloutBatch] | None = None
-        self._rollouts: list[RolloutBatch] = []  # of the step, with trajectories that count as not sampled
-        self._step = 0  # the newest one that was written, which may get more
+        self._rollouts: list[RolloutBatch] = []  # of the current step, including trajectories that count as not sampled
+        self._step = 0  # the newest step written, which may get more rows
         self._table: pyarrow.Table | None = None
         self._is_updating = False
         self._effort = BestEffort("Completions")
@@ -113,23 +112,23 @@ class CompletionsTable(RunCallback):
         self._num_steps = 0
 
     def drop_step(self) -> None:
-        """Discard what is kept of a step that is going to be repeated; its file will be rewritten."""
+        """Discard the data of a step that will be repeated; its file will be rewritten."""
         self._pending, self._step, self._table, self._is_updating = None, 0, None, False
         self._rollouts = []
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
-        """Discard the former attempt at a step if its update was interrupted."""
+        """Discard the earlier attempt at a step whose update was interrupted."""
         if self._is_updating:
             self.drop_step()
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Keep the batch, as later hooks do not get trajectories that count as not sampled."""
+        """Keep the batch, since later hooks do not get trajectories that count as not sampled."""
         if generates(module) and has(module, SelectsSampled):
             self._rollouts.append(batch)
 
     def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Keep the batch until its advantages are computed; a refill of the step replaces it."""
-        if not generates(module):  # supervised fine-tuning: the completions are the data's
+        if not generates(module):  # supervised fine-tuning: the completions come from the data
             return
         step = self._count(trainer)
         if self._pending is not None and self._pending[0] != step:
@@ -137,7 +136,7 @@ class CompletionsTable(RunCallback):
         self._pending = (step, batch)
 
     def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Show and write the batch that is about to be trained on."""
+        """Show and write the batch before it is trained on."""
         if not generates(module):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
@@ -149,15 +148,15 @@ class CompletionsTable(RunCallback):
         self._is_updating = True
 
     def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Called when the batch has been trained on."""
+        """Record that the update has ended, so that a later rollout is no repetition of its step."""
         self._is_updating = False
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Show and write a batch without an update, in which no group has a signal."""
+        """Show and write a batch without an update, because no group has a signal."""
         self._flush(trainer, module)
 
     def _count(self, trainer: Loop) -> int:
-        """Return the number of the present step, counted from 1."""
+        """Return the number of the current step, counted from 1."""
         self._num_steps = (trainer.global_step if has(trainer, CountsSteps) else self._num_steps) + 1
         return self._num_steps
 
@@ -167,7 +166,7 @@ class CompletionsTable(RunCallback):
         (step, batch), self._pending = self._pending, None
         rollouts, self._rollouts = self._rollouts, []
         is_due = step == 1 or step % self.every_n_steps == 0
-        if not is_due or batch.rewards is None:  # in this order: in a controller a look at a batch fetches it
+        if not is_due or batch.rewards is None:  # rewards last: on a controller, reading them fetches the batch
             return
         table = trajectory_table(batch, step)
         for lost in not_sampled(module, rollouts):
@@ -220,7 +219,7 @@ class CompletionsTable(RunCallback):
 
 
 def not_sampled(module: object, rollouts: Sequence[RolloutBatch]) -> Iterator[RolloutBatch]:
-    """Yield a batch of those trajectories of each rollout that count as not sampled, such as failed ones."""
+    """Yield, for each rollout, a batch of the trajectories that count as not sampled, such as failed ones."""
     if not has(module, SelectsSampled):
         return
     for batch in rollouts:

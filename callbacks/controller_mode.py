@@ -1,4 +1,4 @@
-"""Sets what this process is: one of equal ranks, a controller without a device, or a controller's worker."""
+"""Sets the role of this process: one of equal ranks, a controller without a device, or a controller's worker."""
 
 import logging
 
@@ -19,19 +19,18 @@ log = logging.getLogger(__name__)
 class ControllerMode(RLCallback):
     """Sets the process's execution mode before a device is used; see :mod:`~rlightning.parallel.execution_mode`.
 
-    A controller orchestrates, holds no model, and never creates a CUDA context: where it would wait for a device or
-    ask for its memory, nothing happens. Without this callback a process is SPMD.
+    A controller has no model and never creates a CUDA context: calls that synchronize a device or read its memory do
+    nothing. Without this callback a process is SPMD.
 
-    From a loop that is not Lightning's it needs a call of ``setup(loop, module, "fit")`` before the loop's first use
-    of a device. ``loop.strategy``, where there is one, may declare an ``execution_mode``, and in a worker a
-    ``controller``.
+    From a loop that is not Lightning's it needs a call of ``setup(loop, module, "fit")`` before the loop's first use of
+    a device. ``loop.strategy``, if it exists, may declare an ``execution_mode``, and in a worker a ``controller``.
 
     Args:
-        mode: "auto" is what the strategy declares, "spmd" where it declares nothing.
-        controller: name or address of the controller that a worker takes commands from, where the strategy has none.
+        mode: "auto" for the strategy's mode, or "spmd" if it declares none.
+        controller: name or address of a worker's controller, if the strategy does not have it.
 
     Attributes:
-        resolved: the mode, once ``setup`` has run.
+        resolved: the mode, after ``setup``.
     """
 
     def __init__(self, mode: RequestedMode = "auto", *, controller: str | None = None) -> None:

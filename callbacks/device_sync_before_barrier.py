@@ -19,19 +19,18 @@ log = logging.getLogger(__name__)
 class DeviceSyncBeforeBarrier(RLCallback):
     """Each rank synchronizes its device before it enters a barrier.
 
-    A barrier waits for processes; what they queued on their devices may still run when it returns. A process that then
-    reads another rank's memory, files or engine finds them half-written. With this callback all device work that any
-    rank had queued before the barrier is finished when it returns. On the CPU, and in a controller, nothing is waited
-    for.
+    A barrier waits for processes, whose work on their devices may still run when it returns. A process that then reads
+    another rank's memory, files or engine may find them half-written. With this callback all device work that any rank
+    had queued before the barrier is finished when it returns. On the CPU, and in a controller, it does nothing.
 
-    It covers ``rlightning.parallel.barrier``, through which rlightning's strategies go, and the loop's own barrier:
+    It covers ``rlightning.parallel.barrier``, which rlightning's strategies use, and the loop's own barrier:
     ``strategy.barrier`` of Lightning's Trainer and of a Fabric, accelerate's ``wait_for_everyone`` (transformers'
-    ``Trainer``), or a ``barrier`` attribute of an object of the user's. From a loop that is not Lightning's it needs
-    ``setup(loop, module, "fit")`` and, in the end, ``teardown(loop, module, "fit")``, which undoes it; and the loop
-    must call one of these barriers, not ``torch.distributed.barrier`` past them.
+    ``Trainer``), or a ``barrier`` attribute of a user's object. From a loop that is not Lightning's it needs
+    ``setup(loop, module, "fit")`` and, in the end, ``teardown(loop, module, "fit")``, which restores the barriers. The
+    loop must call one of these barriers, not ``torch.distributed.barrier`` directly.
 
     Args:
-        device: to wait for, such as "cuda:1"; by default the loop's or the module's.
+        device: to synchronize, such as "cuda:1"; by default the loop's or the module's.
     """
 
     runs_in = "workers"
@@ -105,6 +104,6 @@ def _own_barriers(trainer: Loop) -> Iterator[tuple[object, str]]:
     elif has(trainer, HasAccelerator) and hasattr(trainer.accelerator, "wait_for_everyone"):
         from accelerate import PartialState
 
-        yield PartialState(), "wait_for_everyone"  # all of accelerate's barriers go through this shared object
+        yield PartialState(), "wait_for_everyone"  # every barrier of accelerate calls this shared object
     elif hasattr(trainer, "barrier"):
         yield trainer, "barrier"

@@ -12,23 +12,23 @@ from rlightning.protocols import Loop, StateDict
 class EmptyCacheAfterUpdate(RunCallback):
     """Returns the caching allocator's unused blocks to the device after an update, and before an engine wakes there.
 
-    What an update has freed stays reserved by the process: an engine on the same device finds it taken when it wakes,
-    and with lengths that vary from step to step the blocks fragment and grow. On the CPU, and in a controller, the
+    Memory that an update has freed stays reserved by the process, so that an engine on the same device lacks it when it
+    wakes; and with lengths that vary from step to step, blocks fragment and grow. On the CPU, and in a controller, the
     callback does nothing.
 
-    From a loop that is not Lightning's it needs ``on_update_end`` once the update's tensors are freed, and
+    From a loop that is not Lightning's it needs ``on_update_end`` after the update's tensors are freed, and
     ``on_weight_sync_start`` before an engine on the same device wakes. The device is found from the loop's ``device``,
-    or the module's. ``module.log_dict`` gets the metrics, where there is one.
+    or the module's. ``module.log_dict`` gets the metrics, if it exists.
 
     Args:
-        every_n_updates: empty it after each n-th update only, and at the weight sync and wake that follow that.
-        min_free_bytes: empty it only while less than this is free on the device.
-        max_reserved_ratio: empty it only while reserved memory is more than this many times what tensors hold; 1.1 is
-            10% more. With both, either is reason enough; with neither, it is always emptied.
-        before_wake: also empty it before weights are sent to an engine, and before it takes its KV cache.
+        every_n_updates: empty the cache only after every n-th update, and at the weight sync and wake that follow.
+        min_free_bytes: empty it only if fewer bytes are free on the device.
+        max_reserved_ratio: empty it only if reserved memory exceeds allocated memory by this factor, such as 1.1. With
+            both conditions, one suffices; with neither, the cache is always emptied.
+        before_wake: also empty it before weights are sent to an engine, and before the engine allocates its KV cache.
 
     Attributes:
-        last: the metrics of the last emptying at each of the three moments, by name (docs/metrics.md).
+        last: metrics of the last emptying after an update, before a sync, and before a wake, by name (docs/metrics.md).
     """
 
     runs_in = "workers"
@@ -114,7 +114,7 @@ class EmptyCacheAfterUpdate(RunCallback):
         log_metrics(module, metrics)
 
     def pays(self, memory: platform.MemoryUse) -> bool:
-        """Return whether the thresholds ask for emptying the cache now."""
+        """Return whether the thresholds require emptying the cache now."""
         reasons = []
         if self.min_free_bytes is not None:
             reasons.append(memory.free < self.min_free_bytes)

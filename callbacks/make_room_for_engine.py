@@ -1,4 +1,4 @@
-"""Frees as much memory as an engine lacks when it wakes on the trainer's device, and no more."""
+"""Frees as much of the trainer's memory as an engine on the same device lacks when it wakes."""
 
 import logging
 
@@ -10,23 +10,23 @@ from rlightning.protocols import Loop
 log = logging.getLogger(__name__)
 
 MARGIN_BYTES = 1 << 30
-"""Bytes that stay free beyond what the engine takes, for what the trainer gathers meanwhile."""
+"""Bytes that are kept free in addition to the engine's, for weights that the trainer gathers meanwhile."""
 NOISE_BYTES = 64 << 20
-"""Largest change, in bytes, of other processes' use of the device that is not taken for an engine's sleep or start."""
+"""Changes of other processes' memory up to this many bytes are not taken for an engine's sleep or start."""
 
 
 class MakeRoomForEngine(OffloadDuringRollout):
     """Frees memory of the trainer for an engine on the same device when it wakes, if not enough is free.
 
-    First what PyTorch's allocator keeps for later goes back to the device, then optimizer state and gradients wait in
-    page-locked host memory until the engine sleeps, at last parameters, once the engine has them. How much an engine
-    takes shows as it goes to sleep for the first time. ``VLLMRollout`` does this by itself; other loops need
-    ``on_weight_sync_start`` before the engine wakes, ``on_engine_wake`` once it has the weights and before it takes its
-    KV cache, ``on_weight_sync_end`` when it is awake, and ``on_engine_sleep`` when it has given its memory back.
-    Optimizers and parameters are found as :class:`OffloadDuringRollout` finds them. On the CPU it does nothing.
+    First PyTorch's allocator returns its cache to the device, then optimizer state and gradients are offloaded to
+    page-locked host memory until the engine sleeps, and last the parameters, after the engine has received them. The
+    engine's memory is measured when it first goes to sleep. ``VLLMRollout`` calls the hooks by itself; other loops need
+    ``on_weight_sync_start`` before the engine wakes, ``on_engine_wake`` after it has the weights and before it
+    allocates its KV cache, ``on_weight_sync_end`` when it is awake, and ``on_engine_sleep`` when it has freed its
+    memory. Optimizers and parameters are found as by :class:`OffloadDuringRollout`. On the CPU it does nothing.
 
     Attributes:
-        engine_bytes: that the engine gives back when it sleeps; 0 until it has slept.
+        engine_bytes: that the engine frees when it sleeps; 0 until it has slept.
     """
 
     moved_each_step = frozenset[str]()
@@ -39,7 +39,7 @@ class MakeRoomForEngine(OffloadDuringRollout):
         self._told: set[str] = set()
 
     def begin_run(self) -> None:
-        """Forget the measurements, as another run has another engine."""
+        """Reset the measurements, since another run has another engine."""
         super().begin_run()
         self.engine_bytes = self._others_awake = 0
         self._told.clear()
@@ -58,7 +58,7 @@ class MakeRoomForEngine(OffloadDuringRollout):
         super().on_engine_sleep(trainer, module)
 
     def is_needed(self, trainer: Loop, module: object) -> bool:
-        """Return whether the engine still lacks memory when the allocator's cache has been emptied."""
+        """Return whether the engine still lacks memory after the allocator's cache was emptied."""
         device = platform.device_of(trainer, module)
         memory = platform.memory_use(device)
         if memory is None or not self.engine_bytes or _lacking(memory, self._others_awake) <= 0:
@@ -86,18 +86,18 @@ class MakeRoomForEngine(OffloadDuringRollout):
             self._tell(what, f"in the host's memory until it sleeps ({moved / GIB:.1f} GiB now)")
 
     def _tell(self, what: str, how: str) -> None:
-        """Log once what is done for the engine from now on."""
+        """Log, only once, what is done for the engine from now on."""
         if what not in self._told:
             self._told.add(what)
             log.info("When the engine wakes, %s %s.", what, how)
 
 
 def _held_by_others(memory: platform.MemoryUse) -> int:
-    """Return the bytes that are used outside of this process's allocator: by engines, CUDA contexts, others."""
+    """Return the bytes that are used outside of this process's allocator, by engines, CUDA contexts and others."""
     return memory.total - memory.free - memory.reserved
 
 
 def _lacking(memory: platform.MemoryUse, others_awake: int) -> int:
-    """Return how many bytes are missing for other processes to hold as much as when the engine was awake."""
+    """Return how many bytes are missing for other processes to use as much as when the engine was awake."""
     still = others_awake - _held_by_others(memory)
     return still + MARGIN_BYTES - memory.free if still > NOISE_BYTES else 0

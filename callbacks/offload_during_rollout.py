@@ -21,22 +21,22 @@ log = logging.getLogger(__name__)
 class OffloadDuringRollout(RunCallback):
     """Moves optimizer state, gradients or parameters to page-locked host memory during rollouts, and back.
 
-    Optimizer state and gradients leave when a rollout starts or weights are about to be sent, parameters once the
-    engine has them. All of it is back before anything trains, evaluates or saves. Tensors stay the objects that they
-    are: torch's optimizers, Lightning's and Fabric's wrappers of them, accelerate's, and FSDP2's shards go on as if
-    nothing had happened. Tensors on the CPU stay where they are.
+    Optimizer state and gradients are offloaded when a rollout starts or weights are about to be sent, parameters after
+    the engine has received them. Everything is restored before an update, an evaluation or a checkpoint. Tensors stay
+    the same objects, so that torch's optimizers, the wrappers of Lightning, Fabric and accelerate, and FSDP2's shards
+    are not affected. Tensors on the CPU are not moved.
 
     From a loop that is not Lightning's it needs ``on_rollout_start`` or ``on_weight_sync_start``, and
-    ``on_rollout_end``, or at the latest ``on_update_start``; for ``parameters`` also ``on_engine_wake`` once the engine
-    has the weights and ``on_engine_sleep`` when it has given its memory back. It takes the optimizers from
+    ``on_rollout_end``, or at the latest ``on_update_start``; for ``parameters`` also ``on_engine_wake`` after the
+    engine has received the weights and ``on_engine_sleep`` when it has freed its memory. It takes the optimizers from
     ``loop.optimizers`` or ``loop.optimizer``, the parameters from them and from ``module.parameters()``. At the end the
-    loop calls ``teardown(loop, module, "fit")``. ``module.log_dict`` gets the metrics, where there is one.
+    loop calls ``teardown(loop, module, "fit")``. ``module.log_dict`` gets the metrics, if it exists.
 
     Args:
         optimizer: move the optimizer's state.
         gradients: move gradients; a loop that sets them to None has none to move.
-        parameters: move parameters, those of frozen models in ``module.roles`` too. Only an engine that says when it
-            wakes and sleeps makes them leave.
+        parameters: move parameters, including those of frozen models in ``module.roles``. This requires an engine that
+            reports when it wakes and sleeps.
 
     Attributes:
         last: the metrics of the last offload and return, by name (docs/metrics.md).
@@ -61,7 +61,7 @@ class OffloadDuringRollout(RunCallback):
         self._offload_seconds = 0.0
 
     def begin_run(self) -> None:
-        """Forget the metrics of the run before."""
+        """Reset the metrics of an earlier run."""
         self.last = {}
 
     def drop_step(self) -> None:
@@ -75,7 +75,7 @@ class OffloadDuringRollout(RunCallback):
         parts = {"optimizer_state"} if self.optimizer else set()
         return frozenset(parts | ({"parameters", "frozen_models"} if self.parameters else set()))
 
-    # Away
+    # Moving tensors to the host
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
         """Offload optimizer state and gradients."""
@@ -83,13 +83,13 @@ class OffloadDuringRollout(RunCallback):
             self._offload_state(trainer, module)
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Offload optimizer state and gradients, and restore the parameters to be sent."""
+        """Offload optimizer state and gradients, and restore the parameters, which are about to be sent."""
         self._weights.give_back()
         if self.is_needed(trainer, module):
             self._offload_state(trainer, module)
 
     def on_engine_wake(self, trainer: Loop, module: object) -> None:
-        """Offload the parameters, which the engine has received."""
+        """Offload the parameters, since the engine has received them."""
         self._is_engine_awake = True
         if self.parameters and self.is_needed(trainer, module):
             self._offload_parameters(trainer, module)
@@ -98,7 +98,7 @@ class OffloadDuringRollout(RunCallback):
         """Return whether tensors have to be offloaded now; subclasses may do so only if memory is short."""
         return True
 
-    # And back
+    # Moving tensors back
 
     def on_engine_sleep(self, trainer: Loop, module: object) -> None:
         """Move the offloaded tensors back to the device."""
@@ -122,7 +122,7 @@ class OffloadDuringRollout(RunCallback):
 
     def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: StateDict) -> None:
         """Move the offloaded tensors back before they are saved."""
-        self._restore(None)  # in the middle of a save there is no logging
+        self._restore(None)  # no module: nothing is logged in the middle of a save
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """Move the offloaded tensors back to their device."""
@@ -138,7 +138,7 @@ class OffloadDuringRollout(RunCallback):
         self._weights.close()
         self._state.close()
 
-    # How
+    # Implementation
 
     @property
     def num_bytes(self) -> int:

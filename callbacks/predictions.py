@@ -31,23 +31,23 @@ logger = logging.getLogger("rlightning")
 class JSONLPredictions(RLCallback):
     """Writes the results of ``predict_step`` to a file.
 
-    In JSON Lines an object is a prompt: ``index`` (the prompt's row), ``prompt``, ``completions`` and
+    In JSON Lines each object is a prompt: ``index`` (the prompt's row), ``prompt``, ``completions`` and
     ``finish_reasons`` (lists of equal length), and ``columns`` (the row as it was read; NaN and infinities, which JSON
-    does not have, are null). In Parquet a row is a trajectory, in full (docs/trajectories.md). While it grows the file
-    is called ``<name>.partial`` and has a line of JSON for each prompt, so a file of the final name is whole, and in
-    the prompts' order. A prompt is written as soon as all of its completions are there. With several ranks each writes
-    its share, as ``<name>.rank1.jsonl`` and so on.
+    does not have, are null). In Parquet each row is a trajectory, in full (docs/trajectories.md). An unfinished file is
+    named ``<name>.partial`` and has a line of JSON for each prompt, so that a file with the final name is complete, and
+    in the prompts' order. A prompt is written when all of its completions are finished. With several ranks each writes
+    its own file, ``<name>.rank1.jsonl`` and so on.
 
-    A run that finds a partial file goes on with it: prompts that it holds are not completed again. It must have been
-    begun with the same model, sampling, prompts and number of ranks; otherwise the run is refused.
+    A run that finds a partial file continues it: prompts in the file are not completed again. The file must have been
+    started with the same model, sampling, prompts and number of ranks; otherwise the run is refused.
 
     From a loop that is not Lightning's it needs ``on_predict_start``, ``on_predict_batch_end`` with a ``list[(Prompt,
     list[Trajectory])]`` as the outputs, and ``on_predict_end``. The loop's object has ``default_root_dir`` unless
-    ``path`` is given. :meth:`is_done` tells the loop which prompts it can leave out.
+    ``path`` is given. By :meth:`is_done` the loop can skip finished prompts.
 
     Args:
         path: the file, Parquet if its name ends in ``.parquet``; by default ``predictions.jsonl`` in the run's folder.
-            It must not be there yet.
+            It must not exist yet.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -59,7 +59,7 @@ class JSONLPredictions(RLCallback):
 
     @property
     def state_key(self) -> str:
-        """A key with the path, as two of these callbacks write two files."""
+        """A key with the path, since two of these callbacks write two files."""
         return self._generate_state_key(path=self.path)
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
@@ -76,7 +76,7 @@ class JSONLPredictions(RLCallback):
     def on_predict_start(self, trainer: Loop, module: object) -> None:
         """Open the file."""
         file = self._file
-        if file is None or file.is_open:  # none, or of a loop that was cut short, without on_exception
+        if file is None or file.is_open:  # None, or left open by a loop that was cut short without on_exception
             file = self._prepare(trainer, module)
         if self._earlier:
             logger.info("%s has %d prompts' completions: the others come next", file.partial, len(self._earlier))
@@ -86,7 +86,7 @@ class JSONLPredictions(RLCallback):
         """Return whether an earlier run has completed a prompt.
 
         Raises:
-            ConfigError: it has completed another prompt of this index.
+            ConfigError: it has completed another prompt with this index.
         """
         if prompt.index not in self._earlier:
             return False
@@ -100,7 +100,7 @@ class JSONLPredictions(RLCallback):
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: Prompt, trajectories: list[Trajectory]
     ) -> None:
-        """Write a prompt as soon as it is complete, before the rest of its batch."""
+        """Write a prompt when it is complete, before the rest of its batch."""
         if not self.is_done(prompt):
             self._open_file.write(prompt, trajectories)
         self._written[prompt.index] += 1
@@ -129,12 +129,12 @@ class JSONLPredictions(RLCallback):
         logger.info("%d completions of %d prompts in %s", file.num_completions, file.num_prompts, file.path)
 
     def teardown(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Rename the file to its final name if no prompt was left, as Lightning calls no other hook then."""
+        """Rename the file to its final name if no prompt was left: Lightning calls no other hook then."""
         if stage == "predict" and self._file is not None:
             self.on_predict_end(trainer, pl_module)
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Keep the partial file under its name for partial files."""
+        """Close the partial file, which keeps its name."""
         file, self._file, self._earlier = self._file, None, {}
         if file is None:
             return
@@ -201,9 +201,9 @@ class JSONLPredictions(RLCallback):
 
 
 def prediction_settings(trainer: Loop, module: object, data: object) -> dict[str, object]:
-    """Return the settings that completions depend on, by configuration key, as far as they are known."""
+    """Return the settings that affect completions, by configuration key, as far as known."""
     sampling = asdict(module.sampling) if has(module, HasSampling) else {}
-    sampling.pop("returns_supports", None)  # on which no completion depends
+    sampling.pop("returns_supports", None)  # completions do not depend on it
     prompts = data.predict_prompts if has(data, HasPredictPrompts) else None
     return {
         "model.model": module.model_path if has(module, HasModel) else None,

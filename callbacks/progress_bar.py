@@ -21,20 +21,19 @@ logger = logging.getLogger("rlightning")
 class RLProgressBar(RichProgressBar, PhaseTimer):
     """Lightning's rich progress bar, which counts rollout steps and shows RL metrics.
 
-    It shows reward (or loss where there are no rewards), completion length, tokens per second, and the seconds of
-    each phase. Where standard output is no terminal, it logs a line a step instead, and in both cases a line for
-    every validation set::
+    It shows reward (or loss if there are no rewards), completion length, tokens per second, and the seconds of each
+    phase. If standard output is no terminal, it logs a line for each step instead; and always a line for every
+    validation set::
 
         step 12/200 | reward 0.412 | length 5.1 | 8,123 tokens/s | generate 0.6s reward 0.0s update 0.9s sync 0.0s
         validation at step 50 | gsm8k | reward 0.431 | pass@1 0.431 | length 5.0 | truncated 0.0%
 
-    It is a Lightning progress bar and needs a Lightning ``Trainer``: a loop of your own has its own. There, use
-    ``Throughput``.
+    It needs a Lightning ``Trainer``; in other loops, use ``Throughput``.
 
     Args:
-        refresh_rate: redraws of the bar a second; 0 shows nothing, no lines either.
-        line_every_n_steps: where there is no terminal, log each n-th step (and the last one).
-        leave: keep the finished bar.
+        refresh_rate: redraws of the bar a second; 0 disables bar and lines.
+        line_every_n_steps: without a terminal, log every n-th step (and the last one).
+        leave: keep the finished bar on the console.
     """
 
     def __init__(self, *, refresh_rate: int = 10, line_every_n_steps: int = 1, leave: bool = True) -> None:
@@ -52,7 +51,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         return self._is_live and super().is_enabled
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Detect a live terminal; raise a ConfigError for a loop other than Lightning's, whose bar this is."""
+        """Detect a terminal; raise a ConfigError for a loop other than Lightning's Trainer."""
         if not (isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule)):
             raise ConfigError(
                 f"RLProgressBar needs Lightning's Trainer, which {type(trainer).__name__} is not. Leave it out of the "
@@ -82,7 +81,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
             RichProgressBar.teardown(self, trainer, pl_module, stage)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw one bar for the whole run, as epochs do not matter."""
+        """Draw one bar for the whole run, rather than one for each epoch."""
         if self.is_enabled and self.train_progress_bar_id is None:
             self._initialize_train_progress_bar_id()
             self._update(self.train_progress_bar_id, trainer.global_step)
@@ -113,7 +112,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return nothing, as metrics are shown in the line below the bar, not to its right."""
+        """Return nothing, since metrics are shown in the line below the bar, not to its right."""
         return {}
 
     def _init_progress(self, trainer: Trainer) -> None:
@@ -132,7 +131,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
 
     @property
     def _shows_progress(self) -> bool:
-        """Whether this rank shows progress: rank 0, unless the user has turned it off."""
+        """Whether this rank shows progress: rank 0, unless the user has disabled it."""
         return super().is_enabled
 
     def _initialize_train_progress_bar_id(self) -> None:

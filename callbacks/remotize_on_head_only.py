@@ -1,4 +1,4 @@
-"""Of ranks with equal results, only one stores its results."""
+"""Of ranks with equal results, only one stores them."""
 
 import logging
 from collections.abc import Sequence
@@ -20,24 +20,24 @@ TENSOR_PARALLEL_DIMS = ("tensor_parallel", "tp")
 class RemotizeOnHeadOnly(RLCallback):
     """Only the first rank of each tensor-parallel group, its data-parallel head, stores results; others return None.
 
-    The ranks of such a group compute the same results. One copy is read, and the others would never be freed where
-    references are not counted (docs/rtensor.md).
+    The ranks of such a group compute the same results, of which only one copy is read. Without reference counting the
+    other copies would never be freed (docs/rtensor.md).
 
-    It holds from ``setup`` to ``teardown`` or an exception, for all that
-    :func:`~rlightning.controller.rtensor.store_tensors` is given. Before and after, in a process without a part in the
-    training (a controller, an engine), and where no layers are split, everything is stored.
+    It applies from ``setup`` to ``teardown`` or an exception, to all calls of
+    :func:`~rlightning.controller.rtensor.store_tensors`. At other times, in a process that does not train (a
+    controller, an engine), and without tensor parallelism, everything is stored.
 
-    From a loop that is not Lightning's it needs ``setup(loop, module, "fit")`` once the ranks are laid out, and in the
-    end ``teardown(loop, module, "fit")``. The layout is a ``DeviceMesh`` with names: ``loop.strategy.device_mesh``
+    From a loop that is not Lightning's it needs ``setup(loop, module, "fit")`` after the mesh is created, and in the
+    end ``teardown(loop, module, "fit")``. The mesh is a ``DeviceMesh`` with names: ``loop.strategy.device_mesh``
     (Lightning, Fabric), ``loop.accelerator.torch_device_mesh`` (transformers), ``loop.device_mesh``, or the module's.
     Without one, give ``group_size``.
 
     Args:
-        mesh_dims: the mesh's dimensions along which results are the same; None is "tensor_parallel" or "tp", if there.
-        group_size: where there is no mesh: so many neighbouring ranks are a group.
+        mesh_dims: the mesh's dimensions along which results are equal; None for "tensor_parallel" or "tp", if present.
+        group_size: without a mesh, the number of consecutive ranks that form a group.
 
     Attributes:
-        is_head: whether this process stores; None before and after, and where there is no group: then it does.
+        is_head: whether this process stores results; None outside of a run and without a group, when it stores them.
     """
 
     runs_in = "workers"
@@ -55,7 +55,7 @@ class RemotizeOnHeadOnly(RLCallback):
         self.is_head: bool | None = None
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
-        """Find this rank's place in its group; from now on only head ranks store results."""
+        """Determine whether this rank is its group's head; from now on only heads store results."""
         check_repeated(callbacks_of(trainer))
         self.is_head = self._find_place(trainer, module)
         if self.is_head is False:

@@ -55,34 +55,34 @@ log = logging.getLogger(__name__)
 class RolloutCallback(RLCallback, Generator):
     """Completes a module's prompts by a sampler that has the actor's current weights.
 
-    A subclass starts its sampler in :meth:`start`, gives the :attr:`collector` that samples from it, and ends it in
+    A subclass starts its sampler in :meth:`start`, provides the :attr:`collector` that samples from it, and ends it in
     :meth:`close`.
 
     Args:
-        temperature: of training completions; see :class:`~rlightning.rollout.Sampling` for this and the next seven.
-        top_p: see there.
-        top_k: see there.
-        min_p: see there.
-        max_new_tokens: see there.
-        stop: see there.
-        stop_token_ids: see there.
-        seed: see there.
-        verify_every: weight syncs between two verifications; 0 verifies nothing.
-        verify_tolerance: how far the sampler's log-probabilities may be from the actor's, as a multiple of what
-            rounding makes of these; more for an engine that rounds more coarsely, such as one with an FP8 KV cache.
-        environment: makes trajectories of prompts (docs/environments.md); several by name, of which each row's column
-            ``environment`` names one; None: a prompt is completed once. In YAML it is a section beside ``rollout``.
-        trajectory_timeout: seconds that an environment may take for a trajectory, which else counts as not sampled;
-            None: any time. The one completion of each prompt without an environment has no such limit.
-        turn_timeout: seconds that a turn of a trajectory may take, the environment's part and the engine's together:
-            from the policy's last turn, or the beginning, until its next turn has been sampled, or the end. Beyond it
-            the trajectory ends as by ``trajectory_timeout``; None: any time.
-        max_requeues: how often a trajectory is made again whose worker process ended or hung, before it counts as not
-            sampled.
-        max_failed_share: of a step's trajectories, refills included; when more have failed, the run ends with the
-            first failure.
-        verify_trajectories: end the run if a step's trajectories do not train on what was sampled: the sampler scores
-            each branch again, by one prefill, and some single-turn rollouts to compare that with.
+        temperature: of training completions; :class:`~rlightning.rollout.Sampling` has details on this and the next
+            seven.
+        top_p: probability mass of the tokens to sample from.
+        top_k: number of likeliest tokens to sample from.
+        min_p: least probability of a token, relative to the likeliest one's.
+        max_new_tokens: maximum tokens of a completion.
+        stop: strings that end a completion.
+        stop_token_ids: tokens that end a completion.
+        seed: of sampling.
+        verify_every: number of weight syncs between two verifications; 0 for none.
+        verify_tolerance: maximum distance of the sampler's log-probabilities from the actor's, as a multiple of the
+            actor's rounding errors; set it higher for an engine with larger errors, such as with an FP8 KV cache.
+        environment: makes trajectories of prompts (docs/environments.md); or several by name, which rows select by
+            their column ``environment``; None to complete each prompt once. In YAML a section beside ``rollout``.
+        trajectory_timeout: maximum seconds of a trajectory in an environment, after which it counts as not sampled;
+            None for no limit. Completions without an environment have no such limit.
+        turn_timeout: maximum seconds of a turn, including the environment's part: from the end of the policy's last
+            turn, or the beginning, to the end of its next turn, or of the trajectory. The consequences are those of
+            ``trajectory_timeout``; None for no limit.
+        max_requeues: maximum number of repetitions of a trajectory whose worker process ended or hung, before it counts
+            as not sampled.
+        max_failed_share: maximum share of a step's trajectories, with refills, that may fail; otherwise the run ends.
+        verify_trajectories: end the run if a step's trajectories differ from what was sampled: the sampler scores each
+            branch again, by one prefill, and compares the differences with those of single-turn rollouts.
     """
 
     runs_in = "workers"
@@ -143,7 +143,7 @@ class RolloutCallback(RLCallback, Generator):
         self._has_warned = False
         self.take_prefix_cache: Callable[[], PrefixCacheUse] = PrefixCacheUse  # a subclass sets it, on rank 0
 
-    # What a subclass defines
+    # To be defined by subclasses
 
     @property
     @abstractmethod
@@ -161,9 +161,9 @@ class RolloutCallback(RLCallback, Generator):
 
     @abstractmethod
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Start the sampler for prompts of up to ``max_prompt_tokens``; None allows what the model allows.
+        """Start the sampler for prompts of up to ``max_prompt_tokens``; None for the model's limit.
 
-        May return before it is up.
+        May return before the sampler is ready.
         """
 
     @property
@@ -208,7 +208,7 @@ class RolloutCallback(RLCallback, Generator):
     def close(self) -> None:
         """End the sampler and all that it started. May be called twice."""
 
-    # Its life
+    # Start and end
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
         """Check the configuration and start the sampler."""
@@ -247,7 +247,7 @@ class RolloutCallback(RLCallback, Generator):
         self.close()
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """End the sampler and the module's processes, as the module's teardown is not called either."""
+        """End the sampler and the module's processes, since the module's teardown is not called either."""
         self.close()
         if has(module, Closes):
             module.close()
@@ -255,7 +255,7 @@ class RolloutCallback(RLCallback, Generator):
     # Random streams
 
     def begin_step(self) -> None:
-        """Reset what belongs to one step; called at the begin and the end of a step, in every loop."""
+        """Reset the state of a step; called at the beginning and the end of a step, in every loop."""
         self._streams.begin("training")
         self._turns = TurnTotals()
         if self._collector is not None:
@@ -277,7 +277,7 @@ class RolloutCallback(RLCallback, Generator):
         """Use the random streams of training again, and free the sampler's memory."""
         self._streams.begin("training")
         if not self.is_single_turn:
-            self.take_prefix_cache()  # which is none of a step
+            self.take_prefix_cache()  # these counts belong to no training step
         self.sleep_sampler()
 
     on_test_start = on_predict_start = on_validation_start
@@ -305,17 +305,17 @@ class RolloutCallback(RLCallback, Generator):
     ) -> list[list[Trajectory]]:
         """Make ``num_samples`` trajectories of each prompt, in the prompts' order, from the actor's current weights.
 
-        The sampler is sent the weights first, if need be.
+        The weights are sent to the sampler first, if it lacks them.
 
         Args:
-            prompts: of this rank.
-            num_samples: of each.
-            sampling: how.
-            on_completed: called with each prompt when its last trajectory has ended; on other ranks than rank 0 within
-                ``intervals.DELIVERY_INTERVAL``.
+            prompts: this rank's.
+            num_samples: trajectories of each prompt.
+            sampling: settings of all requests.
+            on_completed: called with each prompt when its last trajectory has ended; on ranks other than 0 within
+                ``intervals.DELIVERY_INTERVAL`` seconds.
 
         Raises:
-            EngineError: if the sampler cannot go on.
+            EngineError: if the sampler has failed.
         """
         collector = self.collector
         is_training = self._streams.purpose == "training"
@@ -341,9 +341,9 @@ class RolloutCallback(RLCallback, Generator):
             log_metrics(self._module, metrics)
 
     def _count_change(self) -> None:
-        """Increase the weight version if weights changed without one, such as swapped-in averages."""
+        """Increase the weight version if weights changed without it, such as by swapped-in averages."""
         module = self._module
-        # of base and adapter the adapter alone changes
+        # With an adapter, only the adapter's weights can have changed, not the base model's.
         has_adapter = has(module, HasAdapter) and module.adapter is not None
         weights = module.adapter_weights() if has(module, HasAdapter) and has_adapter else module.named_weights()
         has_changed = self._fingerprint.has_changed(weights)
@@ -355,7 +355,7 @@ class RolloutCallback(RLCallback, Generator):
     # Truncated sampling
 
     def _log_truncation(self) -> None:
-        """Log that without top-k fewer tokens are sampled from than top-p and min-p leave."""
+        """Log that without top-k fewer tokens are sampled from than top-p and min-p allow."""
         if not self.sampling.top_k:
             log.info(
                 "top_p and min_p leave the %d likeliest tokens at most: the trainer's distributions are cut as the "
@@ -393,7 +393,7 @@ class RolloutCallback(RLCallback, Generator):
         return found if isinstance(found, PromptFormat) else USUAL
 
     def _check(self, stage: str) -> int | None:
-        """Check the configuration; returns the limit on prompt tokens of the data module."""
+        """Check the configuration; return the data module's limit on prompt tokens."""
         sampling, module = self.sampling, self._module
         if stage == "fit" and sampling.temperature == 0:
             raise ConfigError(

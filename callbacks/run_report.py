@@ -38,21 +38,20 @@ _SETTINGS = (
 class RunReport(PhaseTimer):
     """Writes ``report.html`` to the run's folder: curves, phase times, early and late completions, settings.
 
-    It is written at the end of a run, whatever ends it (an exception and Ctrl-C too), and on the way if asked to. It
-    is one file that loads nothing from elsewhere. Metrics are collected from ``trainer.callback_metrics`` at each step,
-    whatever the loggers are, and are part of the checkpoint: the report of a resumed run tells the whole story.
-    Completions are read from the files of ``CompletionsTable``; without it the report has none. It measures times and
-    tokens itself, so it does not need ``Throughput`` beside it. Where the disk does not take it, the run goes on
-    without.
+    It is written at the end of a run, also after an exception or Ctrl-C, and optionally during the run. The file is
+    self-contained. Metrics are collected from ``trainer.callback_metrics`` at each step, independent of loggers, and
+    are part of the checkpoint: the report of a resumed run has the metrics of all its steps. Completions are read from
+    the files of ``CompletionsTable``; without it the report has none. Times and tokens are measured without
+    ``Throughput``. If the file cannot be written, the run continues without it.
 
-    From a loop that is not Lightning's it needs the RL hooks; the loop calls :meth:`record` with its metrics after
-    each step, and :meth:`write` at the end, on each rank if there are several: that of rank 0 is written. The folder
-    is ``default_root_dir`` of the loop's object, unless ``path`` is given.
+    From a loop that is not Lightning's it needs the RL hooks; the loop calls :meth:`record` with its metrics after each
+    step, and :meth:`write` at the end, on every rank; rank 0 writes the file. The folder is ``default_root_dir`` of the
+    loop's object, unless ``path`` is given.
 
     Args:
-        path: the file; by default ``report.html`` in the run's folder. A report that is there is replaced.
-        every_n_steps: also write it after each n-th rollout step.
-        num_samples: completions shown of the first and of the last step that were recorded.
+        path: the file; by default ``report.html`` in the run's folder. An existing report is replaced.
+        every_n_steps: also write it after every n-th rollout step.
+        num_samples: number of completions shown of the first and of the last recorded step.
     """
 
     def __init__(self, path: str | None = None, *, every_n_steps: int | None = None, num_samples: int = 4) -> None:
@@ -140,8 +139,8 @@ class RunReport(PhaseTimer):
     def record(self, step: int, metrics: Mapping[str, float | torch.Tensor]) -> None:
         """Add the metrics of a finished rollout step, by the names of docs/metrics.md, with times and tokens/s.
 
-        In a controller those of ``metrics`` count: its workers have measured them, where the work was done. Steps are
-        counted from 1.
+        In a controller times and tokens come from ``metrics``, where its workers have measured them. Steps are counted
+        from 1.
         """
         self._step = step
         given = {n: v for n, v in metrics.items() if n not in ("step", "epoch")}
@@ -163,9 +162,8 @@ class RunReport(PhaseTimer):
             path: the file.
             module: the policy; its hyperparameters are shown.
             status: how the run ended.
-            config: what to show as the configuration.
-            completions: folder of the trajectories that ``CompletionsTable`` has recorded; by default ``completions``
-                beside the report.
+            config: text to show as the configuration.
+            completions: folder with the files of ``CompletionsTable``; by default ``completions`` beside the report.
         """
         if rank_in(None):
             return
@@ -185,7 +183,7 @@ class RunReport(PhaseTimer):
             aside.write_text(render(run), encoding="utf-8")
 
     def _recorded(self, folder: Path) -> list[list[Completion]]:
-        """Return some completions of the first and of the last finished step that a folder has files of."""
+        """Return some completions of the first and of the last finished step with files in a folder."""
         files = {step: paths for step, paths in recorded_files(folder).items() if step <= self._step}
         shown = sorted({min(files), max(files)}) if files else []
         rows = [[row for path in files[step] for row in _read_readable(path)] for step in shown]
@@ -214,13 +212,13 @@ class RunReport(PhaseTimer):
 
 
 def recorded_in(trainer: Loop) -> Path:
-    """Return the folder of the trajectories that a run records."""
+    """Return the folder to which a run writes trajectories."""
     tables = [callback for callback in callbacks_of(trainer) if isinstance(callback, CompletionsTable)]
     return tables[0].folder(trainer) if tables else run_dir(trainer) / "completions"
 
 
 def settings_of(module: object) -> dict[str, object]:
-    """Return those hyperparameters of the module that fit into a table cell."""
+    """Return the module's hyperparameters that fit into a table cell."""
     found: dict[str, object] = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
     if isinstance(module, LightningModule):
         found |= dict(module.hparams_initial)
@@ -244,7 +242,7 @@ def machine() -> dict[str, str]:
 
 
 def _read_readable(path: Path) -> list[Completion]:
-    """Return the completions of a file; none of one that another program has written or a crash has cut off."""
+    """Return the completions of a file; empty for one that another program wrote or a crash truncated."""
     try:
         return read_completions(path)
     except (KeyError, ValueError) as error:  # pyarrow's are ValueErrors

@@ -19,19 +19,19 @@ logger = logging.getLogger("rlightning")
 class SaveHF(RunCallback):
     """Saves the policy in Hugging Face's format at the end of a run, and optionally every few steps.
 
-    ``AutoModelForCausalLM.from_pretrained`` and vLLM load such a folder. It is no checkpoint: nothing resumes from it.
-    Wherever it is listed, it is called after all other callbacks of a Trainer: they may change weights at the end.
+    ``AutoModelForCausalLM.from_pretrained`` and vLLM load such a folder. It is no checkpoint, from which to resume. The
+    callback is called after all other callbacks of a Trainer, since they may change weights at the end.
 
-    From a loop that is not Lightning's it needs ``on_train_end``, and ``on_update_end`` with a
-    ``trainer.global_step`` (finished steps) for ``every_n_steps``; both on every rank, because ranks that hold parts of
-    the model all take part in saving it. The module needs ``save_hf(path)``.
+    From a loop that is not Lightning's it needs ``on_train_end``, and ``on_update_end`` with a ``trainer.global_step``
+    (finished steps) for ``every_n_steps``; both on every rank, since all ranks with parts of the model take part in
+    saving it. The module needs ``save_hf(path)``.
 
     Args:
-        path: the folder of the last state; by default ``hf`` in the run's folder. Those on the way stand beside it, as
-            ``hf_step_000100``.
-        every_n_steps: also save after each n-th rollout step; by default only at the end.
-        adapter: of a module with an adapter (``model.adapter``), whether "both" are saved, the model that base and
-            adapter make and, in a folder beside it, ``hf_adapter``, the adapter as PEFT has it; or one of them.
+        path: the folder of the final state; by default ``hf`` in the run's folder. Earlier states are saved beside it,
+            as ``hf_step_000100``.
+        every_n_steps: also save after every n-th rollout step; by default only at the end.
+        adapter: for a module with an adapter (``model.adapter``): save the merged model, the adapter in PEFT's format
+            (in a folder beside it, ``hf_adapter``), or "both".
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class SaveHF(RunCallback):
 
     @property
     def state_key(self) -> str:
-        """A key with the path, as two of these callbacks save to two folders."""
+        """A key with the path, since two of these callbacks save to two folders."""
         return self._generate_state_key(path=self.path)
 
     def begin_run(self) -> None:
-        """Forget the last saved step, as another run has steps of the same numbers."""
+        """Reset the last saved step, since another run has steps with the same numbers."""
         self._seen_step = -1
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
@@ -64,7 +64,7 @@ class SaveHF(RunCallback):
         return self._folder(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Raise a ConfigError if the policy cannot be saved there; become the last of the callbacks."""
+        """Raise a ConfigError if the policy cannot be saved there; move this callback to the end of the list."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return

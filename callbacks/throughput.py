@@ -30,15 +30,15 @@ from rlightning.types import RolloutBatch
 class Throughput(PhaseTimer):
     """Measures each step: seconds by phase, tokens per second, memory, and the update's MFU.
 
-    The names are those of docs/metrics.md: ``time/*``, ``throughput/*``, ``memory/*``. They are logged with
-    ``module.log_dict`` where the module has it, and kept in :attr:`last` in any case.
+    The names are those of docs/metrics.md: ``time/*``, ``throughput/*``, ``memory/*``. Metrics are logged with
+    ``module.log_dict`` if it exists, and always kept in :attr:`last`.
 
-    From a loop that is not Lightning's it needs the RL hooks, nothing else: the step ends with ``on_update_end``.
-    The module may be any object; with an ``world_sum(tensor)`` tokens are counted over all ranks, and then the
-    callback must be on every rank. MFU needs the model's configuration of transformers as the module's
-    ``model_config``, a CUDA device in the table of ``rlightning/memory_plan/devices.py``, and an update that has waited
-    for the device before ``on_update_end``, as reading a metric from it does. It is that of this rank's share, in
-    which each trajectory is trained on once, or with a ``module.plan`` (of RLModule) in each epoch.
+    From a loop that is not Lightning's it needs only the RL hooks; a step ends with ``on_update_end``. The module may
+    be any object. If it has ``world_sum(tensor)``, tokens are counted over all ranks, and the callback must be on every
+    rank. MFU needs the model's configuration of transformers as ``module.model_config``, a CUDA device in the table of
+    ``rlightning/memory_plan/devices.py``, and an update that synchronizes the device before ``on_update_end``, such as
+    by reading a metric from it. MFU is this rank's. Each trajectory counts once, or with a ``module.plan`` (of
+    RLModule) once in each epoch.
 
     Example::
 
@@ -97,8 +97,8 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
 
     Args:
         module: with a ``model_config``; see :class:`Throughput`.
-        batch: this rank's share. The output layer is computed for its completions alone, and nothing for sequences
-            that the update has skipped.
+        batch: this rank's part. The output layer counts only for completions, and sequences that the update has skipped
+            do not count.
     """
     if not has(module, HasConfig) or not isinstance(module.model_config, PreTrainedConfig):
         return 0.0
@@ -106,7 +106,7 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
     num_ranks = module.tensor_parallel_size if has(module, HasTensorParallelSize) else 1
     if batch.is_skipped is not None:
         batch = batch.select((~batch.is_skipped).nonzero()[:, 0], "N")
-    if has(module, HasCosts):  # it knows what its sequences share
+    if has(module, HasCosts):  # the module knows which tokens sequences share
         flops = module.costs(batch)
     else:
         adapter = adapter_of(module)
@@ -118,8 +118,8 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
 def log_metrics(module: object, metrics: dict[str, float]) -> None:
     """Log metrics of a training step through the module's ``log_dict``, if it has one that is in use.
 
-    A LightningModule has it also outside a Trainer and outside Fabric; and within a validation or a prediction, the
-    names would be taken for results of that.
+    A LightningModule has ``log_dict`` even without a Trainer or Fabric, where it fails; in a validation or a prediction
+    the metrics would count as results of that.
     """
     if isinstance(module, LightningModule):
         trainer = trainer_of(module)

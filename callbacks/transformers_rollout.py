@@ -1,4 +1,4 @@
-"""Rollouts by the model itself in the trainer's process, without an engine."""
+"""Rollouts by a Hugging Face model in the trainer's process, without an engine."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,18 +29,18 @@ from rlightning.rollout.weight_sync import WeightSync
 class TransformersRollout(RolloutCallback):
     """Samples by a Hugging Face model in this process, on the actor's device; vLLM is not needed.
 
-    Rank 0 has a copy of the model, in ``dtype``, and completes the prompts of all ranks. It takes the actor's weights,
-    gathered from all ranks where they are sharded, with the first completions that are asked for after the actor has
-    changed. A prompt's completions do not depend on what else is sampled, but for rounding. It is
-    for small models, for machines without vLLM, and for tests; on a GPU vLLM samples many times as fast.
+    Rank 0 has a copy of the model, in ``dtype``, and completes the prompts of all ranks. If the actor has changed, its
+    weights are copied, gathered from all ranks if sharded, before the next completions. A prompt's completions do not
+    depend on other prompts, except by rounding. It is meant for small models, machines without vLLM, and tests; on a
+    GPU vLLM samples many times as fast.
 
-    A loop of your own uses it as it would use :class:`~rlightning.callbacks.VLLMRollout`, which says what is needed of
+    A loop of your own uses it like :class:`~rlightning.callbacks.VLLMRollout`, which describes the required members of
     ``trainer`` and ``module``.
 
     Args:
-        dtype: what the copy computes in; "auto" is bfloat16 on CUDA and float32 elsewhere.
-        max_sequences: completions that are decoded at once; more are faster, and take memory for their keys and
-            values.
+        dtype: of the copy; "auto" for bfloat16 on CUDA and float32 elsewhere.
+        max_sequences: maximum number of completions that are decoded at once; more are faster, and need more memory for
+            their keys and values.
         kwargs: of :class:`~rlightning.callbacks.RolloutCallback`.
     """
 
@@ -64,7 +64,7 @@ class TransformersRollout(RolloutCallback):
 
     @property
     def collector(self) -> Collector:
-        """See :class:`RolloutCallback`."""
+        """The collector, which completes the prompts of all ranks."""
         if self._collector is None:
             raise EngineError("There is no sampler: it has not been set up, or has been closed.")
         return self._collector
@@ -75,7 +75,7 @@ class TransformersRollout(RolloutCallback):
         return int(self._module.max_model_length)
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
-        """Return what sampling takes of rank 0's CUDA device; see ``rlightning.memory_plan.work.PlannedRollout``."""
+        """Return the memory of sampling on rank 0's CUDA device (``rlightning.memory_plan.work.PlannedRollout``)."""
         num_samples = work.batch.samples_per_prompt
         most = min(self.max_sequences, work.batch.prompts_per_step * num_samples)
         dtype = "bfloat16" if self.dtype == "auto" else self.dtype
@@ -135,7 +135,7 @@ class TransformersRollout(RolloutCallback):
         return torch_dtype(name)
 
     def make_sampler(self, module: SampledPolicy, device: torch.device, dtype: torch.dtype) -> Sampler:
-        """Return a sampler without weights; override this for one of your own (docs/samplers.md)."""
+        """Return a sampler without weights; override this to use your own (docs/samplers.md)."""
         trusted = trusts_remote_code(module)
         return TransformersSampler(
             load_config(module.model_path, trust_remote_code=trusted),

@@ -49,51 +49,51 @@ NO_ENGINE = "There is no engine: it has not been set up, or has been closed."
 class VLLMRollout(RolloutCallback):
     """Starts a vLLM engine, sends it the actor's weights, samples from it, and ends it in every case.
 
-    The engine is a process of its own. It starts in ``setup``, while the actor is loaded. Weights are sent with the
-    first completions that are asked for after the actor has changed; the first time and every ``verify_every``-th time
-    the canary's log-probabilities under the engine must be the actor's but for rounding. On a GPU that it shares with
-    the actor it sleeps while it is not needed. If it dies or hangs in the middle of a rollout, its prompts go to the
-    other engines, and it is restarted with the next weight sync; where there is no other one, it is restarted and sent
-    the current weights at once, and finishes the step with what was done already. An engine that dies twice in a step
-    is not restarted, and without any the run ends with the engine's last log lines.
+    The engine is a separate process. It starts in ``setup``, while the actor is loaded. If the actor has changed, its
+    weights are sent before the next completions; after the first sync and every ``verify_every``-th one, the canary's
+    log-probabilities under engine and actor must be equal up to rounding. On a GPU shared with the actor the engine
+    sleeps while it is not needed. If an engine dies or hangs during a rollout, its prompts go to other engines, and it
+    is restarted with the next weight sync; without other engines, it is restarted at once with the current weights, and
+    finished completions are kept. An engine that dies twice in a step is not restarted, and without any engine the run
+    ends with the engine's last log lines.
 
     Rank 0 collects the trajectories of all ranks' prompts from the engines of all ranks. With
-    ``placement="standalone"`` the engines run on devices of their own, and with ``max_staleness`` above 0 they go on
-    sampling while the actor is updated: :meth:`collect_trajectories` then takes prompts and returns finished groups,
-    some of which belong to earlier prompts. Weights are sent as soon as an update is done, while engines sample.
+    ``placement="standalone"`` the engines run on devices of their own, and with ``max_staleness`` above 0 they continue
+    to sample while the actor is updated: :meth:`collect_trajectories` then adds prompts and returns finished groups,
+    some of which belong to earlier prompts. Weights are sent after each update, while engines sample.
 
     A loop of your own calls :meth:`setup`, then :meth:`generate` in each step, and in the end :meth:`close`; it fires
-    ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback needs of ``trainer``:
-    ``callbacks``, ``default_root_dir``. Of ``module``: ``model_path``, ``tokenizer``, ``max_model_length`` (tokens),
-    ``device``, ``weight_version`` (counted up here too, when weights have changed without), ``named_weights()``, and
-    ``score(batch, dtype)``, a packed batch's log-probabilities under the actor, [T], at temperature 1, computed in the
-    engine's ``dtype``. ``examples/plain_loop.py`` is one such loop.
+    ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback uses of ``trainer``:
+    ``callbacks``, ``default_root_dir``; of ``module``: ``model_path``, ``tokenizer``, ``max_model_length`` (tokens),
+    ``device``, ``weight_version`` (increased here too if weights have changed without it), ``named_weights()``, and
+    ``score(batch, dtype)``, which returns a packed batch's log-probabilities under the actor, [T], at temperature 1,
+    computed in the engine's ``dtype``. ``examples/plain_loop.py`` is such a loop.
 
     Args:
-        dtype: the engine's; "auto" is bfloat16 on CUDA and float32 on the CPU.
-        placement: "colocated" on the actor's devices, or "standalone" on others of the host.
-        num_engines: that the run starts: standalone in all, on ``engine["tensor_parallel_size"]`` devices each, in turn
-            where there are fewer; colocated on each rank's device, which they share. Two on a device may be faster
-            than one where a GPU waits for the Python of vLLM's core.
+        dtype: the engine's; "auto" for bfloat16 on CUDA and float32 on the CPU.
+        placement: "colocated" on the actor's devices, or "standalone" on other devices of the host.
+        num_engines: number of engines that the run starts. Standalone: in all, each on
+            ``engine["tensor_parallel_size"]`` devices, which engines share if there are too few. Colocated: on each
+            rank's device; two may be faster than one if the GPU waits for the Python of vLLM's core.
         engines: URLs of standalone engines that `rlightning serve` has started on other hosts, ``tcp://host:8100``; the
-            run starts none then.
-        weight_folder: a folder that trainer and engines see by this name, for the weights of standalone engines that
-            nothing faster reaches.
-        max_staleness: how many updates old a token may be when it is trained on; 0 is on-policy, and the engines wait
-            while the actor is updated.
-        oversample: further prompts in flight, as a share of a step's; a step trains on the first that are complete, the
-            oldest of them first. The others are requeued, or go on if they may be that old.
-        cache_after_sync: whether completions that are under way when weights arrive "keep" the keys and values that the
-            old ones made, or "recompute" them.
-        gpu_memory_utilization: share of the device's memory that an awake engine may take; None: 0.45 colocated, 0.9
-            standalone.
-        sleep: whether an engine gives that memory back while the actor needs the device; waking costs half a second.
-        bucket_bytes: memory that weights travel through, on the actor's device.
-        start_timeout: seconds that the engine may take to come up.
-        hang_timeout: seconds without a heartbeat until it counts as dead; 30 if that is less, while it only samples,
-            and has before.
-        send_adapter: whether engines are sent an adapter by itself, or merged with its base; None: if they can be.
-        engine: any further arguments of vLLM's AsyncEngineArgs.
+            run then starts none.
+        weight_folder: a folder with this path on the hosts of trainer and engines, for sending weights to standalone
+            engines that no faster transport reaches.
+        max_staleness: maximum number of updates between sampling a token and training on it; 0 is on-policy, and the
+            engines wait while the actor is updated.
+        oversample: additional prompts in flight, as a share of a step's; a step trains on the first complete ones, the
+            oldest first. The others continue if ``max_staleness`` allows, or are requeued.
+        cache_after_sync: whether completions that are running at a weight sync "keep" the keys and values of the old
+            weights, or "recompute" them.
+        gpu_memory_utilization: share of the device's memory that an awake engine may take; None for 0.45 if colocated,
+            else 0.9.
+        sleep: whether an engine frees that memory while the actor needs the device; waking takes half a second.
+        bucket_bytes: memory of the buffer for sending weights, on the actor's device.
+        start_timeout: maximum seconds until the engine is ready.
+        hang_timeout: seconds without a heartbeat until it counts as dead; at most 30 while it only samples, after its
+            first samples.
+        send_adapter: whether an adapter is sent separately, rather than merged with its base; None for if possible.
+        engine: additional arguments of vLLM's AsyncEngineArgs.
         kwargs: of :class:`~rlightning.callbacks.RolloutCallback`.
     """
 
@@ -141,12 +141,12 @@ class VLLMRollout(RolloutCallback):
         self.last: dict[str, float] = {}
         self._engines: RankEngines | None = None
         self._network: EngineNetwork | None = None
-        self._runner: EnvironmentRunner | None = None  # on rank 0
+        self._runner: EnvironmentRunner | None = None  # set on rank 0 only
         self._bottleneck: BottleneckMonitor | None = None
         self._is_started = False
         self._room = MakeRoomForEngine()
 
-    # The engine's life
+    # Start and end of the engines
 
     @property
     def is_set_up(self) -> bool:
@@ -160,20 +160,20 @@ class VLLMRollout(RolloutCallback):
         return int(self._engines.config.engine_args["max_model_len"])
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Start the engines; returns before they are ready.
+        """Start the engines; return before they are ready.
 
-        With optimizers of the user's own they start when these have been checked.
+        If the user overrides ``configure_optimizers``, they start after its result has been checked.
         """
         trainer, module = self._trainer, self._module
         if stage == "fit":
-            self.in_flight.clear()  # of a run before; a checkpoint's is loaded after this
+            self.in_flight.clear()  # left by an earlier run; those of a checkpoint are loaded after this
             check_engine(trainer, module)
         files = replace(
             ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)),
             tokenizer=module.tokenizer,
         )
         copies = read_copies(module.model_path)
-        longest_prompt = max_prompt_tokens if self.is_single_turn else None  # later turns have longer ones
+        longest_prompt = max_prompt_tokens if self.is_single_turn else None  # the prompts of later turns are longer
         configs = self.options.configure(module, device, sampling, longest_prompt, run_dir(trainer))
         configs = [replace(config, files=files, copies=copies) for config in configs]
         self.options.choose_adapter(module)
@@ -212,7 +212,7 @@ class VLLMRollout(RolloutCallback):
         return collector
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
-        """Wait for the first engine before the logger of a service starts a run, as the engine may fail."""
+        """Wait for the first engine, which may fail, before the logger of a web service starts a run."""
         loggers = trainer.loggers if has(trainer, HasLoggers) else ()
         if self._engines is None or not any(is_service(logger) for logger in loggers):
             return
@@ -257,7 +257,7 @@ class VLLMRollout(RolloutCallback):
         return options.describe(self._engines.config, len(options.engines) or per_host)
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
-        """Return what sampling takes of a rank's CUDA device; see ``rlightning.memory_plan.work.PlannedRollout``."""
+        """Return the memory of sampling on a rank's CUDA device (``rlightning.memory_plan.work.PlannedRollout``)."""
         engine = self.options.plan_memory(
             work.config,
             work.batch,
@@ -280,10 +280,10 @@ class VLLMRollout(RolloutCallback):
         engines = [] if self._engines is None else self._engines.samplers
         return engines[0] if engines else None
 
-    # When it is needed, and when not
+    # Hooks and state
 
     def on_train_start(self, trainer: Loop, module: object) -> None:
-        """Start the engine if :meth:`setup` has not done so; the optimizers have been checked by now."""
+        """Start the engines if :meth:`setup` has not done so, now that the optimizers have been checked."""
         self._start_engines()
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
@@ -292,11 +292,11 @@ class VLLMRollout(RolloutCallback):
         self.in_flight.begin_step()
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Remove the step's groups from those in flight, as a checkpoint may be written next."""
+        """Remove the step's groups from those in flight, before a checkpoint may be written."""
         self.in_flight.end_step()
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Send the weights to engines that continue to generate, and begin the next step."""
+        """Send the weights to engines that continue to sample, and begin the next step."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
             self.collector.weights.sync_weights()
@@ -312,11 +312,11 @@ class VLLMRollout(RolloutCallback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def begin_step(self) -> None:
-        """Reset the engines' restart budget, and log whether the trainer or the engines wait for the other."""
+        """Reset the engines' restart budget, and report whether trainer or engines wait for each other."""
         if self._engines is not None and self._collector is not None and self._bottleneck is not None:
             self._engines.reset_restart_budget()
             totals = self._collector.begin_step()
-            if totals.staleness and not self._engines.is_colocated:  # none, if this has been called for the step
+            if totals.staleness and not self._engines.is_colocated:  # 0 if the method was called for this step before
                 report = self._bottleneck.add(totals)
                 if report is not None:
                     log.info(report)
@@ -354,9 +354,9 @@ class VLLMRollout(RolloutCallback):
     ) -> list[list[Trajectory]]:
         """Add prompts, and return the trajectories of as many; with prompts in flight, perhaps others.
 
-        ``max_staleness`` steps' worth of further prompts, which ``take_prompts`` gives this rank, keep the engines busy
-        while the actor is updated. ``on_completed`` is as of :meth:`generate` where nothing is in flight; else it is
-        called for each group that is taken, in a run of one rank.
+        ``take_prompts`` provides prompts for ``max_staleness`` further steps, with which the engines are busy while the
+        actor is updated. Without prompts in flight ``on_completed`` is called as by :meth:`generate`; otherwise only in
+        a run of one rank, for each returned group.
         """
         plan = self._module.plan if has(self._module, HasPlan) else None
         counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")
@@ -393,7 +393,7 @@ class VLLMRollout(RolloutCallback):
 
     @property
     def collector(self) -> Collector:
-        """See :class:`RolloutCallback`."""
+        """The collector, which completes the prompts of all ranks."""
         if self._collector is None:
             raise EngineError(NO_ENGINE)
         self._start_engines()
@@ -415,7 +415,7 @@ class VLLMRollout(RolloutCallback):
         fire(self._trainer, self._module, "on_engine_sleep")
 
     def _check(self, stage: str) -> int | None:
-        """Check the configuration; returns the limit on prompt tokens of the data module."""
+        """Check the configuration; return the data module's limit on prompt tokens."""
         self.options.check()
         if self.options.placement == "colocated":
             check_group_size(self.options.devices_per_engine)

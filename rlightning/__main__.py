@@ -1,7 +1,7 @@
-"""``rlightning`` and ``python -m rlightning``: answers what needs no imports, then runs the command line.
+"""``rlightning`` and ``python -m rlightning``: handles what needs no imports, then runs the command line.
 
-Nothing heavy may be imported here at the top: ``rlightning --help`` answers in a moment, and a rollout engine's child
-process imports this module again.
+No large package may be imported at the top of this module: ``rlightning --help`` must be fast, and a rollout engine's
+child process imports this module again.
 """
 
 import os
@@ -58,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: the arguments after the program's name; ``sys.argv[1:]`` unless given.
+        argv: the arguments after the program's name; None for ``sys.argv[1:]``.
 
     Returns:
-        0, or after a foreseen error, which is one line on stderr, 2 for a mistake of the user's and else 1; 130 after
-        Ctrl-C. Any other exception is raised, also that of SIGTERM, which ends the process with 143.
-        Of several ranks, the one that failed first says so, and all return the same.
+        The exit code: 0; after a foreseen error, which is one line on stderr, 2 for a mistake of the user and else 1;
+        130 after Ctrl-C. Other exceptions are raised, also that of SIGTERM, which ends the process with 143.
+        Of several ranks, only the first to fail shows its error, and all return the same code.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:

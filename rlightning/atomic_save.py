@@ -1,9 +1,9 @@
-"""Saves files and folders such that after a crash at any moment a complete version is found.
+"""Saves files and folders such that after a crash at any moment a complete version exists.
 
-``.name.partial`` is written first, with the process in its name where no other takes part. A file then takes the place
-of the old one in one step. No call of Python's replaces a folder, so there the old one becomes ``name.previous``, the
-new one takes its name, and ``name.previous`` is removed: at each moment ``name`` or ``name.previous`` is whole, and
-:func:`find_saved` says which.
+``.name.partial`` is written first; its name contains the process unless several processes write it. A file then
+atomically replaces the old one. A folder cannot be replaced atomically: the old one is renamed to ``name.previous``,
+the new one to ``name``, and ``name.previous`` is removed. At any moment ``name`` or ``name.previous`` is complete, and
+:func:`find_saved` returns it.
 """
 
 import glob
@@ -25,9 +25,9 @@ _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
 def written_aside(path: Path) -> Iterator[Path]:
     """Context that gives a temporary path to write to; on success it is renamed to ``path``.
 
-    Readers of ``path`` get the old content until then, never half of the new one. A block that raises leaves nothing;
-    what a kill leaves is removed the next time. The name is this process's own: of several that write the same
-    ``path``, the last one counts.
+    Readers of ``path`` get the old content until then. The temporary file is removed if the context raises, and by a
+    later call if the process was killed. Its name is unique to this process: if several processes write the same
+    ``path``, the last one wins.
     """
     partial = own_partial_of(path)
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the hidden temporary path beside ``path`` to which it is written first."""
+    """Return the hidden temporary path beside ``path`` that is written first."""
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
@@ -59,7 +59,7 @@ def remove_dead_partials(path: Path) -> None:
 
 
 def prepare_partial(path: Path) -> Path:
-    """Return the temporary path for ``path``, with its folder made and earlier content removed."""
+    """Return the temporary path for ``path``, after creating its folder and removing earlier content."""
     partial = partial_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(partial)
@@ -98,8 +98,8 @@ def remove_leftovers(folder: Path, suffix: str) -> None:
     """Remove the remains of crashes in ``folder``: partial files, and predecessors of existing files.
 
     Args:
-        folder: may hold other files, which stay.
-        suffix: of what is saved there, such as ``.ckpt``.
+        folder: may contain other files, which stay.
+        suffix: of the saved files, such as ``.ckpt``.
     """
     for path in folder.glob(f"*{suffix}*{PARTIAL}"):
         remove(path)
@@ -113,7 +113,7 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # the process belongs to another user
         return True
     return True
 
@@ -123,7 +123,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or folder to the disk, so that after a power failure no name lacks its data."""
+    """Flush a file or folder to the disk, so that after a power failure no file name lacks its data."""
     for part in [*path.rglob("*"), path] if path.is_dir() else [path]:
         _flush_entry(part)
 

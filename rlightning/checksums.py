@@ -1,10 +1,10 @@
 """Checksums of the files that a run saves, by which a damaged copy is detected before it is loaded.
 
-A single file, such as ``torch.save`` writes, holds its own at its end, in the comment that a zip file may have: it is
-renamed, copied and linked with it. A folder for others holds those of its files in ``checksums.json``.
+A single file of ``torch.save`` contains its checksum at its end, in the comment of a zip file, and keeps it when
+renamed or copied. An exported folder contains the checksums of its files in ``checksums.json``.
 
-A checksum is XXH3-128 (https://xxhash.com) of the digests of 16 MiB chunks, which several threads compute: it finds
-what disks, networks and memory damage, and is no protection against forgery.
+A checksum is the XXH3-128 (https://xxhash.com) of the digests of 16 MiB chunks, which several threads compute. It
+detects damage by disks, networks and memory, but not forgery.
 """
 
 import json
@@ -21,10 +21,10 @@ import xxhash
 from rlightning.errors import ConfigError
 
 MANIFEST = "checksums.json"
-"""Name of the file in a folder that holds the checksums of the folder's other files."""
+"""Name of the file with the checksums of the other files in its folder."""
 CHUNK_BYTES = 16 << 20
 MAX_THREADS = 8
-"""Maximum number of threads that read files: a few read as fast as a disk delivers."""
+"""Maximum number of threads that read files; more do not read faster from a disk."""
 _MARK = b"rlightning XXH3-128 "
 _SEAL_BYTES = len(_MARK) + 32
 
@@ -37,10 +37,10 @@ class DamagedError(ConfigError):
 
     Args:
         path: the file or the folder.
-        reason: a clause that says what is wrong with it.
+        reason: a clause about the fault.
 
     Attributes:
-        reason: the same.
+        reason: the clause.
     """
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -83,7 +83,7 @@ def verify_file(path: Path) -> None:
     """Verify a file of ``torch.save`` by the checksum in its comment; without one, by the CRCs of its records.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: the file differs from what was written.
     """
     size = path.stat().st_size
     if size == 0:
@@ -102,7 +102,7 @@ def _verify_records(path: Path, *, has_comment: bool) -> None:
 
     Args:
         path: the file.
-        has_comment: as one has that was sealed.
+        has_comment: whether the zip file has a comment, as after :func:`seal_file`.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -125,7 +125,7 @@ def verify_files(folder: Path, expected: Checksums) -> None:
     """Verify files of a folder by their sizes and checksums.
 
     Raises:
-        DamagedError: names the first file that is missing, or not what was written.
+        DamagedError: names the first missing or damaged file.
     """
     for name, (num_bytes, digest) in expected.items():
         path = folder / name
@@ -149,7 +149,7 @@ def verify_manifest(folder: Path) -> None:
     """Verify a folder by its manifest; a folder without one passes.
 
     Raises:
-        DamagedError: names the first file that is missing, or not what was written.
+        DamagedError: names the first missing or damaged file.
     """
     path = folder / MANIFEST
     if not path.is_file():

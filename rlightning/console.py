@@ -27,19 +27,19 @@ IGNORED_WARNINGS = (
     "(?s).*JsonargparseDeprecationWarning.*",
     "(?s).*``instantiate_classes`` was deprecated.*",
 )
-"""Regular expressions of messages that are about nothing a user could change."""
+"""Regular expressions of warnings that no user could avoid."""
 
 
 def is_live_terminal() -> bool:
     """Return whether standard output can redraw a line: a capable terminal, or a notebook with ipywidgets."""
     console = get_console()
     if console.is_jupyter:
-        return find_spec("ipywidgets") is not None  # without it rich draws nothing in a notebook that changes
+        return find_spec("ipywidgets") is not None  # without ipywidgets rich cannot update its output in a notebook
     return sys.stdout.isatty() and not console.is_dumb_terminal
 
 
 class _VisibleFormatter(logging.Formatter):
-    """A log formatter that escapes control characters, which texts of a model or a file may contain."""
+    """A log formatter that escapes control characters in texts from a model or a file."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of ``record``, with control characters escaped."""
@@ -47,9 +47,9 @@ class _VisibleFormatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """A stream to the current ``sys.stderr``, so that lines appear above a live progress bar, not inside it.
+    """A stream to the current ``sys.stderr``, so that lines appear above a live progress bar.
 
-    Rank 0 logs all lines, the other ranks warnings and errors alone.
+    Rank 0 logs all lines, other ranks only warnings and errors.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 def show_log_lines() -> None:
     """Show the package's log lines, from level INFO, on standard error as bare messages.
 
-    Does nothing to a program that has configured logging itself, except that INFO counts as wanted if no level was set.
+    If the program has configured logging itself, only the package's level is set to INFO, unless it has a level.
     """
     logger = logging.getLogger("rlightning")
     if logger.level == logging.NOTSET:
@@ -83,15 +83,15 @@ class _OfCallbacks(logging.Filter):
 
 
 def quieten() -> None:
-    """Show the run's own log without Lightning's messages about itself and its default loop.
+    """Hide Lightning's log messages about itself and its default loop.
 
-    The run's start says in one block (:mod:`rlightning.module.start_block`) what Lightning's lines about devices, ranks
-    and the model would.
+    The summary at a run's start (:mod:`rlightning.module.start_block`) replaces Lightning's lines about devices, ranks
+    and the model.
     """
     show_log_lines()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(_OfCallbacks())
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # which kernels of its own fit neither this device nor Python
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that do not fit the device or Python
     logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
     for name in ("fabric.utilities.distributed", "fabric.utilities.seed", "pytorch.accelerators.cuda"):
         logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)  # a line of each rank

@@ -1,4 +1,4 @@
-"""Handling of disk errors: for files that a run needs, one line ends the run; other files are skipped meanwhile."""
+"""Handling of disk errors: an error in a file that the run needs ends it with one line; other files are skipped."""
 
 import logging
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from rlightning.foreign_text import cut_line
 log = logging.getLogger(__name__)
 
 TORCH_FAILURES = ("inline_container", "PytorchStreamWriter", "iostream error", "cannot be opened", "Parent directory")
-"""Phrases in the messages of ``torch.save``'s errors when a file cannot be written."""
+"""Phrases in the messages of ``torch.save``'s errors if a file cannot be written."""
 
 
 class BestEffort:
-    """Writes files that a run can do without: a failure is logged once while it lasts, and the run continues.
+    """Writes files that are not essential: a persistent failure is logged once, and the run continues.
 
     Args:
-        what: what is written, in the plural, as a log line begins with it.
+        what: the files' name in the plural, at the beginning of a log line.
 
     Attributes:
-        has_failed: whether an attempt has, since the last :meth:`settle`.
+        has_failed: whether an attempt has failed since the last :meth:`settle`.
     """
 
     def __init__(self, what: str) -> None:
@@ -31,11 +31,11 @@ class BestEffort:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Context in which a disk error ends the block, with a log line, but not the run."""
+        """Context in which a disk error is logged and skips the rest of the context, but does not end the run."""
         try:
             yield
         except Exception as error:
-            cause = error if isinstance(error, OSError) else error.__cause__  # some loggers have errors of their own
+            cause = error if isinstance(error, OSError) else error.__cause__  # some loggers wrap OSErrors in their own
             if not isinstance(cause, OSError):
                 raise
             self.has_failed = True
@@ -48,7 +48,7 @@ class BestEffort:
                 )
 
     def settle(self) -> None:
-        """Log that writing works again, if nothing has failed since the last call, but something had before."""
+        """Log that writing works again if an earlier attempt had failed, but none since the last call."""
         if self._is_failing and not self.has_failed:
             self._is_failing = False
             log.info("%s are written again.", self.what)
@@ -56,7 +56,7 @@ class BestEffort:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context for all of a callback's writing at once: :meth:`attempt`, then :meth:`settle`."""
+        """Context for all writing of a callback at a time: :meth:`attempt`, then :meth:`settle`."""
         with self.attempt():
             yield
         self.settle()
@@ -67,12 +67,12 @@ def needed(what: str, path: Path, way_out: str) -> Iterator[None]:
     """Context in which a disk error becomes a one-line error that ends the run.
 
     Args:
-        what: what is written.
-        path: where to.
-        way_out: a sentence about what is left, and what to do.
+        what: name of the file in the error.
+        path: of the file.
+        way_out: a sentence about the remaining state, and what to do.
 
     Raises:
-        SaveError: for errors of the disk; all others are passed on.
+        SaveError: for disk errors; other errors are not changed.
     """
     try:
         yield
@@ -84,9 +84,9 @@ def needed(what: str, path: Path, way_out: str) -> Iterator[None]:
 
 
 def find_disk_error(error: BaseException) -> str | None:
-    """Return the disk problem behind an error of Python, torch or safetensors; None if it is something else.
+    """Return the disk problem behind an error of Python, torch or safetensors; None for other errors.
 
-    Errors without a number of the operating system's are of other things, such as a barrier that timed out.
+    An OSError without an error number has other causes, such as a barrier's timeout.
     """
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return describe(error)

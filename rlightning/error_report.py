@@ -11,17 +11,17 @@ from rlightning.errors import find_run_error
 from rlightning.foreign_text import visible, visible_on_one_line, without_secrets
 
 FILE = "error.txt"
-"""File in the run's folder with the traceback of the error that ended the run."""
+"""File in the run's folder for the traceback of the error that ended the run."""
 SHOW_TRACE = "RLIGHTNING_TRACEBACK"
-"""The environment variable that has the trace shown on standard error too, unless it is empty or 0."""
+"""Environment variable with which the traceback is shown on standard error too, unless it is empty or 0."""
 INTERRUPTED = 130
-"""Exit code of a process that Ctrl-C ended, as shells expect it: 128 and the signal's number."""
+"""Exit code of a process that Ctrl-C ended, by the convention of shells: 128 plus the signal's number."""
 
 _folder: Path | None = None
 
 
 def set_run_folder(folder: Path | None) -> None:
-    """Set the folder for tracebacks, once it is known to be this run's."""
+    """Set the folder for tracebacks; called when this run has locked it."""
     global _folder
     _folder = folder
 
@@ -39,8 +39,8 @@ def exit_code(error: BaseException) -> int:
 def show_error(error: BaseException) -> None:
     """Write the error that ended the run to standard error.
 
-    Of a foreseen error this is its line, after one that names the file with the trace, unless it is a mistake in what
-    the user wrote; of any other error the trace.
+    For a foreseen error this is its line, after a line that names the file with the traceback, except for a
+    ConfigError. For any other error it is the traceback.
     """
     expected = find_run_error(error)
     if isinstance(error, KeyboardInterrupt):
@@ -77,11 +77,11 @@ def _write(trace: str) -> Path | None:
 
 
 def is_other_rank() -> bool:
-    """Return whether the launcher's variables give this process a rank other than 0."""
+    """Return whether the launcher's environment variables give this process a rank other than 0."""
     return any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
 def yield_to_rank_0() -> None:
-    """Wait briefly so that rank 0 reports an error common to all ranks first, which ends the others."""
+    """Wait briefly, so that rank 0 reports an error that all ranks have first, and ends the others."""
     if is_other_rank():
         time.sleep(intervals.RANK_0_GRACE)

@@ -12,13 +12,13 @@ MAX_CHOICES = 8
 
 
 class RunError(Exception):
-    """Base of foreseen errors that end a run: one line says what happened and what to do about it.
+    """Base of foreseen errors that end a run: one line tells what happened and what to do.
 
-    The command line shows that line alone (:mod:`rlightning.error_report`).
+    The command line shows only this line (:mod:`rlightning.error_report`).
 
     Args:
         message: the line.
-        details: what else is known, such as the end of a process's log; they follow the line in ``str(error)``.
+        details: further information, such as the end of a process's log; follows the line in ``str(error)``.
 
     Attributes:
         exit_code: of the command line.
@@ -40,7 +40,7 @@ class RunError(Exception):
 
 
 class ConfigError(RunError, ValueError):
-    """A mistake in the user's configuration: the message has the value, the rule and the way out."""
+    """A mistake in the user's configuration: the message has the value, the rule and a remedy."""
 
     exit_code = 2
 
@@ -50,7 +50,7 @@ def cause_chain(error: BaseException, *, with_context: bool = False) -> Iterator
 
     Args:
         error: the exception.
-        with_context: whether exceptions that were being handled count too, as they do in tracebacks.
+        with_context: whether to include exceptions that were being handled, as tracebacks do.
     """
     found: BaseException | None = error
     seen = set[int]()
@@ -107,7 +107,7 @@ class DeviceMemoryError(RunError, RuntimeError):
 
 
 class HostError(RunError, OSError):
-    """The host lacks something that the run needs, such as disk space."""
+    """The host lacks a resource that the run needs, such as disk space."""
 
 
 class SaveError(HostError):
@@ -137,8 +137,8 @@ def check_rules(rules: Mapping[str, bool]) -> None:
 def find_run_error(error: BaseException) -> RunError | None:
     """Return the RunError that ``error`` is, was raised from, or corresponds to; None if it was not foreseen.
 
-    jsonargparse wraps what a class's ``__init__`` raises, so the chain is searched too. Errors of other libraries that
-    users meet often become errors of this package.
+    The chain of causes is searched, because jsonargparse wraps exceptions of a class's ``__init__``. Some frequent
+    errors of other libraries correspond to an error of this package.
     """
     cause: BaseException | None = error
     while cause is not None:

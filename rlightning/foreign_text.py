@@ -1,8 +1,8 @@
-"""Text from outside the package, such as exceptions, process logs, and what a model writes, made safe to display.
+"""Makes text from outside the package, such as exceptions, process logs and completions, safe to display.
 
-Whatever quotes such text in a log line or an error cuts it to a length by one of these functions, which leave out the
-secrets that :func:`hide` was given. What displays a text as a whole shows control characters and markup as written.
-Standard library only.
+Text that is quoted in a log line or an error is cut to a length by one of these functions, which mask the secrets given
+to :func:`hide`. In texts that are displayed as a whole, control characters and markup are escaped. This module imports
+only the standard library.
 """
 
 import re
@@ -16,15 +16,15 @@ VALUE_CHARACTERS = 60
 """Maximum number of characters of a value within a line."""
 
 _SHORTEST_SECRET = 4
-"""Least number of characters of a secret that is hidden; shorter texts are parts of other words."""
+"""Least number of characters of a secret that is masked; shorter ones could be parts of other words."""
 
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
 )
-"""Characters that hide, move or reorder other text: control characters but tab and newline, other ends of lines,
-changes of the direction of writing, characters without a shape (the joiners stay: emojis and scripts are written with
-them), and lone surrogates, which UTF-8 does not have."""
+"""Characters that hide, move or reorder other text: control characters except tab and newline, other line ends, changes
+of the direction of writing, invisible characters (except joiners, which emojis and some scripts need), and lone
+surrogates, which UTF-8 does not have."""
 
 _MARKDOWN = re.compile(r"[\\`*_~#!\[\]<>&|]")
 _SPACES = re.compile(r"^ | $|(?<= ) |(?<=\n) |\t")
@@ -33,10 +33,10 @@ _references: dict[str, str] = {}
 
 
 def hide(references: Mapping[str, str]) -> None:
-    """Replace these secrets by references in all texts of this process from now on.
+    """Mask these secrets in all texts of this process from now on.
 
     Args:
-        references: by the secret; of several words, the last is hidden alone too, as that of "Bearer ...".
+        references: replacements by secret. If a secret has several words, as "Bearer ...", the last is masked, too.
     """
     for secret, reference in references.items():
         _references.update({t: reference for t in (secret, *secret.split()[-1:]) if len(t) >= _SHORTEST_SECRET})
@@ -48,8 +48,8 @@ def hidden() -> dict[str, str]:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with references in place of secrets."""
-    for secret in sorted(_references, key=len, reverse=True):  # others may be parts of a longer one
+    """Return a text with secrets replaced by references."""
+    for secret in sorted(_references, key=len, reverse=True):  # longest first: a secret may be a part of another
         text = text.replace(secret, _references[secret])
     return text
 
@@ -57,8 +57,8 @@ def without_secrets(text: str) -> str:
 def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
     """Return a text with its middle left out if it is longer than ``limit`` characters.
 
-    The start and the end stay: a traceback has its cause last, a long message what it is about first. Characters that
-    no file can hold (lone surrogates) are written as escapes.
+    Beginning and end stay, since a traceback ends with its cause, and a message begins with its subject. Lone
+    surrogates, which cannot be written to files, are escaped.
     """
     text = without_secrets(text)
     if len(text) > limit:
@@ -76,7 +76,7 @@ def cut_line(text: object, limit: int = LINE_CHARACTERS) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's class and message in one line: a KeyError's message, say, is unclear alone."""
+    """Return an exception's class and message in one line, since for example a KeyError's message alone is unclear."""
     return cut_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 

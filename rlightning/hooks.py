@@ -1,8 +1,9 @@
 """The RL hooks of callbacks, and the function that calls them.
 
-A training step fires them in this order; those in brackets only when an engine is waited for, when there is something
-to send, and if it shares a device and sleeps. The first three lines come again for each refill, the weights being there
-already; standalone engines are waited for before the first ``on_weight_sync_start``::
+A training step calls them in this order; those in brackets only if weights are sent, if the run waits for an engine,
+and if the engine sleeps. The hooks of rollout and reward are repeated for each refill. The run waits for standalone
+engines
+before the first ``on_weight_sync_start``::
 
     on_rollout_start
     [on_weight_sync_start  [on_engine_start  on_engine_ready]  on_engine_wake  on_weight_sync_end]
@@ -10,15 +11,14 @@ already; standalone engines are waited for before the first ``on_weight_sync_sta
     on_reward_start  on_reward_end
     on_update_start  on_update_end
 
-Where engines go on generating during updates (``rollout.max_staleness``), weights are sent by ``VLLMRollout``'s own
-``on_update_end``, ahead of the other callbacks', and again in a rollout to an engine that has come up meanwhile.
+If engines continue to sample during updates (``rollout.max_staleness``), weights are sent by ``VLLMRollout``'s own
+``on_update_end``, before that of other callbacks, and in a rollout to engines that have started meanwhile.
+``VLLMRollout`` is the first callback, and its engine goes to sleep in its own ``on_rollout_end``: other callbacks get
+``on_engine_sleep`` before ``on_rollout_end``.
 
-``VLLMRollout`` stands first among the callbacks and has its engine sleep within its own ``on_rollout_end``: all others
-get ``on_engine_sleep`` before theirs.
+In a step without a learning signal the update is skipped, and so are the hooks of the last line.
 
-A step without a completion to learn from has no update, and the hooks of the last line do not come.
-
-Lightning's own hooks of the batch stand around them (``on_train_batch_start`` before, ``on_train_batch_end`` after).
+Lightning calls ``on_train_batch_start`` before all of these hooks, and ``on_train_batch_end`` after them.
 """
 
 from collections.abc import Iterable
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 class RLCallback(CheckedArguments, Callback):
     """A Lightning callback with the RL hooks.
 
-    ``trainer`` is whatever drives the loop: a Lightning ``Trainer``, a ``Fabric``, or an object of the user's;
-    ``module`` is the policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
+    ``trainer`` is the training loop: a Lightning ``Trainer``, a ``Fabric``, or a user's object; ``module`` is the
+    policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
 
     Attributes:
-        runs_in: where it runs under a single controller (docs/controller.md): in the controller, which has the loggers
-            and the run's folder, or in each worker, which has a device and the actor. A callback without this attribute
-            runs in the controller.
-        only_one: what a run has one of, such as "rollout callback", where the callback is that; "" where it is none.
+        runs_in: where it runs with a controller (docs/controller.md): in the controller, which has the loggers and the
+            run's folder, or in each worker, which has a device and the actor. Callbacks without this attribute run in
+            the controller.
+        only_one: a kind of callback, such as "rollout callback", of which a run can have only one; "" otherwise.
     """
 
     runs_in: Literal["controller", "workers"] = "controller"
     only_one: ClassVar[str] = ""
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
-        """Return the file or folder that this callback alone writes in a stage; None if it writes nothing."""
+        """Return the file or folder that only this callback writes in a stage; None if it writes nothing."""
         return None
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: "list[Prompt]") -> None:
@@ -66,7 +66,7 @@ class RLCallback(CheckedArguments, Callback):
         """Called before the rewards are computed."""
 
     def on_reward_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
-        """Called when ``batch.rewards`` is set, NaN for a failed reward; those trajectories are dropped next."""
+        """Called when ``batch.rewards`` is set, NaN for a failed reward; trajectories with NaN are then dropped."""
 
     def on_update_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called before the first optimizer step of a rollout; ``batch.advantages`` is set."""
@@ -78,7 +78,7 @@ class RLCallback(CheckedArguments, Callback):
         """Called before the run waits for an engine that has been started and is not ready."""
 
     def on_engine_ready(self, trainer: Loop, module: object) -> None:
-        """Called when that wait ends: the engine is ready or has died."""
+        """Called when the run has waited for an engine, which is now ready or dead."""
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Called before the actor's weights of ``weight_version`` are sent to the engine."""
@@ -94,7 +94,7 @@ class RLCallback(CheckedArguments, Callback):
     ) -> None:
         """Called in a prediction when a prompt's trajectories are complete, before its batch is.
 
-        Not for every prompt: an engine that belongs to another rank gives a batch's completions at once.
+        Not called for every prompt: ranks may get the completions of a whole batch at once.
         """
 
     def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
@@ -102,9 +102,9 @@ class RLCallback(CheckedArguments, Callback):
 
 
 class RunCallback(RLCallback):
-    """Base of callbacks with state from step to step, so that one object can be used in several runs.
+    """Base of callbacks that keep state between steps, so that one object can be used in several runs.
 
-    A run begins with ``setup``, unless ``trainer.global_step`` says that the loop goes on, or a state has been loaded.
+    A run begins with ``setup``, unless ``trainer.global_step`` is above 0, or a state has been loaded.
     """
 
     _is_loaded = False
@@ -116,7 +116,7 @@ class RunCallback(RLCallback):
         """Called when the current step will not be finished: it is repeated, or the run ends."""
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Refuse a callback that is listed twice, reset its state, and show log lines if logging is not set up."""
+        """Raise a ConfigError if the callback is listed twice, reset its state, and show log lines by default."""
         show_log_lines()
         check_repeated(callbacks_of(trainer))
         check_outputs(trainer, stage)
@@ -125,7 +125,7 @@ class RunCallback(RLCallback):
             self.begin_run()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the run that saved it."""
+        """Restore the saved state, which belongs to the run that continues."""
         self._is_loaded = True
 
     def on_exception(self, trainer: Loop, pl_module: object, exception: BaseException) -> None:
@@ -139,10 +139,10 @@ class RunCallback(RLCallback):
 
 
 def check_outputs(trainer: Loop, stage: str) -> None:
-    """Refuse two callbacks that write to the same path, however it is spelled.
+    """Check that no two callbacks write to the same path, in any spelling.
 
     Raises:
-        ConfigError: names the callbacks and the place.
+        ConfigError: names the callbacks and the path.
     """
     writers: dict[Path, object] = {}
     for callback in callbacks_of(trainer):
@@ -156,13 +156,13 @@ def check_outputs(trainer: Loop, stage: str) -> None:
 
 
 def check_repeated(callbacks: Iterable[object]) -> None:
-    """Refuse duplicate callbacks that would do the same work twice: of this package, or with state.
+    """Check for duplicate callbacks that would do the same work twice: of this package, or with state.
 
     Args:
-        callbacks: of a run; they are told apart by their ``state_key``, as Lightning does where they have a state.
+        callbacks: of a run, distinguished by their ``state_key``, as in Lightning.
 
     Raises:
-        ConfigError: for two of one key, or of which a run has one.
+        ConfigError: two callbacks have the same key, or the same kind in ``only_one``.
     """
     seen: set[str] = set()
     single: dict[str, type] = {}
@@ -189,6 +189,6 @@ def fire(trainer: Loop, module: object, hook: str, *args: object) -> None:
     """Call ``hook`` on each of ``trainer.callbacks`` that has it, in their order."""
     assert has(trainer, CallsHooks), f"{type(trainer).__name__} has no callbacks"
     for callback in trainer.callbacks:
-        method = getattr(callback, hook, None)  # of no class in particular: a callback has the hooks that it needs
+        method = getattr(callback, hook, None)  # by name: a callback defines only the hooks that it needs
         if method is not None:
             method(trainer, module, *args)

@@ -1,4 +1,4 @@
-"""Private names of Lightning, where it has no public ones; tests/test_library_internals.py looks for each."""
+"""Private names of Lightning that have no public equivalent; tests/test_library_internals.py checks each."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,14 +74,14 @@ __all__ = [
 
 
 def is_amid_step(fit_loop: FitLoop) -> bool:
-    """Whether a training step has begun and is not over."""
+    """Whether a training step has begun and has not ended."""
     progress = fit_loop.epoch_loop.batch_progress.current
     assert isinstance(progress, ProcessedTracker)
     return progress.ready > progress.processed
 
 
 def given_data(trainer: Trainer, command: str) -> object:
-    """What a command of a Trainer was given in place of a data module; None for nothing."""
+    """Return the loaders that a Trainer's command got in place of a data module; None without any."""
     loops: dict[str, FitLoop | EvaluationLoop | PredictionLoop] = {
         "fit": trainer.fit_loop,
         "validate": trainer.validate_loop,
@@ -93,14 +93,14 @@ def given_data(trainer: Trainer, command: str) -> object:
 
 
 def is_of_tuner(callback: Callback) -> bool:
-    """Whether a callback was listed by a method of ``Tuner``."""
+    """Whether a callback was added by a method of ``Tuner``."""
     return isinstance(callback, LearningRateFinder | BatchSizeFinder) and callback._early_exit
 
 
 def replace_signal_handling(
     trainer: Trainer, *, handler: Callable[[int, FrameType | None], None], before_batch: Callable[[], None]
 ) -> None:
-    """Replace a Trainer's handler of SIGTERM, and what it does before each batch to agree on a stop."""
+    """Replace a Trainer's handler of SIGTERM, and its check before each batch whether any rank has to stop."""
     trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
 
@@ -116,7 +116,7 @@ def replace_prepare_data(trainer: Trainer, prepare: Callable[[], None]) -> None:
 
 
 def restore_module_modes(trainer: Trainer, module: LightningModule) -> None:
-    """Put the submodules into the modes from before the evaluation that is under way, if one is."""
+    """Restore the submodules' modes from before the current evaluation, if there is one."""
     loop = trainer._active_loop
     is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
     if is_evaluating and isinstance(loop, EvaluationLoop | PredictionLoop):
@@ -131,12 +131,12 @@ def last_saved(trainer: Trainer) -> tuple[int, str]:
 
 
 def results_of(module: LightningModule) -> Results | None:
-    """Return what is logged in the loop that runs; None outside of any."""
+    """Return the metrics logged in the current loop; None outside of a loop."""
     return None if module._trainer is None else module._trainer._results
 
 
 def epoch_results(trainer: Trainer) -> Results:
-    """Return what is logged in the training epoch."""
+    """Return the metrics logged in the training epoch."""
     return trainer.fit_loop.epoch_loop._results
 
 
@@ -151,7 +151,7 @@ def checkpoint_connector(trainer: Trainer) -> CheckpointConnector:
 
 
 def loaded_checkpoint(connector: CheckpointConnector) -> dict[str, Any]:
-    """Return the checkpoint that is being loaded, which later parts of the loading read."""
+    """Return the checkpoint that is being loaded."""
     return connector._loaded_checkpoint
 
 
@@ -181,7 +181,7 @@ def trainer_of(module: LightningModule) -> Trainer | None:
 
 
 def given_checkpoint_io(strategy: object) -> CheckpointIO | None:
-    """Return the plugin that a strategy was given for checkpoints; None where its ``checkpoint_io`` would make one."""
+    """Return the checkpoint plugin that a strategy was given; None if its ``checkpoint_io`` would create one."""
     return strategy._checkpoint_io if isinstance(strategy, Strategy) else None
 
 
@@ -201,17 +201,17 @@ def time_between_saves(callback: ModelCheckpoint) -> timedelta | None:
 
 
 def saves_on_train_epoch_end(callback: ModelCheckpoint) -> bool | None:
-    """Return the callback's ``save_on_train_epoch_end``; None where that follows from the validations."""
+    """Return the callback's ``save_on_train_epoch_end``; None if it depends on validations."""
     return callback._save_on_train_epoch_end
 
 
 def is_nothing_to_save(callback: ModelCheckpoint, trainer: Trainer) -> bool:
-    """Return whether the callback saves nothing now: outside of training, or as it has saved this step."""
+    """Return whether the callback saves nothing now: outside of training, or if it has saved this step."""
     return callback._should_skip_saving_checkpoint(trainer)
 
 
 def metrics_to_save_by(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tensor]:
-    """Return the metrics that a checkpoint of now is named after and chosen by."""
+    """Return the metrics by which a checkpoint saved now is named and ranked."""
     return callback._monitor_candidates(trainer)
 
 
@@ -221,23 +221,23 @@ def save_if_best(callback: ModelCheckpoint, trainer: Trainer, metrics: dict[str,
 
 
 def is_checked_at_epoch_end(callback: EarlyStopping, trainer: Trainer) -> bool:
-    """Return whether the callback itself will check its metric at the end of a training epoch, or not at all now."""
+    """Return whether the callback itself checks its metric at the end of a training epoch, or does not check it now."""
     return bool(callback._check_on_train_epoch_end) or callback._should_skip_check(trainer)
 
 
 def teardown(trainer: Trainer) -> None:
-    """Undo what a stage has set up, as the Trainer does at its end."""
+    """Undo the set-up of a stage, as the Trainer does at its end."""
     trainer._teardown()
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Set what the module's ``device_mesh`` is, as Lightning's own strategy of several dimensions does."""
+    """Set the module's ``device_mesh``, as Lightning's own strategy with several dimensions does."""
     module._device_mesh = mesh
 
 
 @contextmanager
 def without_cuda_rng() -> Iterator[None]:
-    """Have Lightning leave CUDA's random state alone, which it asks all devices for as a fit begins."""
+    """Context in which Lightning does not read CUDA's random state, which it does for all devices when a fit begins."""
     trainer_module.isolate_rng = partial(isolate_rng, include_cuda=False)  # type: ignore[attr-defined]
     try:
         yield

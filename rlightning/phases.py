@@ -1,4 +1,4 @@
-"""Measures the seconds of each phase of a step, by hooks alone."""
+"""Measures the seconds of each phase of a step, by hooks."""
 
 from time import perf_counter
 
@@ -14,20 +14,20 @@ PHASES = ("generate", "reward", "update", "sync", "engine_start")
 class PhaseTimer(RunCallback):
     """Base of callbacks that need the duration of each phase of a step.
 
-    A step lasts from ``on_train_batch_start`` to ``on_train_batch_end``, in a loop without these from the first
-    ``on_rollout_start`` to ``on_update_end``. When it is over, :meth:`on_step_timed` is called.
+    A step lasts from ``on_train_batch_start`` to ``on_train_batch_end``; in a loop without these hooks from the first
+    ``on_rollout_start`` to ``on_update_end``. At its end :meth:`on_step_timed` is called.
 
-    A phase that comes twice in a step (a refill of the batch) counts with both times. Weight sync inside a rollout
-    or at the end of an update is counted as sync alone, and the wait for an engine's start as that alone. The clock is
-    the process's own: the device is not synchronised for it.
+    Phases that occur twice in a step (by a refill of the batch) are added. A weight sync within a rollout or an update
+    counts only as sync, and the wait for an engine's start only as that. Times are measured on the host, without
+    synchronizing the device.
 
-    In a loop without batches a rollout begins the step again if it is of the same prompts, or comes before a phase has
-    ended: the one under way was interrupted. A loop that accumulates gradients over several rollouts fires
+    In a loop without batches a rollout restarts the step if it has the same prompts, or begins before a phase has
+    ended, since the earlier step was interrupted. A loop that accumulates gradients over several rollouts fires
     ``on_update_end`` after each.
 
     Attributes:
-        step_seconds: of the last step.
-        phase_seconds: of the last step, by phase; a phase that did not happen is not in it.
+        step_seconds: duration of the last step.
+        phase_seconds: duration of each phase of the last step, by name; phases that did not occur are left out.
         num_tokens: prompt and completion tokens of the last step, over all ranks if the module has a ``world_sum``.
     """
 
@@ -53,7 +53,7 @@ class PhaseTimer(RunCallback):
         return timings
 
     def on_step_timed(self, trainer: Loop, module: object) -> None:
-        """Called when a step is over and its times are available."""
+        """Called when a step has ended and its times are available."""
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
         """Start to measure the step."""
@@ -163,7 +163,7 @@ class PhaseTimer(RunCallback):
             self._begun[outer] += seconds
 
     def _end(self, phase: str) -> float:
-        """End a phase, add its seconds to the step's, and return them; 0 if the callback has not seen it begin."""
+        """End a phase, add its seconds to the step's, and return them; 0 if its beginning was not observed."""
         begun = self._begun.pop(phase, None)
         seconds = 0.0 if begun is None else perf_counter() - begun
         self._sums[phase] = self._sums.get(phase, 0.0) + seconds

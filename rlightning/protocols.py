@@ -1,12 +1,12 @@
 """Protocols for the capabilities of training loops and modules that callbacks use, one for each capability.
 
-Lightning's Trainer, a Fabric, transformers' Trainer (by its adapter) and a loop of the user's have different ones, and
-so have RLModule and a plain network. Hooks take any loop and any module, and :func:`has` tells what it can do::
+Lightning's Trainer, a Fabric, transformers' Trainer (by its adapter) and a user's loop have different ones, and so have
+RLModule and a plain network. Hooks accept any loop and any module, and :func:`has` checks for a capability::
 
     if has(trainer, CountsSteps):
         step = trainer.global_step
 
-A capability that one file alone asks for, and no callback, stands in that file.
+Protocols that only one file uses, and no callback, are in that file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 StateDict = dict[str, Any]
-"""A state dict of torch's or Lightning's, or a whole checkpoint: tensors, numbers and the like by name."""
+"""A state dict of torch or Lightning, or a whole checkpoint: tensors, numbers and other values by name."""
 
 
 def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
@@ -48,16 +48,16 @@ def members(protocol: Callable[..., object]) -> list[str]:
 
 
 class CallsHooks(Protocol):
-    """A loop that has callbacks: what :func:`rlightning.hooks.fire` needs."""
+    """A loop that has callbacks, as :func:`rlightning.hooks.fire` requires."""
 
     @property
     def callbacks(self) -> Sequence[object]: ...
 
 
 Loop: TypeAlias = "lightning.pytorch.Trainer | lightning.fabric.Fabric | CallsHooks"
-"""Whatever drives a run. Lightning's Trainer has ``callbacks`` too, which its types do not say."""
+"""Any training loop. Lightning's Trainer has ``callbacks`` too, but its type hints do not tell."""
 
-# Of a loop
+# Protocols of a loop
 
 
 class CountsSteps(Protocol):
@@ -82,7 +82,7 @@ class HasLoggers(Protocol):
 
 
 class HasMetrics(CountsSteps, Protocol):
-    """A loop that has the newest value of each metric."""
+    """A loop with the latest value of each metric."""
 
     @property
     def callback_metrics(self) -> "Mapping[str, Tensor]": ...
@@ -151,7 +151,7 @@ class HasOptimizer(Protocol):
     def optimizer(self) -> "Optimizer | None": ...
 
 
-# Of a callback and of a data module
+# Protocols of a callback and of a data module
 
 
 class HasEnvironment(Protocol):
@@ -162,14 +162,14 @@ class HasEnvironment(Protocol):
 
 
 class HasPromptFormat(Protocol):
-    """A data module with the format that makes prompts of its rows: ``rlightning.data.formatting.PromptFormat``."""
+    """A data module with the format by which it makes prompts of rows: ``rlightning.data.formatting.PromptFormat``."""
 
     @property
     def format(self) -> object: ...
 
 
 class HasPromptLimit(Protocol):
-    """A data module with a limit on prompt length in tokens; None is the model's limit."""
+    """A data module with a limit on prompt length in tokens; None for the model's limit."""
 
     @property
     def max_prompt_tokens(self) -> int | None: ...
@@ -193,7 +193,7 @@ class NamedSet(Protocol):
 
 
 class HasLongestLimit(Protocol):
-    """A data module that knows the largest completion limit that a row sets for itself; 0 if no row has one."""
+    """A data module with the largest completion limit of its rows; 0 if no row has one."""
 
     @property
     def longest_limit(self) -> int: ...
@@ -212,7 +212,7 @@ class LeavesOutPrompts(Protocol):
     def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None: ...
 
 
-# Of a tokenizer
+# Protocols of a tokenizer
 
 
 class HasBackend(Protocol):
@@ -222,14 +222,14 @@ class HasBackend(Protocol):
     def backend_tokenizer(self) -> "Tokenizer": ...
 
 
-# Of a module
+# Protocols of a module
 
 
 class SampledPolicy(Protocol):
     """A module whose policy rollout callbacks can sample from. ``examples/plain_loop.py`` has a small one.
 
     Attributes:
-        weight_version: of the actor's weights; the training loop counts it up when it changes them.
+        weight_version: of the actor's weights; the training loop increases it when it changes them.
     """
 
     weight_version: int
@@ -259,7 +259,7 @@ class HasWeightVersion(Protocol):
 
 
 class AdapterSettings(Protocol):
-    """The settings of an adapter (LoRA) that code outside of its module needs."""
+    """The settings of an adapter (LoRA) that other modules of this package use."""
 
     @property
     def rank(self) -> int: ...
@@ -277,8 +277,8 @@ class HasAdapter(Protocol):
     """A module that may train an adapter beside a frozen base.
 
     Attributes:
-        sends_adapter: whether samplers are sent the adapter by itself, not the weights that it makes with the base; the
-            rollout callback sets it.
+        sends_adapter: whether the adapter is sent to samplers separately, rather than merged into the base; set by the
+            rollout callback.
     """
 
     sends_adapter: bool
@@ -328,14 +328,14 @@ class HasTensorParallelSize(Protocol):
 
 
 class HasModel(Protocol):
-    """A module that knows the path or hub name of its model."""
+    """A module with the path or hub name of its model."""
 
     @property
     def model_path(self) -> str: ...
 
 
 class HasSampling(Protocol):
-    """A module with the settings by which its completions are sampled."""
+    """A module with the sampling parameters of its completions."""
 
     @property
     def sampling(self) -> "DataclassInstance": ...
@@ -388,7 +388,7 @@ class LogsMetrics(Protocol):
 
 
 class Closes(Protocol):
-    """An object that holds processes or other resources until it is closed."""
+    """An object with processes or other resources that :meth:`close` frees."""
 
     def close(self) -> None: ...
 
@@ -407,13 +407,13 @@ class SavesHF(Protocol):
 
 
 class SavesAdapter(HasAdapter, Protocol):
-    """A module whose adapter can be exported by itself."""
+    """A module whose adapter can be exported separately."""
 
     def save_adapter(self, path: Path) -> None: ...
 
 
 def generates(module: object) -> bool:
-    """Return whether training samples completions, which needs an engine; True for a module that does not say."""
+    """Return whether training samples completions, and so needs an engine; True if the module does not tell."""
     return module.generates if has(module, Generates) else True
 
 

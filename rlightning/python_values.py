@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 T = TypeVar("T")
 
 JsonObject = dict[str, Any]
-"""A JSON object, as ``json.loads`` returns it; its reader knows the types of its values."""
+"""A JSON object, as ``json.loads`` returns it."""
 
 
 class DataclassInstance(Protocol):
@@ -32,7 +32,7 @@ def to_python(value: T) -> T:
 def map_items(convert: Callable[[object], object], value: T) -> T:
     """Apply a function to a value, or to the items of lists, tuples, mappings and namespaces at any depth.
 
-    Containers stay what they are, and so, for a type checker, do the values in them.
+    The types of containers stay the same; for a type checker, so do the types of values.
     """
     given: Any = value
     changed: Any = None

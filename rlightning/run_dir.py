@@ -11,7 +11,7 @@ from rlightning.errors import ConfigError
 from rlightning.protocols import HasFolder, has
 
 FOLDERS_VARIABLE = "RLIGHTNING_RUN_FOLDERS"
-"""Environment variable with rank 0's folders, in order, for ranks that Lightning starts with the same program."""
+"""Environment variable with rank 0's run folders, in order, for ranks that Lightning starts with the same program."""
 
 _chosen: list[str] = []
 """Run folders that this process has used, in order."""
@@ -54,7 +54,7 @@ def new_run_folder() -> str:
 
 
 def _folder_of_rank_0() -> str:
-    """Return the folder that rank 0 chose for this process's n-th Trainer, passed on when ranks are started."""
+    """Return the folder that rank 0 chose for this process's n-th Trainer, passed on by an environment variable."""
     folders = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
     number = len(_chosen)
     if number >= len(folders) or not folders[number]:

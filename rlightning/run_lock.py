@@ -13,12 +13,12 @@ from rlightning.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LOCK = ".run.lock"
-"""Lock file in the folder of a running run. The system unlocks it when the process ends, however it ends."""
+"""Lock file in the folder of a running run, which the system unlocks when the process ends."""
 WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """Error numbers of file systems without locks, such as NFS or Lustre mounted without them."""
 
 _held: dict[Path, tuple[int, bool]] = {}
-"""Descriptor, and whether this process has made the folder, by lock file."""
+"""File descriptor, and whether this process has created the folder, by lock file."""
 
 
 class FolderTakenError(ConfigError):
@@ -26,17 +26,17 @@ class FolderTakenError(ConfigError):
 
 
 def lock_run(folder: Path) -> bool:
-    """Lock a run's folder, made if necessary, until :func:`unlock_run` or the end of this process.
+    """Lock a run's folder, created if necessary, until :func:`unlock_run` or the end of this process.
 
     Args:
-        folder: of the run; rank 0 alone, or the controller, takes it.
+        folder: of the run; only rank 0, or the controller, locks it.
 
     Returns:
-        Whether this call took it; not, if this process has it already.
+        Whether this call locked it; False if this process had locked it before.
 
     Raises:
-        FolderTakenError: another run is at work there.
-        ConfigError: nothing can be written there.
+        FolderTakenError: another run uses the folder.
+        ConfigError: the folder cannot be written to.
     """
     path = folder.absolute() / LOCK
     if path in _held:
@@ -57,10 +57,10 @@ def relock_run(folder: Path) -> None:
     """Lock a run's folder again, with a warning, if the folder or its lock file was removed.
 
     Args:
-        folder: of the run; one that this process has not taken is left alone.
+        folder: of the run; ignored if this process has not locked it.
 
     Raises:
-        FolderTakenError: another run has taken it meanwhile.
+        FolderTakenError: another run has locked it meanwhile.
     """
     path = folder.absolute() / LOCK
     if path not in _held or _is_same(path, _held[path][0]):
@@ -71,7 +71,7 @@ def relock_run(folder: Path) -> None:
     except BlockingIOError:
         raise _taken(folder, path) from None
     except OSError:
-        return  # what cannot be written there says so itself
+        return  # a later write to the folder reports the error
     old, is_new = _held[path]
     os.close(old)
     _held[path] = descriptor, is_new
@@ -84,12 +84,12 @@ def relock_run(folder: Path) -> None:
 
 
 def unlock_run(folder: Path) -> None:
-    """Unlock a run's folder; it is removed if this process has made it and it is empty."""
+    """Unlock a run's folder, and remove it if it is empty and this process has created it."""
     path = folder.absolute() / LOCK
     descriptor, is_new = _held.pop(path, (None, False))
     if descriptor is None:
         return
-    with contextlib.suppress(OSError):  # on a disk that is gone
+    with contextlib.suppress(OSError):  # the disk may be gone
         path.unlink(missing_ok=True)
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
@@ -103,14 +103,14 @@ def unlock_all() -> None:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Refuse a folder that cannot be written, without making it.
+    """Check that a folder can be written to, without creating it.
 
     Args:
-        folder: need not be there.
-        key: that names it.
+        folder: need not exist.
+        key: the configuration key that names it.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: names the reason.
     """
     there = next(above for above in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(above))
     if not there.is_dir():
@@ -134,7 +134,7 @@ def _open_locked(path: Path) -> int:
     """Open a lock file and lock it.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: another process holds the lock.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -148,11 +148,11 @@ def _open_locked(path: Path) -> int:
         if _is_same(path, descriptor):
             _write_holder(path, descriptor)
             return descriptor
-        os.close(descriptor)  # its holder has just removed it
+        os.close(descriptor)  # the lock's holder has just removed the file
 
 
 def _write_holder(path: Path, descriptor: int) -> None:
-    """Write which process holds a lock into the lock file; if writing fails, release the lock."""
+    """Write this process's identity into the lock file; if writing fails, release the lock."""
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())

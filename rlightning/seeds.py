@@ -1,7 +1,7 @@
 """Seeds of a run's random streams: prompt order, mini-batches, engines, requests, and stochastic rounding.
 
-Each stream has a seed of its own, a hash of the run's seed and of what the stream is for. A stream of seed 0 then has
-nothing in common with its neighbours, nor with the same stream of seed 1.
+Each stream has its own seed, a hash of the run's seed and of the stream's purpose, so that streams of the same run, and
+of runs with different seeds, are independent.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ def mix_seed(*parts: int | str) -> int:
     """Return the seed of the random stream named by ``parts``, which is the same in every process.
 
     Args:
-        parts: the run's seed, the stream's name, and what tells its random numbers apart, such as a step.
+        parts: the run's seed, the stream's name, and further distinctions, such as a step.
 
     Returns:
-        A number in ``range(2 ** 62)``, which leaves room for vLLM to add a sample's number to it.
+        A number in ``range(2 ** 62)``, which leaves room for vLLM to add a sample's number.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-else:  # which type checkers do not find there
+else:  # type checkers do not find it in that module
     Store = dist.Store
 
 __all__ = [
@@ -60,7 +60,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def inner_tensors(tensor: object) -> dict[str, Tensor]:
-    """Return the tensors that a wrapper tensor consists of, by name; empty for a plain tensor."""
+    """Return the tensors of which a wrapper tensor consists, by name; empty for a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return {}
     names, _ = tensor.__tensor_flatten__()
@@ -68,9 +68,9 @@ def inner_tensors(tensor: object) -> dict[str, Tensor]:
 
 
 def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a DTensor like ``tensor`` with another local shard, which may be on another device than the mesh's.
+    """Return a DTensor like ``tensor`` with another local shard, which may be on a device other than the mesh's.
 
-    Its full shape may be another one. For a plain tensor ``local`` is returned.
+    ``shape`` is its full shape, by default that of ``tensor``. For a plain tensor ``local`` is returned.
     """
     if not isinstance(tensor, DTensor):
         return local

@@ -1,4 +1,4 @@
-"""The Trainer of a run: Lightning's, with this package's defaults, in scripts and on the command line alike."""
+"""The Trainer of a run: Lightning's with this package's defaults, in scripts and on the command line."""
 
 import inspect
 import os
@@ -44,27 +44,27 @@ DEFAULTS: Mapping[str, object] = {
     "log_every_n_steps": 1,
     "check_val_every_n_epoch": None,
 }
-"""Defaults that differ from Lightning's, besides those that depend on other options (docs/configuration.md has all)."""
+"""Defaults that differ from Lightning's, except those that depend on other options; docs/configuration.md has all."""
 
 Options = dict[str, Any]
 """Arguments of Lightning's Trainer, by name."""
 OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
-"""The callbacks of a run that lists no others of their classes."""
+"""Callbacks that are added to a run unless it lists one of the same class."""
 
 
 class Trainer(lightning.pytorch.Trainer):
-    """Lightning's Trainer with the defaults of ``rlightning fit``; a plain one works too, with Lightning's.
+    """Lightning's Trainer with the defaults of ``rlightning fit``. Lightning's own Trainer can be used too.
 
-    It adds the engine, a progress bar or a line a step, ``Throughput``, ``CompletionsTable``, ``RunReport``, metrics
-    of each step as CSV and checkpoints, all in the run's folder. Ctrl-C raises KeyboardInterrupt.
+    It adds the engine, a progress bar or a line for each step, ``Throughput``, ``CompletionsTable``, ``RunReport``,
+    metrics of each step as CSV, and checkpoints, all in the run's folder. Ctrl-C raises KeyboardInterrupt.
 
     Args:
-        rollout: the callback that owns the engine; None for none; "auto": a ``VLLMRollout()``, unless ``callbacks`` has
-            a rollout callback.
+        rollout: the rollout callback; None for none; "auto" for a ``VLLMRollout()``, unless ``callbacks`` has a rollout
+            callback.
         options: of Lightning's Trainer. ``default_root_dir`` is the run's folder, by default ``runs/<date>-<time>``.
 
     Raises:
-        ConfigError: for an option that Lightning does not have, of another type, or that does not work here.
+        ConfigError: for an option that is unknown, has the wrong type, or is not supported here.
     """
 
     def __init__(self, *, rollout: Callback | Literal["auto"] | None = "auto", **options: object) -> None:
@@ -92,9 +92,9 @@ class Trainer(lightning.pytorch.Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train as Lightning does, in a folder that holds no other run.
+        """Train as Lightning does, in a folder without another run's checkpoints.
 
-        Arguments are Lightning's; ``ckpt_path="last"`` is the run folder's newest checkpoint that is whole.
+        Arguments are Lightning's; ``ckpt_path="last"`` is the newest complete checkpoint in the run's folder.
         """
         path = self._settle_checkpoint("fit", ckpt_path)
         self._has_fitted = True
@@ -110,7 +110,7 @@ class Trainer(lightning.pytorch.Trainer):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
-        """Measure on the validation sets, as Lightning does; ``ckpt_path`` as of :meth:`fit`."""
+        """Evaluate on the validation sets, as Lightning does; for ``ckpt_path`` see :meth:`fit`."""
         path = self._settle_checkpoint("validate", ckpt_path)
         with raising_interrupts():
             return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
@@ -124,7 +124,7 @@ class Trainer(lightning.pytorch.Trainer):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
-        """Measure on the validation sets under the name "test"; ``ckpt_path`` as of :meth:`fit`."""
+        """Evaluate on the validation sets under the name "test"; for ``ckpt_path`` see :meth:`fit`."""
         path = self._settle_checkpoint("test", ckpt_path)
         with raising_interrupts():
             return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
@@ -138,13 +138,13 @@ class Trainer(lightning.pytorch.Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> list[object] | list[list[object]] | None:
-        """Complete the prompts of ``predict``, as Lightning does; ``ckpt_path`` as of :meth:`fit`."""
+        """Complete the prompts of ``predict``, as Lightning does; for ``ckpt_path`` see :meth:`fit`."""
         path = self._settle_checkpoint("predict", ckpt_path)
         with raising_interrupts():
             return super().predict(model, dataloaders, datamodule, return_predictions, path, weights_only)
 
     def _settle_checkpoint(self, command: str, ckpt_path: str | Path | None) -> str | None:
-        """The path for Lightning. What this object has saved itself is no other run's, and it knows which is best."""
+        """Return the checkpoint's path for Lightning, which knows "best" and the weights of this object's own fit."""
         if self._has_fitted and ckpt_path in (None, "best"):
             return None if ckpt_path is None else "best"
         listed: list[Callback] = self.callbacks  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ class Trainer(lightning.pytorch.Trainer):
 
 @contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Within, Ctrl-C ends in KeyboardInterrupt once all is saved and closed: Lightning makes SystemExit of it."""
+    """Context in which Ctrl-C raises KeyboardInterrupt after saving and cleaning up, not Lightning's SystemExit."""
     try:
         yield
     except SystemExit as stop:
@@ -165,7 +165,7 @@ def raising_interrupts() -> Iterator[None]:
 
 
 def settle_options(options: Mapping[str, object]) -> Options:
-    """Return the options with the defaults that depend on others; a ConfigError for one that does not work here."""
+    """Return the options with the defaults that depend on others; raises a ConfigError for an unsupported option."""
     settled: Options = dict(options)
     check_options(settled)
     settled["strategy"] = find_strategy(settled["strategy"])
@@ -187,7 +187,7 @@ def settle_options(options: Mapping[str, object]) -> Options:
 
 
 def settle_lengths(options: Options | Namespace) -> None:
-    """Set, in place, one epoch where no end is set, and validation after each epoch where no interval is."""
+    """Set, in place, one epoch if no end is set, and validation after each epoch if no interval is set."""
     if options["max_epochs"] is None and options["max_steps"] == -1 and options["max_time"] is None:
         options["max_epochs"] = 1
     interval = options["val_check_interval"]
@@ -196,7 +196,7 @@ def settle_lengths(options: Options | Namespace) -> None:
 
 
 def add_checkpoint_io(plugins: object, strategy: object) -> list[object]:
-    """The Trainer's plugins, and one that saves single files atomically unless there is one for that already."""
+    """Return the Trainer's plugins with one that saves single files atomically, unless a plugin for that is given."""
     listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins] if plugins else []
     has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or given_checkpoint_io(strategy)
     return listed if has_one else [*listed, AtomicCheckpointIO()]
@@ -205,7 +205,7 @@ def add_checkpoint_io(plugins: object, strategy: object) -> list[object]:
 def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Options) -> list[Callback]:
     """Return the rollout callback, then those listed, then each default whose class is not listed.
 
-    ``options`` are settled, with the callbacks that are listed.
+    ``options`` are the result of :func:`settle_options`, with the listed callbacks.
     """
     listed = options["callbacks"] or []
     callbacks = order_callbacks(listed if isinstance(listed, list) else [listed])
@@ -240,13 +240,13 @@ def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Opti
 
 
 def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
-    """The rollout callback in front (:mod:`rlightning.hooks`), the others in their order."""
+    """Return the callbacks with the rollout callback first (:mod:`rlightning.hooks`), the others in their order."""
     rollout = find_callback("RolloutCallback")
     return sorted(callbacks, key=lambda callback: not isinstance(callback, rollout))
 
 
 def find_callback(name: str) -> type[Any]:
-    """One of the package's callbacks, by name: the package imports none of them itself."""
+    """Return one of the package's callback classes by name, imported here on demand."""
     kind: type[Any] = resolve_name(f"rlightning.callbacks:{name}")
     return kind
 

@@ -9,19 +9,19 @@ from rlightning.hooks import fire
 
 
 class TransformersAdapter(TrainerCallback):
-    """Connects rlightning's callbacks to a transformers ``Trainer``: passes on its events and answers their queries::
+    """Connects rlightning's callbacks to a transformers ``Trainer``, of which they get the events and attributes::
 
         adapter = TransformersAdapter(trainer, [EmptyCacheAfterUpdate(), OffloadDuringRollout()])
         trainer.add_callback(adapter)
 
-    It is the ``trainer`` that they get. ``setup`` and ``teardown`` come around ``train()``, and ``on_update_end`` with
-    the batch None after each micro-batch. A Trainer that generates fires the hooks of a rollout in its
-    ``training_step``: ``fire(adapter, model, "on_rollout_start", prompts)``, and so on (docs/callbacks.md has them).
-    What else they ask for is the Trainer's own, such as ``optimizer``, and ``accelerator`` for device and barrier.
+    Callbacks get the adapter as their ``trainer``. ``setup`` and ``teardown`` are called before and after ``train()``,
+    and ``on_update_end`` with batch None after each micro-batch. A Trainer that samples calls the hooks of a rollout in
+    its ``training_step``: ``fire(adapter, model, "on_rollout_start", prompts)``, and so on (docs/callbacks.md). Other
+    attributes are the Trainer's, such as ``optimizer``, and ``accelerator`` for device and barrier.
 
     Args:
-        trainer: whose steps they are.
-        callbacks: of :mod:`rlightning.callbacks`, but for those that need Lightning's Trainer.
+        trainer: the transformers ``Trainer``.
+        callbacks: of :mod:`rlightning.callbacks`, except those that need Lightning's Trainer.
     """
 
     loggers: Sequence[object] = ()
@@ -56,18 +56,18 @@ class TransformersAdapter(TrainerCallback):
         return int(self.trainer.args.world_size)
 
     def on_train_begin(self, args: object, state: object, control: object, **given: object) -> None:
-        """Called when the model and the optimizer are on the device."""
+        """Call ``setup``; called when the model and the optimizer are on the device."""
         fire(self, given["model"], "setup", "fit")
 
     def on_substep_end(self, args: object, state: object, control: object, **given: object) -> None:
-        """Called after a micro-batch other than a step's last, with ``gradient_accumulation_steps`` above 1."""
+        """Call ``on_update_end`` after a micro-batch other than a step's last, with gradient accumulation."""
         fire(self, given["model"], "on_update_end", None)
 
     def on_step_end(self, args: object, state: object, control: object, **given: object) -> None:
-        """Called when the optimizer has stepped."""
+        """Call ``on_update_end``; called after the optimizer's step."""
         fire(self, given["model"], "on_update_end", None)
 
     def on_train_end(self, args: object, state: object, control: object, **given: object) -> None:
-        """Called when training has ended."""
+        """Call ``on_train_end`` and ``teardown``; called when training has ended."""
         fire(self, given["model"], "on_train_end")
         fire(self, given["model"], "teardown", "fit")

@@ -1,8 +1,8 @@
 """The named algorithms, one in each file; docs/algorithms.md compares them.
 
-Each is an :class:`~rlightning.module.RLModule` that names its advantage and its loss and has its paper's defaults for
-everything that makes the algorithm. The size of a step (prompts, samples, updates) is the hardware's and the user's
-matter and has RLModule's defaults.
+Each is an :class:`~rlightning.module.RLModule` with its own advantage and loss, and with its paper's defaults for the
+arguments that define the algorithm. The size of a step (prompts, samples, updates) depends on hardware and task, and
+has RLModule's defaults.
 """
 
 from rlightning.algorithms.cispo import CISPO

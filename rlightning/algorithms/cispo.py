@@ -11,13 +11,12 @@ class CISPO(GroupModule):
     """CISPO (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5): clips the importance weight, so that no token loses its
     gradient.
 
-    Every token keeps its gradient, so that rare tokens at which reasoning forks still learn in later updates.
+    Rare tokens at which reasoning branches therefore still have a gradient in later updates.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        max_ratio: the largest weight, as an absolute value of the ratio. The paper's bound is ``1 + eps_high``
-            with an ``eps_high`` that it tuned and does not tell; 5 is ScaleRL's (arXiv:2510.13786), which
-            found 4, 5 and 8 alike.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        max_ratio: the largest weight, as an absolute value of the ratio. The paper's bound is ``1 + eps_high`` with an
+            unpublished ``eps_high``; 5 is from ScaleRL (arXiv:2510.13786), which found 4, 5 and 8 equally good.
         min_ratio: the smallest weight; 0 is the paper's "no lower bound".
         loss_aggregation: the paper's mean over all tokens.
     """

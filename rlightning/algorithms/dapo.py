@@ -18,20 +18,20 @@ class DAPO(GroupModule):
     """DAPO (arXiv:2503.14476): GRPO without KL, and four changes.
 
     - Clip-higher (eq. 10): the upper bound is 0.28, the lower stays 0.2.
-    - Dynamic sampling (eq. 11): groups whose rewards are all equal are dropped, and further prompts drawn in their
-      place, up to ``max_refills`` times a step. Equal is meant before the overlong penalty, which would feign a signal.
+    - Dynamic sampling (eq. 11): groups whose rewards, without the overlong penalty, are all equal are replaced by new
+      prompts, up to ``max_refills`` times a step.
     - Token-level loss (eq. 12): the mean over the tokens of the global batch.
     - Soft overlong punishment (eq. 13), which :meth:`compute_rewards` adds; it is logged as ``reward/overlong``.
 
     The paper has ``prompts_per_step=512, samples_per_prompt=16, updates_per_rollout=16, warmup_steps=20``.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        clip_low: the ratio counts down to ``1 - clip_low``.
-        clip_high: the ratio counts up to ``1 + clip_high``.
-        max_refills: how often a step may draw further prompts; 0 only drops.
-        overlong_cache: completion tokens before the limit, a prompt's own where it has one, over which the penalty
-            falls to -1; None is a fifth of the limit, as the paper's 4,096 of 20,480; 0 is no penalty.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        clip_low: the ratio is clipped at ``1 - clip_low``.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
+        max_refills: maximum number of refills of a step; 0 drops groups without replacing them.
+        overlong_cache: number of completion tokens before the run's or the prompt's limit over which the penalty falls
+            to -1; None for a fifth of the limit, as the paper's 4,096 of 20,480; 0 for no penalty.
     """
 
     def __init__(

@@ -11,13 +11,13 @@ class DrGRPO(GroupModule):
     """Dr. GRPO (arXiv:2503.20783, section 3.2): GRPO without its two biases, and without KL.
 
     Rewards are not divided by the group's standard deviation, which favours prompts that are too easy or too hard; and
-    losses are summed over a constant, the limit on completion tokens, instead of each completion's own length,
-    which favours long wrong answers.
+    losses are summed over a constant, the limit on completion tokens, instead of each completion's own length, which
+    favours long wrong answers.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        clip_low: the ratio counts down to ``1 - clip_low``.
-        clip_high: the ratio counts up to ``1 + clip_high``.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        clip_low: the ratio is clipped at ``1 - clip_low``.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
         loss_aggregation: the paper's sum over a constant.
     """
 

@@ -16,13 +16,13 @@ from rlightning.types import RolloutBatch
 class GroupModule(RLModule):
     """An RLModule whose advantages compare the completions of a prompt; GRPO's advantages by default.
 
-    A group of which one trajectory alone is left, since others failed, has nothing to compare it with and is left out.
+    A group with only one trajectory left, because the others failed, is left out.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        turn_baseline: what a turn's return is compared with where ``turn_discount`` gives each one a return: those of
-            all turns of its "group", or those of the same "turn" of the group's other trajectories, which all must have
-            as many (:meth:`~rlightning.objectives.Returns.of_turns`).
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        turn_baseline: with ``turn_discount``, the returns with which a turn's return is compared: "group" for those of
+            all turns of its group, "turn" for those of the same turn in the group's other trajectories, which must have
+            the same number of turns (:meth:`~rlightning.objectives.Returns.of_turns`).
     """
 
     scale_by_std = True
@@ -33,7 +33,7 @@ class GroupModule(RLModule):
         self.turn_baseline = turn_baseline
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse to train with groups of one completion, whose advantages are all 0; prediction may use them."""
+        """Raise a ConfigError for training with groups of one completion, whose advantages are all 0."""
         if self.trainer.state.fn == "fit" and self.samples_per_prompt < 2:
             raise ConfigError(
                 f"samples_per_prompt={self.samples_per_prompt}: {type(self).__name__} compares completions of one "
@@ -54,7 +54,7 @@ class GroupModule(RLModule):
         return batch.rewards
 
     def returns(self, batch: RolloutBatch) -> Returns:
-        """Return the values to compare: rewards of trajectories or agents; with ``turn_discount``, turns' returns."""
+        """Return the values to compare: rewards of trajectories or agents, with ``turn_discount`` turns' returns."""
         if self.turn_discount is None:
             return Returns.of_trajectories(batch)
         turns = Turns.of_batch(batch)

@@ -10,13 +10,13 @@ from rlightning.objectives import Aggregation, ClippedSurrogate
 class GRPO(GroupModule):
     """GRPO (arXiv:2402.03300): PPO's clip, with a group's mean and standard deviation in place of a critic.
 
-    With ``samples_per_prompt=64, prompts_per_step=16`` and one update that is the paper's section 4.2. The paper does
-    not name its clip; 0.2 is PPO's.
+    With ``samples_per_prompt=64, prompts_per_step=16`` and one update it is that of the paper's section 4.2. The paper
+    does not name its clip; 0.2 is PPO's.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        clip_low: the ratio counts down to ``1 - clip_low``.
-        clip_high: the ratio counts up to ``1 + clip_high``.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        clip_low: the ratio is clipped at ``1 - clip_low``.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bounds the loss of negative advantages, see :func:`~rlightning.objectives.clipped_loss`.
         scale_by_std: whether to divide by the group's standard deviation.
         kl_coef: of the KL term, which is k3 in the loss. The paper's is 0.04; 0 needs no reference model.

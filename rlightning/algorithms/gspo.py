@@ -8,15 +8,15 @@ from rlightning.objectives import Aggregation, ClippedSurrogate
 
 
 class GSPO(GroupModule):
-    """GSPO (arXiv:2507.18071): one ratio a sequence, the geometric mean of its tokens', clipped as a whole.
+    """GSPO (arXiv:2507.18071): one clipped ratio for each sequence, the geometric mean of its tokens' ratios.
 
-    The ratio is a mean over tokens, so its bounds are a thousandth of GRPO's. They matter from the second update on a
-    rollout; the paper makes four (``updates_per_rollout=4``).
+    Since the ratio is a mean over tokens, its bounds are about a thousandth of GRPO's. They have an effect from the
+    second update of a rollout on; the paper makes four (``updates_per_rollout=4``).
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        clip_low: the ratio counts down to ``1 - clip_low`` (section 5.1).
-        clip_high: the ratio counts up to ``1 + clip_high`` (section 5.1).
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        clip_low: the ratio is clipped at ``1 - clip_low`` (section 5.1).
+        clip_high: the ratio is clipped at ``1 + clip_high`` (section 5.1).
         loss_aggregation: the paper's mean over sequences (eq. 5).
     """
 

@@ -24,19 +24,19 @@ from rlightning.types import RolloutBatch
 class REINFORCEPlusPlus(RLModule):
     """REINFORCE++ (arXiv:2501.03262): PPO without its critic, normalised over the whole batch instead of by group.
 
-    The return of a token is the reward less the KL of that token and those after it (eqs. 8 and 9); returns are
-    whitened over all tokens of the global batch (eq. 10), and PPO's clipped surrogate follows. It needs no groups:
-    the paper samples once a prompt.
+    A token's return is the reward minus the KL of this and all later tokens (eqs. 8 and 9). Returns are whitened over
+    all tokens of the global batch (eq. 10), and used in PPO's clipped loss. No groups are needed: the paper samples one
+    completion of each prompt.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        clip_low: the ratio counts down to ``1 - clip_low``.
-        clip_high: the ratio counts up to ``1 + clip_high``.
-        discount: of later rewards, a token.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        clip_low: the ratio is clipped at ``1 - clip_low``.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
+        discount: factor for later rewards, for each token.
         samples_per_prompt: completions of each prompt.
-        kl_coef: of the KL, the authors' code's.
+        kl_coef: weight of the KL, by default as in the authors' code.
         kl_estimator: k1, the log-ratio itself (eq. 9).
-        kl_placement: off the reward, token by token.
+        kl_placement: the KL is subtracted from the reward, token by token.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class REINFORCEPlusPlus(RLModule):
         return batch.rewards
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Return each token's sum of rewards to go, whitened over the batch and all ranks: [T]."""
+        """Return each token's sum of rewards from there on, whitened over the batch and all ranks: [T]."""
         if self.turn_discount is not None:
             turns = Turns.of_batch(batch)
             returns = turns.to_tokens(turns.discount_rewards(self.turn_discount))
@@ -92,15 +92,15 @@ class REINFORCEPlusPlus(RLModule):
 
 
 class REINFORCEPlusPlusBaseline(GroupModule):
-    """REINFORCE++ with a baseline (arXiv:2501.03262): centred on the group's mean, scaled by the batch's spread.
+    """REINFORCE++ with a baseline (arXiv:2501.03262): rewards minus the group's mean, scaled by the batch's deviation.
 
-    Unlike GRPO's, its scale does not depend on the few rewards of one group. For tasks with verified rewards.
+    Unlike GRPO's scale, it does not depend on the few rewards of one group. Meant for tasks with verifiable rewards.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        clip_low: the ratio counts down to ``1 - clip_low``.
-        clip_high: the ratio counts up to ``1 + clip_high``.
-        kl_coef: of the KL, the authors' code's.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        clip_low: the ratio is clipped at ``1 - clip_low``.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
+        kl_coef: weight of the KL, by default as in the authors' code.
         kl_estimator: k2, whose gradient in the loss is that of the divergence.
     """
 

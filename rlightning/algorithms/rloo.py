@@ -14,16 +14,17 @@ from rlightning.types import RolloutBatch
 class RLOO(GroupModule):
     """RLOO (arXiv:2402.14740): plain policy gradient, with the mean reward of a group's other completions as baseline.
 
-    A completion is one action: its KL is taken off its reward, and its tokens' losses are summed. The sum is divided
-    by the limit on completion tokens, a constant, so that learning rate and gradient norm mean what they do elsewhere.
+    A completion is one action: its KL is subtracted from its reward, and its tokens' losses are summed. The sum is
+    divided by a constant, the limit on completion tokens, so that learning rates and gradient norms are comparable with
+    those of other algorithms.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
         samples_per_prompt: the paper's larger ``k``.
-        kl_coef: the paper's for summarization.
+        kl_coef: weight of the KL, by default the paper's for summarization.
         kl_estimator: k1, the log-ratio itself.
-        kl_placement: off the reward.
-        loss_aggregation: sum over a constant.
+        kl_placement: the KL is subtracted from the reward.
+        loss_aggregation: the sum divided by a constant.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ class SAPO(GroupModule):
     """SAPO (arXiv:2511.20347): a sigmoid gate in place of the clip, so that off-policy tokens lose gradient gradually.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken.
-        temperature_positive: how fast tokens with a positive advantage fade.
-        temperature_negative: the same for the others, which spread over the whole vocabulary and so fade faster.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
+        temperature_positive: how fast the gradient of tokens with a positive advantage decays off-policy.
+        temperature_negative: the same for other tokens, whose gradient affects the whole vocabulary; larger is faster.
         loss_aggregation: the paper's mean of the sequences' means (eq. 5).
     """
 

@@ -18,13 +18,13 @@ from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 class SFT(RLModule):
     """Trains on completions from the data set; the loss is over their tokens only.
 
-    It generates nothing: no engine is started and no reward function asked. Validation reports the mean loss a
-    token, ``val/<set>/loss``.
+    No engine is started and no reward function is called. Validation reports the mean loss of a token,
+    ``val/<set>/loss``.
 
     Args:
-        model: see :class:`~rlightning.module.RLModule`, whose arguments are all taken but ``samples_per_prompt``.
-        completion_column: the column of the prompt set that holds the completion. The data module tokenises it with
-            its prompt as one text, adds an end-of-sequence token, and checks every row before the first step.
+        model: see :class:`~rlightning.module.RLModule`, whose arguments except ``samples_per_prompt`` are accepted.
+        completion_column: the prompt set's column of completions. The data module tokenises it with its prompt as one
+            text, adds an end-of-sequence token, and checks every row before the first step.
         lr: AdamW's learning rate.
     """
 
@@ -38,7 +38,7 @@ class SFT(RLModule):
         self.policy_objective = cross_entropy
 
     def check_columns(self, columns: Sequence[str], source: str) -> None:
-        """Refuse a prompt set without the completion column; the data module calls this."""
+        """Raise a ConfigError for a prompt set without the completion column; called by the data module."""
         super().check_columns(columns, source)
         if self.completion_column not in columns:
             raise ConfigError(
@@ -47,7 +47,7 @@ class SFT(RLModule):
             )
 
     def read_columns(self, columns: Sequence[str]) -> list[str]:
-        """Return the data set's column that holds the completions."""
+        """Return the column with the completions."""
         return [self.completion_column]
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
@@ -66,7 +66,7 @@ class SFT(RLModule):
         return torch.ones(batch.num_tokens, dtype=torch.float32)
 
     def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        """Log the mean loss a token over this rank's share of a batch of a set, as ``<prefix>/<set>/loss``."""
+        """Log the mean loss of a token over this rank's part of a set's batch, as ``<prefix>/<set>/loss``."""
         batch = balance(self._pack(prompts), self.costs, tensor_parallel_size=self.tensor_parallel_size)
         limit = self.plan.max_tokens_per_microbatch
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)

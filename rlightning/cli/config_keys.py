@@ -1,8 +1,8 @@
 """Checks the keys of a configuration before any object is built from it.
 
-jsonargparse finds unknown keys too, but it does not say where they were or what was meant, it wraps them in the whole
-of a class's other errors, and it takes an abbreviated key of a class for the key. Here every file and every option is
-held against the parameters of the classes that they name, in the order in which jsonargparse will merge them.
+jsonargparse finds unknown keys too, but its errors name neither their place nor the nearest known key, are long, and it
+accepts abbreviated keys. Here every file and every option is checked against the parameters of the classes that they
+name, in the order in which jsonargparse merges them.
 """
 
 import difflib
@@ -45,7 +45,7 @@ from rlightning.foreign_text import cut_line, cut_value
 from rlightning.parallel.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
-"""A mapping that has one of these names a class, after jsonargparse's convention."""
+"""Keys by which a mapping names a class, in jsonargparse's convention."""
 
 
 class ConfigKeys:
@@ -53,10 +53,10 @@ class ConfigKeys:
 
     Attributes:
         parameters: the command's keys.
-        classes: the class that each key stands for so far, such as ``{"model": GRPO}``.
-        seen: every key met, in full.
-        unset_mappings: keys in which options set a key of an item, where nothing has set an item before.
-        files: for each file, in their order, its content with the mappings of earlier files; None where that is equal.
+        classes: the class that each key names so far, such as ``{"model": GRPO}``.
+        seen: every key read so far, in full.
+        unset_mappings: keys of mappings of which options set an item, though nothing has set the mapping before.
+        files: for each file the content merged with the mappings of earlier files; None if they change nothing.
     """
 
     def __init__(self, parameters: Parameters, classes: Mapping[str, object]) -> None:
@@ -65,7 +65,7 @@ class ConfigKeys:
         self.seen: list[str] = []
         self.files: list[dict[str, object] | None] = []
         self.unset_mappings: list[str] = []
-        self._mappings: dict[str, dict[str, object]] = {}  # by key, as the files so far have set them
+        self._mappings: dict[str, dict[str, object]] = {}  # the mappings set by the files read so far, by key
         self._is_in_file = False
         self._begun: set[str] = set()  # the keys of mappings that are set
         self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
@@ -102,9 +102,9 @@ class ConfigKeys:
         """Check the keys of a mapping against the parameters that they may set.
 
         Args:
-            values: keys, dotted or nested, and what they are set to.
-            parameters: names, nested by a dict, and their type hints.
-            where: the key that ``values`` stands under.
+            values: keys, dotted or nested, and their values.
+            parameters: names, in nested dicts, and their type hints.
+            where: the key of the mapping.
         """
         for written, value in values.items():
             name, _, rest = str(written).partition(".")
@@ -173,7 +173,7 @@ class ConfigKeys:
         self._leaves.add(key)
 
     def _begin(self, value: object, options: list[object], key: str) -> None:
-        """Nest dotted names in a value with keys; record a mapping whose first key an option sets."""
+        """Nest dotted names in a mapping, and record a mapping of which an option sets the first item."""
         items = (item for option in options if is_mapping(option) for item in item_hints(option))
         has_keys = any(is_configurable(kind) for item in items for kind in flatten_union(item))
         if isinstance(value, dict) and has_keys and any("." in name for name in value):
@@ -184,7 +184,7 @@ class ConfigKeys:
         self._begun.add(key.replace(".init_args.", "."))
 
     def _merge(self, value: object, key: str) -> None:
-        """Merge a file's mapping with that of earlier files, where jsonargparse would replace it."""
+        """Merge a file's mapping with that of earlier files, which jsonargparse would replace."""
         if isinstance(value, dict) and not SPEC_KEYS & value.keys():
             merged = merge_mappings(self._mappings.get(key, {}), value)
             value.clear()
@@ -254,7 +254,7 @@ def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
 
 
 def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
-    """Return pairs of an option's key and its value."""
+    """Yield pairs of an option's key and its value."""
     position = 0
     while position < len(options):
         option = options[position]
@@ -282,7 +282,7 @@ def parse_value(text: str) -> object:
 
 
 def subclasses(base: type) -> Iterator[type]:
-    """Return ``base`` and all of its subclasses that have been imported."""
+    """Yield ``base`` and all of its imported subclasses."""
     yield base
     children: list[type] = base.__subclasses__()
     for child in children:
@@ -290,13 +290,13 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def find_class(path: str, bases: list[type], key: str) -> Any:
-    """Import the class of a dotted path, or find a subclass by its bare name, imported or in its base's package.
+    """Import the class of a dotted path, or find a subclass by its bare name, imported or in the package of its base.
 
     A dotted path may also name a function, which is returned.
 
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
-        bases: what it may be a subclass of.
+        bases: of which the class may be a subclass.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
@@ -321,7 +321,7 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
     found = getattr(module, name, None)
     if found is None:
         fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
-        fitting += vars(module).get("__all__", ())  # what a module imports when it is asked for, too
+        fitting += vars(module).get("__all__", ())  # names that the module imports lazily
         raise no_name(key, path, fitting)
     if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):
         wanted = " or ".join(base.__name__ for base in bases)
@@ -338,7 +338,7 @@ def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
     """Return the error for a dotted path with a module that does not exist.
 
     Args:
-        folders: of the package that it would be in.
+        folders: of the package in which it would be.
     """
     choices = [module.name for module in iter_modules(folders, f"{name.rpartition('.')[0]}.")]
     choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]

@@ -1,9 +1,9 @@
 """Checks keys, values and class names before torch is imported, by reading the source of the package's classes.
 
-It checks the sections, and what stands directly in ``trainer``, ``model``, ``data`` and ``rollout`` where the class is
-the package's own; values where the source has their type (:mod:`rlightning.cli.source_parameters`); and dotted paths
-into the package, and bare names where no module of the user's has been named, whose classes may have any. All else
-passes. The parser checks everything with the classes themselves (:mod:`rlightning.cli.config_keys`), by the same rules.
+Checked are the sections; the keys directly in ``trainer``, ``model``, ``data`` and ``rollout`` if the class is this
+package's; values whose type is known from source (:mod:`rlightning.cli.source_parameters`); dotted paths into this
+package; and bare names, unless a user's module is named, whose classes may have any name. The parser later checks
+everything with the classes themselves, by the same rules (:mod:`rlightning.cli.config_keys`).
 """
 
 import os
@@ -47,7 +47,7 @@ from rlightning.parallel.strategy_names import CHOICES, CLASSES, KEY, no_strateg
 
 TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 PACKAGES = {"model": "rlightning.algorithms", "data": "rlightning.data", "rollout": "rlightning.callbacks"}
-"""The package of the classes that a section may name, by section."""
+"""The package of the classes that a section may name by bare name, by section."""
 BASES = {
     "model": "rlightning.module.rl_module.RLModule",
     "data": "rlightning.data.module.PromptDataModule",
@@ -57,7 +57,7 @@ BASES = {
     "trainer.logger": "lightning.pytorch.loggers.logger.Logger",
     KEY: "lightning.pytorch.strategies.strategy.Strategy",
 }
-"""The base class whose subclasses may be named without their module, by key."""
+"""The base class whose subclasses may be given by bare name, by key."""
 USUAL_CLASSES = {"data": "rlightning.data.PromptDataModule", "rollout": "rlightning.callbacks.VLLMRollout"}
 SET_BY_SECTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "return_predictions"}
 """Parameters of the Trainer's methods that no key of the configuration sets."""
@@ -67,7 +67,7 @@ class Given(Protocol):
     """The value of a key, to be checked."""
 
     def check(self, key: str) -> None:
-        """Raise a ConfigError if the full parser would refuse the value."""
+        """Raise a ConfigError if the parser would refuse the value."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class GivenStrategy:
 
 @dataclass
 class GivenRewards:
-    """The reward functions that a key names: one or several dotted paths, or mappings with one."""
+    """The reward functions that a key names: dotted paths, or mappings with a dotted path."""
 
     value: object
 
@@ -109,9 +109,9 @@ class GivenValue:
     """The value of a key whose type is known.
 
     Attributes:
-        value: as the file has it, or an option's text.
-        hint: of the key's type.
-        is_option: whether the command line has it, whose texts may stand for other values.
+        value: from a file, or an option's text.
+        hint: type hint of the key.
+        is_option: whether the value is from the command line, where texts may be parsed as other values.
     """
 
     value: object
@@ -120,7 +120,7 @@ class GivenValue:
 
     def check(self, key: str) -> None:
         """Raise a ConfigError if jsonargparse would refuse the value."""
-        if isinstance(self.value, str) and os.path.exists(os.path.expanduser(self.value)):  # its content may be meant
+        if isinstance(self.value, str) and os.path.exists(os.path.expanduser(self.value)):  # may be read as a file
             return
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--value", type=self.hint)
@@ -134,12 +134,12 @@ class GivenValue:
 
 
 class SourceKeys(ConfigKeys):
-    """Checks keys as ConfigKeys does, without imports: a class is its dotted path, or None if it is unknown.
+    """Checks keys like ConfigKeys, without imports: a class is represented by its dotted path, or None if unknown.
 
     Attributes:
-        given: by key, the value that it was set to last; only what is known for sure.
-        has_foreign_modules: whether a class was named of a module that is neither this package's nor Lightning's, which
-            may bring classes of any name.
+        given: the last value of each key, if it is known for sure.
+        has_foreign_modules: whether a class of a module outside of this package and Lightning was named, which may
+            define classes of any name.
     """
 
     def __init__(self, parameters: Parameters, classes: Mapping[str, object]) -> None:
@@ -220,7 +220,7 @@ class SourceKeys(ConfigKeys):
         return None
 
     def check_path(self, path: str, key: str, base: str) -> None:
-        """Raise a ConfigError for a dotted path to a missing name of this package; record paths to other packages."""
+        """Raise a ConfigError for a dotted path to a missing name in this package; record paths to other packages."""
         module, _, name = path.rpartition(".")
         first = path.partition(".")[0]
         if first != "rlightning":
@@ -232,14 +232,14 @@ class SourceKeys(ConfigKeys):
         missing = find_missing_module(module)
         if missing is not None:
             raise no_module(key, missing, map(str, find_folders(missing.rpartition(".")[0])))
-        with suppress(LookupError):  # of a folder without an __init__
+        with suppress(LookupError):  # a folder without an __init__ cannot be searched
             if not has_name(module, name):
                 names = class_names(module)
                 fitting = names & subclass_names(base.rpartition(".")[2]) if base else names
                 raise no_name(key, path, fitting or names)
 
     def check_name(self, name: str, key: str, base: str) -> None:
-        """Raise a ConfigError for a bare name that no known class has."""
+        """Raise a ConfigError for a bare name of no known class."""
         names = subclass_names(base.rpartition(".")[2])
         if name not in names and not self.has_foreign_modules and name not in imported_names(base):
             raise no_class(key, name, [known for known in names if not known.startswith("_")])
@@ -249,19 +249,19 @@ class SourceKeys(ConfigKeys):
         return parameters_of_source(str(kind))
 
     def check_given(self) -> None:
-        """Check the stored values; strategies are skipped if a module of the user's may register some."""
+        """Check the stored values; strategies are skipped if a user's module may register some."""
         for key, given in self.given.items():
             if not (self.has_foreign_modules and isinstance(given, GivenStrategy)):
                 given.check(key)
 
 
 def check_early(command: str, options: list[str]) -> None:
-    """Raise a ConfigError, in the full parser's words, for a key or a value that it would refuse."""
+    """Raise a ConfigError, in the full parser's words, for a key or a value that the parser would refuse."""
     if asks_for_help(options):
         return
     try:
         keys = SourceKeys(keys_of(command), USUAL_CLASSES)
-    except LookupError:  # another version of Lightning, with other files
+    except LookupError:  # this version of Lightning has its files elsewhere
         return
     keys.check_options(spell_out_options(options))
     check_model(keys)
@@ -269,7 +269,7 @@ def check_early(command: str, options: list[str]) -> None:
 
 
 def keys_of(command: str) -> Parameters:
-    """Return the sections of a command and the keys below ``trainer``, with type hints as far as they are known."""
+    """Return a command's sections and the keys below ``trainer``, with type hints as far as known."""
     given = {k: hint for k, hint in parameters_of_source(TRAINER, command).items() if k not in SET_BY_SECTIONS}
     own = {"output": str | None} if command == "predict" else {}
     names = ["config", "environment", "print_config", *PACKAGES]

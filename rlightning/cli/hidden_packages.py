@@ -20,11 +20,11 @@ NEVER_IMPORTED = {
     *("tabnanny", "telnetlib", "test", "this", "tkinter", "trace", "turtle", "turtledemo", "uu"),
     *("venv", "wave", "xdrlib", "xmlrpc", "zipapp"),
 }
-"""Modules of Python's own that nothing of a run imports, so that a file may have such a name."""
+"""Modules of Python's library that no run imports, so that files may have their names."""
 
 
 def check_folder(folder: Path) -> None:
-    """Raise an error if files in a folder at the head of Python's path shadow modules that a run imports.
+    """Raise an error if files in the first folder of Python's path shadow modules that a run imports.
 
     Raises:
         ConfigError: names the file.
@@ -40,7 +40,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _find_elsewhere(name: str, folder: Path) -> str | None:
-    """Return the file or folder of a module on Python's path outside of a folder."""
+    """Return the file or folder of a module on Python's path outside of ``folder``; None if there is none."""
     path = [entry for entry in sys.path if entry and Path(entry).resolve() != folder.resolve()]
     spec = PathFinder.find_spec(name, path)
     if spec is None:

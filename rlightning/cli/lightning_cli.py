@@ -65,18 +65,18 @@ class RLArgumentParser(LightningArgumentParser):
 
     keys: ConfigKeys | None = None
     secrets: Mapping[str, str] = {}
-    """Secrets of this command line, by the names that the configuration has for them."""
+    """Secrets of this command line, by their names in the configuration."""
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
-        """Add a class's arguments; a file's name stays a text where an argument takes texts."""
+        """Add a class's arguments; a file's name stays a text if the argument accepts texts."""
         added = super().add_class_arguments(*args, **kwargs)
         for action in parser_actions(self):
             if takes_text(hint_of(action)):
-                keep_text(action)  # or jsonargparse would read the file as configuration
+                keep_text(action)  # otherwise jsonargparse reads the file as configuration
         return added
 
     def instantiate(self, *args: object, **kwargs: object) -> Namespace:
-        """Build the objects of a configuration, with plain ``str`` arguments and secrets filled in."""
+        """Construct the objects of a configuration, with plain ``str`` arguments and secrets filled in."""
         try:
             built: Namespace = super().instantiate(*args, **kwargs)
         except ValueError as error:
@@ -89,7 +89,7 @@ class RLArgumentParser(LightningArgumentParser):
         return resolve_secrets(plain_texts(built), "the configuration", RLArgumentParser.secrets)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Write a one-line summary of jsonargparse's message and exit with 2."""
+        """Write a one-line summary of jsonargparse's message and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
         cause: BaseException | None = ex
@@ -127,7 +127,7 @@ class SaveRunConfig(SaveConfigCallback):
     def on_exception(
         self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Remove the file of a run that failed before its start, as by a checkpoint that does not fit."""
+        """Remove the file of a run that failed before its first step, as with a checkpoint that does not fit."""
         if self._path is not None and isinstance(find_run_error(exception), ConfigError):
             self._path.unlink(missing_ok=True)
 
@@ -150,14 +150,14 @@ class RLCLI(LightningCLI):
         spell_out_files()
         use_strict_yaml()
         for name in import_module("rlightning.callbacks").__all__:
-            find_callback(name)  # so that `--trainer.callbacks+=SaveHF` finds a callback by its bare name
+            find_callback(name)  # afterwards `--trainer.callbacks+=SaveHF` finds the callback by its bare name
         try:
             self.run_command(args)
         finally:
             unlock_all()
 
     def run_command(self, args: list[str]) -> None:
-        """Parse the options, build all objects, and run the command."""
+        """Parse the options, construct all objects, and run the command."""
         super().__init__(
             model_class=RLModule,
             datamodule_class=PromptDataModule,
@@ -174,7 +174,7 @@ class RLCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # of which Lightning has a static one
-        """Return only the given command, as building a parser for each is slow; ``predict`` returns nothing."""
+        """Return only the given command, since constructing a parser for each is slow; ``predict`` returns nothing."""
         command = self.args[0]
         skipped = {"return_predictions"} if command == "predict" else set()
         return {command: LightningCLI.subcommands()[command] | skipped}
@@ -199,7 +199,7 @@ class RLCLI(LightningCLI):
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Check all keys for better errors, then parse by jsonargparse."""
+        """Check all keys, for better errors, then parse with jsonargparse."""
         command, options = self.args[0], mark_files(spell_out_options(self.args[1:]))
         keys = ConfigKeys(
             parameters_of(self._subcommand_parsers[command]),
@@ -218,7 +218,7 @@ class RLCLI(LightningCLI):
         """Do nothing: a checkpoint's hyperparameters are not merged into the configuration."""
 
     def before_instantiate_classes(self) -> None:
-        """Set and check values that depend on several keys, before any object is built."""
+        """Set and check values that depend on several keys, before any object is constructed."""
         config = self.config[self.subcommand]
         expand_home(config)
         self.mask_secrets()
@@ -241,7 +241,7 @@ class RLCLI(LightningCLI):
             trainer["logger"] = None
 
     def take_run_folder(self, folder: Path) -> None:
-        """Lock the run's folder; raise an error if another run uses it, or it is not writable."""
+        """Lock the run's folder; raise a ConfigError if another run uses it, or it cannot be written to."""
         if self.subcommand == "fit":
             lock_run(folder)
         else:
@@ -261,14 +261,14 @@ class RLCLI(LightningCLI):
             )
 
     def instantiate_classes(self) -> None:
-        """Build all objects, and store the whole configuration in the module, for its checkpoints."""
+        """Construct all objects, and store the whole configuration in the module, for its checkpoints."""
         super().instantiate_classes()
         if isinstance(self.model, PolicyModule):
             text = self._parser(self.subcommand).dump(self.config[self.subcommand], skip_none=False)
             self.model.configuration = flatten(load_keys(text))
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
-        """Build the Trainer with the rollout callback and the callbacks of the command line itself."""
+        """Construct the Trainer with the rollout callback and the command line's own callbacks."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
         listed = as_list(config["callbacks"])
         rollout = self._get(self.config_init, "rollout")
@@ -292,7 +292,7 @@ class RLCLI(LightningCLI):
         return trainer
 
     def make_own_callbacks(self, listed: Sequence[object]) -> list[Callback]:
-        """Return the callbacks that a command adds to those in ``listed``."""
+        """Return the callbacks that a command adds to the ``listed`` ones."""
         own: list[Callback] = []
         predictions = find_callback("JSONLPredictions")
         if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in listed):
@@ -307,7 +307,7 @@ class RLCLI(LightningCLI):
         return keys is not None and any(key.startswith("rollout.") for key in keys.seen)
 
     def predict(self, **kwargs: Any) -> None:
-        """Run prediction without collecting the completions in memory, as a callback writes them."""
+        """Run prediction without collecting the completions in memory, since a callback writes them."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
@@ -320,7 +320,7 @@ def set_environment(rollout: object, environment: object) -> None:
     """Set the environment of the section ``environment`` on the rollout callback.
 
     Raises:
-        ConfigError: there is no such callback.
+        ConfigError: there is no rollout callback.
     """
     if environment is None:
         return
@@ -337,7 +337,7 @@ def make_run_folder() -> str:
         path = new_run_folder()
         if not is_rank_0():
             return path
-        with suppress(FolderTakenError):  # by another run of this second
+        with suppress(FolderTakenError):  # another run that began in the same second has taken it
             lock_run(Path(path))
             return path
 
@@ -354,7 +354,7 @@ def command_to_go_on(args: list[str], folder: str) -> str:
 
 
 def expand_home(values: object) -> object:
-    """Replace ``~`` at the start of every path in a configuration by the user's home, in place; returns the result."""
+    """Replace ``~`` at the start of every path in a configuration by the user's home, in place; return the result."""
     if isinstance(values, Namespace | dict):
         entries = vars(values) if isinstance(values, Namespace) else values
         for key, value in entries.items():

@@ -1,4 +1,4 @@
-"""Options of the command line as texts: files replaced by their content, names of strategies by their classes."""
+"""Rewrites command line options: files are replaced by their content, short names of strategies by their classes."""
 
 import json
 import os
@@ -14,10 +14,10 @@ _load_yaml = get_loader("yaml")
 
 
 def replace_files(options: list[str], contents: Sequence[object]) -> list[str]:
-    """Return command line options in which the n-th ``--config`` has the n-th content in place of its file.
+    """Return command line options in which the file of the n-th ``--config`` is replaced by the n-th content.
 
     Args:
-        contents: one a file; None leaves the file.
+        contents: one for each file; None keeps the file.
     """
     rest, replaced = iter(contents), list(options)
     for i, option in enumerate(options):
@@ -32,7 +32,7 @@ def replace_files(options: list[str], contents: Sequence[object]) -> list[str]:
 
 
 def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
-    """Return command line options that set each mapping to an empty one before the first option of a key in it."""
+    """Return command line options that set each of these mappings to an empty one before setting a key in it."""
     begun = list(options)
     for key in keys:
         place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
@@ -41,7 +41,7 @@ def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
 
 
 def mark_files(options: list[str]) -> list[str]:
-    """Return command line options in which the name of an existing file is a :class:`WrittenText` if YAML alters it."""
+    """Return command line options in which names of existing files that YAML would alter are a :class:`WrittenText`."""
 
     def is_marked(text: str) -> bool:
         try:
@@ -66,7 +66,7 @@ def spell_out_options(options: list[str]) -> list[str]:
 
 
 def spell_out_files() -> None:
-    """Have jsonargparse expand short names of strategies in all YAML that it reads from now on."""
+    """Make jsonargparse expand short names of strategies in all YAML that it reads from now on."""
     set_loader("yaml", lambda text: spell_out(_load_yaml(text)), (yaml.YAMLError,))
 
 

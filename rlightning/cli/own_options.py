@@ -1,4 +1,4 @@
-"""Options of a single command that are no keys of a configuration."""
+"""Options of a single command, which are no keys of a configuration."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -8,14 +8,14 @@ from rlightning.errors import ConfigError
 def split_own_options(
     options: Sequence[str], defaults: Mapping[str, str], flags: Collection[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Split options into those that only this command has, and the others.
+    """Split options into those of this command alone, and the others.
 
     Args:
-        defaults: values by name of those that have one, such as ``{"--port": "8100"}``.
-        flags: names of those that have none; if one is there its value is its name, and else "".
+        defaults: options with a value, with their defaults, such as ``{"--port": "8100"}``.
+        flags: options without a value; in the result a given flag's value is its name, else "".
 
     Raises:
-        ConfigError: a value is missing, or is there for a flag.
+        ConfigError: a value is missing, or a flag has one.
     """
     own, rest = {**defaults, **dict.fromkeys(flags, "")}, list[str]()
     words = iter(options)

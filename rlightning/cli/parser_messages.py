@@ -1,4 +1,4 @@
-"""Summarises jsonargparse's messages about refused values in one line."""
+"""Summarizes jsonargparse's messages about refused values in one line."""
 
 import re
 from itertools import takewhile
@@ -20,9 +20,9 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     lines = [line for line in lines if line.strip("- ") and "NoneType" not in line]
     in_object = [i for i, line in enumerate(lines) if line.startswith("Type collections.abc.Callable")]
-    if in_object:  # of an object of a class in place of a function: what is wrong with its arguments
+    if in_object:  # the value is an object, not a function: keep the error about the object's arguments
         lines = [re.sub(r"\. Got value: Namespace\(.*", "", line) for line in lines[in_object[-1] + 1 :]] or lines
-    # after the reason, what a class may be written as
+    # Drop the description of how a class may be written, which follows the reason.
     lines = list(takewhile(lambda line: not line.startswith("Not a valid subclass"), lines)) or lines
     value = re.search(r"Given value: (.*)", given)
     names = [name for line in lines for name in _expected(line)]
@@ -31,7 +31,7 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
     paths = [re.fullmatch("Expected a path but (.*) either not accessible or invalid", line) for line in lines]
     if any(paths) and any(line.startswith("Expected a dot import path string") for line in lines):
         lines = [f"expected keys with values, got '{path[1]}'" for path in paths if path]
-    # what is wrong with an item or an argument, rather than with the whole
+    # Prefer messages about an item or an argument to messages about the whole value.
     lines = [line for line in lines if not _expected(line) and not line.startswith("Expected a path but")] or lines
     text = "; ".join(dict.fromkeys(lines))
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
@@ -50,7 +50,7 @@ def _expected(line: str) -> list[str]:
 
 
 def _suggest_value(text: str) -> str:
-    """Return a sentence with a correct value in place of one of the wrong type."""
+    """Return a sentence with the correct form of a value that has the wrong type; "" if unknown."""
     found = re.fullmatch(r"expected (.*), got '(.*)'", text)
     if found is None:
         return ""

@@ -27,7 +27,7 @@ from rlightning.protocols import generates
 from rlightning.types.batch_plan import BatchPlan
 
 Arguments = dict[str, Any]
-"""Arguments of a class in the configuration, by name, after the parser's checks."""
+"""Arguments of a class in a parsed configuration, by name."""
 
 HELP = f"""\
 usage: rlightning plan {OPTION} SIZE [--config FILE]... [--KEY VALUE]...
@@ -43,7 +43,7 @@ example:
 
 
 class PlanCLI(RLCLI):
-    """Parses the configuration of ``fit``, with the same errors, and builds no objects."""
+    """Parses the configuration of ``fit``, with the same errors, without constructing objects."""
 
     def _set_seed(self) -> None:
         """Do nothing: a plan is deterministic."""
@@ -63,7 +63,7 @@ def plan(options: list[str]) -> str:
     """Return the plan of a run as text.
 
     Raises:
-        ConfigError: for a mistake of the user's.
+        ConfigError: for a mistake in the user's configuration.
     """
     if any(option in ("-h", "--help") for option in options):
         return HELP
@@ -80,7 +80,7 @@ def parse_work(args: list[str]) -> Work:
     """Return the work of the run that ``fit`` would start with these options.
 
     Raises:
-        ConfigError: as ``fit`` would, where it shows without building anything.
+        ConfigError: as for ``fit``, if it can be detected without constructing objects.
     """
     config: Namespace = PlanCLI(args=args).config["fit"]
     trainer, model = config["trainer"], arguments(config["model"])
@@ -123,7 +123,7 @@ def parse_work(args: list[str]) -> Work:
 
 
 def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
-    """Yield the models beside the actor, by the keys; an overridden ``configure_roles`` yields one of unknown size."""
+    """Yield the models other than the actor; if ``configure_roles`` is overridden, one of unknown size."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))
@@ -142,7 +142,7 @@ def read_adapter(model: Arguments, config: PreTrainedConfig) -> LoRA | None:
 
 
 def read_batch(model: Arguments) -> BatchPlan:
-    """Return the batch sizes of a step; an algorithm without a key has the usual default."""
+    """Return the batch sizes of a step; the default for keys that the algorithm lacks."""
     return BatchPlan(
         prompts_per_step=model.get("prompts_per_step", 32),
         samples_per_prompt=model.get("samples_per_prompt", 1),
@@ -158,7 +158,7 @@ def arguments(section: Namespace | None) -> Arguments:
 
 
 def make_callbacks(config: Namespace) -> list[object]:
-    """Build the callbacks that affect the plan: the rollout callback, and callbacks that offload memory."""
+    """Construct the callbacks that affect the plan: the rollout callback, and callbacks that offload memory."""
     listed = config["trainer"]["callbacks"] or []
     sections = [*(listed if isinstance(listed, list) else [listed]), config["rollout"]]  # None: of `rollout: null`
     kinds = [(find_class(one["class_path"], [], "trainer.callbacks"), arguments(one)) for one in sections if one]
@@ -166,7 +166,7 @@ def make_callbacks(config: Namespace) -> list[object]:
 
 
 def count_devices(devices: object) -> int:
-    """Return the number of devices of a host in ``trainer.devices``; 1 for "auto", which another machine decides."""
+    """Return the number of devices of a host in ``trainer.devices``; 1 for "auto", which depends on the machine."""
     text = str(devices).strip("[]() ")
     if text == "auto":
         return 1
@@ -194,7 +194,7 @@ def read_parallelism(trainer: Namespace) -> Parallelism:
 
 
 def find_strategy(strategy: str | Namespace, ranks: int) -> tuple[type[Strategy], Arguments]:
-    """Return the class and the arguments of a strategy, whose short name is already spelled out."""
+    """Return the class and the arguments of a strategy, which is given by its class rather than a short name."""
     given: Arguments = {}
     if not isinstance(strategy, str):
         found = find_class(strategy["class_path"], [Strategy], "trainer.strategy")

@@ -1,4 +1,4 @@
-"""``rlightning rollout``, the part without slow imports: its options, and errors in them."""
+"""``rlightning rollout``: options and errors, without slow imports."""
 
 from rlightning.cli.rollout_options import DEFAULTS, read_options
 
@@ -29,8 +29,8 @@ def rollout(options: list[str]) -> None:
     """Make trajectories of a few prompts, and print them turn by turn.
 
     Raises:
-        ConfigError: for a mistake of the user's.
-        EnvironmentFailedError: a trajectory failed, or its reward.
+        ConfigError: for a mistake in the user's configuration.
+        EnvironmentFailedError: a trajectory or its reward failed.
     """
     from rlightning.cli.rollout_cli import RolloutCLI
 

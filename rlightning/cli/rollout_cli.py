@@ -35,7 +35,7 @@ from rlightning.trainer import find_callback
 from rlightning.types import Prompt, Trajectory
 
 COMMAND = "predict"
-"""The Lightning command whose keys and whose parsing `rlightning rollout` uses."""
+"""The Lightning command whose keys and parsing `rlightning rollout` uses."""
 
 
 class RolloutCLI(RLCLI):
@@ -62,7 +62,7 @@ class RolloutCLI(RLCLI):
         super().before_instantiate_classes()
 
     def _choose_prompts(self, data: Namespace) -> None:
-        """Limit the rows that the data module reads, of the prediction set or else the training set."""
+        """Limit the rows that the data module reads, from the prediction set or else the training set."""
         num_prompts = self.own.num_trajectories // self.own.num_samples
         if not issubclass(find_class(data["class_path"], [], "data.class_path"), PromptDataModule):
             raise ConfigError(
@@ -77,7 +77,7 @@ class RolloutCLI(RLCLI):
         arguments["predict_limit"] = min(num_prompts, arguments["predict_limit"] or num_prompts)
 
     def make_own_callbacks(self, listed: Sequence[object]) -> list[Callback]:
-        """Return the callback that prints trajectories, as no files are written."""
+        """Return the callback that prints trajectories; no files are written."""
         return [PrintGroups(self.show)]
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -100,7 +100,7 @@ class RolloutCLI(RLCLI):
         """Return the rollout callback of the configuration.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no rollout callback.
         """
         kind = find_callback("RolloutCallback")
         found = next((one for one in callbacks_of(self.trainer) if isinstance(one, kind)), None)
@@ -146,7 +146,7 @@ class RolloutCLI(RLCLI):
             for future in futures:
                 self.show(future.result())
         finally:
-            runner.cancel(futures)  # they use the sampler
+            runner.cancel(futures)  # the trajectories still use the sampler
             with suppress(DeadlineExceededError):  # code of the environment may block the loop
                 runner.loop.run(sampler.close(), timeout=CLOSE_TIMEOUT)
             runner.close()
@@ -176,7 +176,7 @@ class RolloutCLI(RLCLI):
         """End the module's worker processes.
 
         Raises:
-            EnvironmentFailedError: trajectories would not be trained on, or have no reward, as something failed.
+            EnvironmentFailedError: trajectories failed, or have no reward because a reward function failed.
         """
         self.model.close()
         check_scored(self.scored)
@@ -191,7 +191,7 @@ class PrintGroups(RLCallback):
         self._ended: dict[int, list[Trajectory]] = {}
 
     def on_predict_start(self, trainer: Loop, module: object) -> None:
-        """Store the prompts' order."""
+        """Store the order of the prompts."""
         data = trainer.datamodule if has(trainer, HasData) else None
         prompts = data.predict_prompts if has(data, HasPredictPrompts) else None
         self._waiting = [prompt.index for prompt in prompts or ()]
@@ -199,7 +199,7 @@ class PrintGroups(RLCallback):
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: Prompt, trajectories: list[Trajectory]
     ) -> None:
-        """Print the trajectories whose turn it is."""
+        """Print the prompt's trajectories, and those that waited for them, in order."""
         self._ended[prompt.index] = trajectories
         while self._waiting and self._waiting[0] in self._ended:
             self._show(self._ended.pop(self._waiting.pop(0)))
@@ -213,7 +213,7 @@ class PrintGroups(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Print trajectories that arrived only with their whole batch."""
+        """Print trajectories for which :meth:`on_predict_prompt_end` was not called."""
         for prompt, trajectories in outputs:
             if prompt.index in self._waiting:
                 self.on_predict_prompt_end(trainer, module, prompt, trajectories)
@@ -228,13 +228,13 @@ def score_groups(module: RLModule, groups: Sequence[Sequence[Trajectory]]) -> li
             rewards = module.compute_rewards(batch).tolist()
     values = {name: component.tolist() for name, component in batch.scores.items()}
     scored: list[ScoredTrajectory] = []
-    place = 0  # in the batch, which has some of the trajectories, in their order
+    place = 0  # index in the batch, which holds some of the trajectories, in this order
     for one in (one for group in groups for one in group):
         kept = batch.trajectories[place] if place < len(rewards) else None
         if kept is None or kept.turns is not one.turns or kept.status != one.status:
             scored.append(ScoredTrajectory(one))
             continue
-        has_own = not math.isnan(rewards[place]) and rewards[place] != 0  # by a compute_rewards of the module's
+        has_own = not math.isnan(rewards[place]) and rewards[place] != 0  # set by the module's own compute_rewards()
         is_rewarded = bool(module.rewarder.functions) or one.reward is not None or has_own
         scores = {name: _number(component[place]) for name, component in values.items()}
         reward = _number(rewards[place]) if is_rewarded else None
@@ -248,7 +248,7 @@ def _number(value: float) -> float | None:
 
 
 def check_scored(scored: Sequence[ScoredTrajectory]) -> None:
-    """Raise an EnvironmentFailedError with the first failure of a trajectory, if any."""
+    """Raise an EnvironmentFailedError with the first failure of a trajectory, if there is one."""
     lost = [one.trajectory for one in scored if not one.is_sampled]
     unrewarded = [one.trajectory for one in scored if one.has_failed_reward]
     if lost:

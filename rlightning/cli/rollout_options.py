@@ -1,4 +1,4 @@
-"""The options of ``rlightning rollout`` alone."""
+"""The options that only ``rlightning rollout`` has."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ FLAGS = ("--json",)
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """What the command was asked for.
+    """The parsed options.
 
     Attributes:
-        num_trajectories: in all.
-        num_samples: of each prompt.
-        is_json: whether output is for programs.
-        endpoint: URL of a server; None: the configuration's sampler.
-        endpoint_model: its name at the server; None: the server's only one.
-        endpoint_key_variable: the environment variable with the key; None: there is none.
+        num_trajectories: total number of trajectories.
+        num_samples: trajectories of each prompt.
+        is_json: whether output is JSON, for programs.
+        endpoint: URL of a server; None for the configuration's sampler.
+        endpoint_model: the model's name at the server; None for the server's only model.
+        endpoint_key_variable: environment variable with the API key; None without a key.
     """
 
     num_trajectories: int
@@ -31,10 +31,10 @@ class RolloutOptions:
 
 
 def read_options(options: list[str]) -> tuple[RolloutOptions, list[str]]:
-    """Return the options of this command alone, and those that are left.
+    """Return the options of this command alone, and the remaining ones.
 
     Raises:
-        ConfigError: for a value of the former.
+        ConfigError: for an invalid value of this command's options.
     """
     own, rest = split_own_options(options, DEFAULTS, FLAGS)
     numbers = {}

@@ -1,4 +1,4 @@
-"""``rlightning serve``, the part without slow imports: its options, and errors in them."""
+"""``rlightning serve``: options and errors, without slow imports."""
 
 from rlightning.cli.own_options import split_own_options
 from rlightning.errors import ConfigError
@@ -28,8 +28,8 @@ def serve(options: list[str]) -> None:
     """Start an engine, and serve trainers until Ctrl-C.
 
     Raises:
-        ConfigError: for a mistake of the user's.
-        EngineError: the engine cannot start, or keeps dying.
+        ConfigError: for a mistake in the user's configuration.
+        EngineError: the engine cannot start, or dies repeatedly.
     """
     from rlightning.cli.serve_cli import serve_at
 
@@ -41,7 +41,7 @@ def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split options into those of this command and the others.
 
     Raises:
-        ConfigError: for a value of the former.
+        ConfigError: for an invalid value of this command's options.
     """
     own, rest = split_own_options(options, DEFAULTS)
     port = own["--port"]

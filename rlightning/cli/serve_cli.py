@@ -22,7 +22,7 @@ from rlightning.trainer import find_callback
 
 
 class ServeCLI(RLCLI):
-    """Parses the configuration of ``fit``, with the same errors, and builds the objects that an engine depends on."""
+    """Parses the configuration of ``fit``, with the same errors, and constructs what an engine depends on."""
 
     def _set_seed(self) -> None:
         """Do nothing: the engine has its own random state."""
@@ -37,7 +37,7 @@ class ServeCLI(RLCLI):
         trainer["strategy"] = "auto"
 
     def instantiate_classes(self) -> None:
-        """Build the module without weights, the data module without rows, the callback without an engine."""
+        """Construct the module without weights, the data module without rows, and the callback without an engine."""
         self.config_init = self.parser.instantiate_classes(self.config)
         listed = self._get(self.config_init, "trainer")["callbacks"]
         self.module: RLModule = self._get(self.config_init, "model")
@@ -50,10 +50,10 @@ class ServeCLI(RLCLI):
             self.max_prompt_tokens = default_prompt_limit(self.module.max_model_length, new_tokens)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing."""
+        """Do nothing: no command of Lightning is run."""
 
     def configure_engine(self, name: str) -> EngineConfig:
-        """Return the engine of the configuration; ``name`` is the name of its log."""
+        """Return the configuration of the engine; ``name`` is the name of its log."""
         trainer, module, options = self._get(self.config_init, "trainer"), self.module, self.rollout.options
         options.check()
         if self.max_prompt_tokens is not None and hasattr(module, "plan"):
@@ -73,7 +73,7 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
     """Start an engine and serve trainers until Ctrl-C.
 
     Args:
-        port: where to listen; 0 is any that is free.
+        port: on which to listen; 0 for any free port.
     """
     cli = ServeCLI(args=["fit", *options])
     listener = open_listener(host, port)

@@ -1,4 +1,4 @@
-"""Reads names and parameters of classes from source, because importing the classes would import torch for seconds."""
+"""Reads names and parameters of classes from source: importing the classes would import torch, which takes seconds."""
 
 import ast
 import builtins
@@ -18,7 +18,7 @@ PLAIN_TYPES = {
     "pathlib": {"Path"},
     "typing": {"Dict", "Iterable", "List", "Literal", "Mapping", "Optional", "Sequence", "Tuple", "Union"},
 }
-"""Names that a type hint can be evaluated from without its class's module, by the module that defines them."""
+"""Types in a hint that can be evaluated without importing the class's module, by the module that defines them."""
 
 
 def parameters_of_source(path: str, method: str = "__init__") -> Parameters:
@@ -26,13 +26,13 @@ def parameters_of_source(path: str, method: str = "__init__") -> Parameters:
 
     Args:
         path: the class, such as ``rlightning.algorithms.GRPO``.
-        method: which one; the bases' where the class has none.
+        method: name of the method, which may be inherited.
 
     Returns:
-        Type hints by name; None for one that needs imports, as that of a class does.
+        Type hints by name; None for a hint that needs imports, such as a class.
 
     Raises:
-        LookupError: its source is not found.
+        LookupError: the source is not found.
     """
     module, definition = find_source(path)
     function = next((n for n in definition.body if isinstance(n, ast.FunctionDef) and n.name == method), None)
@@ -47,10 +47,10 @@ def parameters_of_source(path: str, method: str = "__init__") -> Parameters:
 
 
 def find_source(path: str) -> tuple[str, ast.ClassDef]:
-    """Return the module and the definition of a class, also if ``path`` names an import of the class.
+    """Return the module and the definition of a class, also if ``path`` is an import of the class.
 
     Raises:
-        LookupError: it is not found.
+        LookupError: the class is not found.
     """
     module, _, name = path.rpartition(".")
     for node in ast.walk(_parse(module)):
@@ -69,10 +69,10 @@ def find_missing_module(module: str) -> str | None:
 
 
 def has_name(module: str, name: str) -> bool:
-    """Return whether a module may have a name: one that it assigns, imports, or imports lazily.
+    """Return whether a module may have a name, by assignment, import, or lazy import.
 
     Raises:
-        LookupError: its source is not found.
+        LookupError: the source is not found.
     """
     bound = _bindings(module)
     if not bound.keys().isdisjoint((name, "*")) or find_missing_module(f"{module}.{name}") is None:
@@ -82,7 +82,7 @@ def has_name(module: str, name: str) -> bool:
 
 
 def class_names(module: str) -> set[str]:
-    """Return the names that a module exports, and those of its possible classes."""
+    """Return the names that a module exports, and the names of its possible classes."""
     found = {name for name, nodes in _bindings(module).items() if isinstance(nodes[0], ast.ClassDef | ast.ImportFrom)}
     match _bindings(module).get("__all__"):
         case [ast.Assign(value=exported)]:
@@ -106,14 +106,14 @@ def subclass_names(base: str) -> frozenset[str]:
 
 
 def find_folders(package: str) -> list[Path]:
-    """Return the folders of a package; none for a module that is no package."""
+    """Return the folders of a package; empty for a module that is no package."""
     first, *rest = package.split(".")
     spec = find_spec(first) if first else None
     return [Path(folder, *rest) for folder in (spec and spec.submodule_search_locations) or []]
 
 
 def _possible_files(module: str) -> list[Path]:
-    """Return the paths that a module, or a folder without an ``__init__``, may have."""
+    """Return the possible paths of a module, or of a folder without an ``__init__``."""
     folders = find_folders(module)
     files = [file for folder in folders for file in (folder / "__init__.py", folder.with_suffix(".py"))]
     return [*files, *folders]
@@ -128,7 +128,7 @@ def _parse(module: str) -> ast.Module:
 
 
 def _hints_of(given: ast.arguments, module: str) -> Parameters:
-    """Return the type hints of a method's parameters; a default of None makes a hint optional."""
+    """Return the type hints of a method's parameters; with a default of None a hint is made optional."""
     positional = given.args[1:]
     missing = [None] * (len(positional) - len(given.defaults))
     defaults = [*missing, *given.defaults[-len(positional) :], *given.kw_defaults]
@@ -152,7 +152,7 @@ def _evaluate(node: ast.AST | None, module: str) -> object:
     """Evaluate an annotation that consists of :data:`PLAIN_TYPES` only.
 
     Raises:
-        LookupError: it has other parts.
+        LookupError: it has other types.
     """
     match node:
         case ast.Constant(value=None):
@@ -164,7 +164,7 @@ def _evaluate(node: ast.AST | None, module: str) -> object:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return Union[_evaluate(left, module), _evaluate(right, module)]  # noqa: UP007
         case ast.Subscript(value=kind, slice=items):
-            generic: Any = _evaluate(kind, module)  # what may be subscripted has no type in common
+            generic: Any = _evaluate(kind, module)  # types that can be subscripted have no common base type
             if generic is Literal:
                 return Literal[ast.literal_eval(items)]
             if isinstance(items, ast.Tuple):
@@ -177,7 +177,7 @@ def _find_type(name: str, module: str) -> object:
     """Return the plain type that a name has in a module, also through assignments and imports.
 
     Raises:
-        LookupError: it is another.
+        LookupError: it is no plain type.
     """
     bound = _bindings(module).get(name, [])
     if not bound and name in PLAIN_TYPES["builtins"]:
@@ -218,7 +218,7 @@ def _bindings(module: str) -> dict[str, list[ast.AST]]:
 
 
 def _keywords_to_super(function: ast.FunctionDef) -> set[str]:
-    """Return the keywords that a method passes to ``super()``, which its caller cannot pass again."""
+    """Return the keywords that a method passes to ``super()``, and which callers therefore cannot pass."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     to_super = [call for call in calls if ast.unparse(call.func) == f"super().{function.name}"]
     return {keyword.arg for call in to_super for keyword in call.keywords if keyword.arg}

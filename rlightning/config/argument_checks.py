@@ -1,4 +1,4 @@
-"""Checks the arguments of objects made in Python as the parser checks YAML: by names and type hints."""
+"""Checks the names and types of arguments of objects constructed in Python, as the parser does for YAML."""
 
 import difflib
 import inspect
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 _RULE = "Input should be "
 _WORDS = {"an instance of Sequence": "a list", "a valid string": "a text", "callable": "a function"}
 _RELAXED = ("tuple", "list", "enum", "lax-or-strict")  # the last is a path
-_PACKAGES = ("rlightning", "lightning")  # whose classes take nothing else than their signatures say
-_NEAR = 0.85  # of a misspelled name, as difflib measures it
+_PACKAGES = ("rlightning", "lightning")  # packages whose classes take only the arguments in their signatures
+_NEAR = 0.85  # difflib ratio from which a name counts as misspelled
 
 
 class CheckedArguments:
     """Base of classes whose arguments are checked before ``__init__`` runs."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Raise a ConfigError for an argument of an unknown name or a wrong type."""
+        """Raise a ConfigError for an argument with an unknown name or a wrong type."""
         check_arguments(cls, args, kwargs)
         return super().__new__(cls)
 
@@ -46,7 +46,7 @@ Kind = TypeVar("Kind", bound=type)
 def checked(kind: Kind) -> Kind:
     """Class decorator by which a dataclass checks its arguments as :class:`CheckedArguments` does, without a new base.
 
-    jsonargparse takes only what has no other bases for a dataclass.
+    jsonargparse treats only classes without other bases as dataclasses.
     """
     init = kind.__init__  # type: ignore[misc]
 
@@ -60,7 +60,7 @@ def checked(kind: Kind) -> Kind:
 
 
 def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """Refuse arguments that a class does not accept; missing arguments are left to Python.
+    """Check that a class accepts these arguments; missing arguments are left to Python.
 
     Args:
         kind: the class.
@@ -68,7 +68,7 @@ def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, o
         kwargs: given by name.
 
     Raises:
-        ConfigError: names the argument, its value, what it should be, and the nearest that is.
+        ConfigError: names the argument, its value, the expected type or name, and the nearest known name.
     """
     if not args and not kwargs:
         return
@@ -87,7 +87,7 @@ def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, o
 
 
 def accepts(kind: type, name: str) -> bool:
-    """Return whether a class may accept an argument: ``**kwargs`` may take any name that is not a likely mistake."""
+    """Return whether a class may accept an argument: ``**kwargs`` may accept any name that is no likely mistake."""
     hints = hints_of(kind)
     if hints is None or name in hints or is_taken_otherwise(kind, name):
         return True
@@ -101,7 +101,7 @@ def hints_of(kind: type) -> dict[str, object] | None:
     """Return the type hints of a class's arguments by name; None if they cannot be determined."""
     try:
         parameters = parameters_of(kind)
-    except Exception:  # of a class of the user's, which Python may still make
+    except Exception:  # the user's class cannot be inspected, but may still be created
         return None
     # A group of keys stands for an object.
     return {name: _annotation(kind, name) if isinstance(hint, dict) else hint for name, hint in parameters.items()}
@@ -134,18 +134,18 @@ def _parameters_of_parser(parser: ArgumentParser) -> Parameters:
 
 
 def positional_names(kind: type) -> list[str]:
-    """Return the names of a class's positional arguments; ``*args`` stands for those of the next base."""
+    """Return the names of a class's positional arguments; ``*args`` stands for those of its base class."""
     names: list[str] = []
     for init in _inits(kind):
         names += [name for name in _own_positional_names(init) if name not in names]
         if not _has(init, inspect.Parameter.VAR_POSITIONAL):
             break
-    hints = hints_of(kind)  # without what the class itself gives its bases
+    hints = hints_of(kind)  # leaves out arguments that the class itself passes to its bases
     return [name for name in names if hints is None or name in hints]
 
 
 def is_taken_otherwise(kind: type, name: str) -> bool:
-    """Return whether an ``__init__`` with ``**kwargs`` reads a name in its code, as in ``kwargs.pop(name)``."""
+    """Return whether the code of an ``__init__`` with ``**kwargs`` reads a name, as in ``kwargs.pop(name)``."""
     for init in _inits(kind):
         function = inspect.unwrap(init)
         if isinstance(function, FunctionType) and name in _constants(function.__code__):
@@ -156,17 +156,17 @@ def is_taken_otherwise(kind: type, name: str) -> bool:
 
 
 def check_value(kind: str, name: str, value: object, hint: object) -> None:
-    """Refuse a value of another type than the hint. Numbers are not converted: neither 4.0 nor "4" is an int.
+    """Check the type of an argument's value. Numbers are not converted: neither 4.0 nor "4" is an int.
 
     Args:
-        kind: the class that it is given to, by its name.
+        kind: the name of the class.
         name: of the argument.
-        value: it may be another sequence than is meant, as in YAML, NumPy's or torch's in place of numbers and lists, a
-            path where a text is meant, or the other way round.
-        hint: of the type; everything passes one that is missing, or that pydantic does not know.
+        value: also accepted are another kind of sequence, as in YAML, NumPy's and torch's values in place of numbers
+            and lists, a path in place of a text, and vice versa.
+        hint: the type hint; any value is accepted if it is missing, or unknown to pydantic.
 
     Raises:
-        ConfigError: the value is of another type.
+        ConfigError: the value has another type.
     """
     reasons = _find_reasons(value, hint)
     if reasons:
@@ -175,7 +175,7 @@ def check_value(kind: str, name: str, value: object, hint: object) -> None:
 
 
 def _find_reasons(value: object, hint: object) -> list[str]:
-    """Return pydantic's messages on why a value is not of a type; an empty list if it is."""
+    """Return pydantic's messages about why a value is not of a type; empty if it is."""
     import pydantic  # a tenth of a second
 
     validator = _find_validator(hint)
@@ -199,32 +199,32 @@ def _fits(value: object, hint: object) -> bool:
 
 
 def _spellings(value: object) -> Iterator[object]:
-    """Yield a value, then the same value with Python objects converted to their YAML form."""
+    """Yield a value, then the value with Python objects converted to their form in YAML."""
     yield value
     yield map_items(_spell_out, to_python(value))
 
 
 def _spell_out(value: object) -> object:
-    """Return the text of a path, or the value of a string or number enumeration's member; else the value."""
+    """Return the text of a path, or the value of an enumeration's member; other values unchanged."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.value if isinstance(value, Enum) and isinstance(value, str | int) else value
 
 
 def _describe(reasons: list[str]) -> str:
-    """Return the reasons as one rule: a union has one reason for each of its types."""
+    """Join the reasons to one rule: a union type has a reason for each of its types."""
     rules = [reason.removeprefix(_RULE) for reason in reasons if reason.startswith(_RULE)]
     rules = [_WORDS.get(rule, rule) for rule in rules]
     return f"it should be {' or '.join(dict.fromkeys(rules))}" if rules else reasons[0]
 
 
 def _find_validator(hint: object) -> "SchemaValidator | None":
-    """Return the validator of a type hint, as a 1-tuple's item: a bare dataclass would allow no settings."""
+    """Return the validator of a type hint, within a 1-tuple: for a bare dataclass pydantic allows no settings."""
     if hint in (None, inspect.Parameter.empty):
         return None
     try:
         return _make_validator(hint)
-    except Exception:  # it is no type, or none that can be checked
+    except Exception:  # the hint is no type, or one that pydantic cannot check
         return None
 
 
@@ -242,7 +242,7 @@ def _make_validator(hint: Hashable) -> "SchemaValidator | None":
 
 
 def _relax(schema: object) -> Any:
-    """Return pydantic's schema of a type, in which the kinds in _RELAXED also accept other spellings."""
+    """Return pydantic's schema of a type, changed so that the kinds in _RELAXED also accept other forms."""
     if isinstance(schema, list):
         return [_relax(part) for part in schema]
     if not isinstance(schema, dict):
@@ -272,7 +272,7 @@ def _own_positional_names(init: Callable[..., object]) -> list[str]:
 
 
 def _has(init: Callable[..., object], kind: object) -> bool:
-    """Return whether an ``__init__`` has a parameter of a kind, such as ``**kwargs``."""
+    """Return whether an ``__init__`` has a parameter of this kind, such as ``**kwargs``."""
     return any(parameter.kind is kind for parameter in inspect.signature(init).parameters.values())
 
 
@@ -300,7 +300,7 @@ def _too_many(kind: type, number: int, args: tuple[object, ...], name: str | Non
 
 
 def _way_out(value: object, hint: object) -> str:
-    """Return a sentence on what to write instead, if that is known."""
+    """Return a sentence on what to write instead; "" if unknown."""
     if value is None:
         return "Leave it out for its default."
     for number in _near_numbers(to_number(value)):
@@ -325,7 +325,7 @@ def _way_out(value: object, hint: object) -> str:
 
 
 def _near_numbers(value: object) -> Iterator[int | float]:
-    """Yield the numbers that a value of the wrong type may have been meant as."""
+    """Yield numbers that may have been meant by a value of the wrong type."""
     if isinstance(value, str):
         for kind in (int, float):
             with suppress(ValueError):

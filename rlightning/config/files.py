@@ -1,8 +1,8 @@
 """Reads and writes configurations so that no value is lost, and no text becomes a number.
 
-PyYAML reads YAML 1.1, in which ``no`` is false, ``010`` is 8 and ``1:30`` is 90, and keeps the last of several keys of
-one name. Here files are read by version 1.2, with keys as they are written, and written so that both versions read them
-alike.
+PyYAML reads YAML 1.1, in which ``no`` is false, ``010`` is 8 and ``1:30`` is 90, and keeps the last of duplicate keys.
+This module reads YAML 1.2, with keys as texts and without duplicates, and writes files that both versions read in the
+same way.
 """
 
 import json
@@ -22,7 +22,7 @@ from rlightning.foreign_text import cut_value
 from rlightning.python_values import map_items
 
 ROW_SUFFIXES = (".jsonl", ".csv", ".parquet")
-"""Suffixes of files that hold rows of data, which can be large."""
+"""Suffixes of files with rows of data, which can be large."""
 
 NO_KEYS = "the file holds no keys. It needs lines such as 'name: value'."
 
@@ -40,7 +40,7 @@ _RESOLVERS = {
     ),
     "merge": ("<<", ["<"]),
 }
-"""YAML 1.2's core schema and the merge key: for each type of plain scalar a pattern, and its possible first letters."""
+"""YAML 1.2's core schema and the merge key: a pattern and possible first letters for each type of plain scalar."""
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -53,7 +53,7 @@ T = TypeVar("T")
 class WrittenText(str):
     """A text that was quoted because YAML would read it as another value, such as ``"010"``; jsonargparse keeps it.
 
-    It reads a value of type ``str`` as YAML, another time where the type hint is ``Any``.
+    jsonargparse parses a ``str`` as YAML again if the type hint is ``Any``, but not an instance of this class.
     """
 
 
@@ -100,14 +100,14 @@ def load_yaml(text: str) -> object:
 
 
 def load_keys(text: str) -> dict[str, object]:
-    """Read YAML that holds a mapping, such as what :func:`dump_yaml` has written of one."""
+    """Read YAML that contains a mapping, such as a mapping written by :func:`dump_yaml`."""
     loaded = load_yaml(text)
     assert isinstance(loaded, dict)
     return loaded
 
 
 def dump_yaml(content: object) -> str:
-    """Write YAML in which every text is read as a text, by YAML 1.1 and 1.2."""
+    """Write YAML in which both YAML 1.1 and 1.2 read every text as a text."""
     return yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
@@ -115,10 +115,10 @@ def read_config(path: str, key: str = "config") -> object:
     """Return the content of a configuration file, YAML or JSON: a mapping or a list.
 
     Args:
-        key: what it is given for, for the error.
+        key: the key that names the file, for the error.
 
     Raises:
-        ConfigError: whatever keeps the file from being read.
+        ConfigError: the file cannot be read or parsed.
     """
     file, where = Path(path).expanduser(), f"--{key} {path}"
     if file.is_dir():
@@ -153,7 +153,7 @@ def read_config(path: str, key: str = "config") -> object:
 
 
 def check_texts(value: object, where: str) -> None:
-    """Raise a ConfigError for a text with a lone surrogate, half of a character, which UTF-8 cannot encode."""
+    """Raise a ConfigError for a text with a lone surrogate (half of a character), which UTF-8 cannot encode."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
@@ -166,7 +166,7 @@ def check_texts(value: object, where: str) -> None:
 
 
 def read_keys(path: str, key: str = "config") -> dict[str, object]:
-    """Return the content of a configuration file that holds keys, not a list; see :func:`read_config`."""
+    """Return the content of a configuration file, which must be a mapping; see :func:`read_config`."""
     loaded = read_config(path, key)
     if not isinstance(loaded, dict):
         raise ConfigError(f"--{key} {path}: {NO_KEYS}")
@@ -174,7 +174,7 @@ def read_keys(path: str, key: str = "config") -> dict[str, object]:
 
 
 def merge_mappings(earlier: Mapping[str, object], later: Mapping[str, object]) -> dict[str, object]:
-    """Merge nested mappings, the later over the earlier; another class replaces the arguments of the former too."""
+    """Merge nested mappings, the later over the earlier; if the class changes, the earlier arguments are dropped."""
     merged = dict(earlier)
     for name, value in later.items():
         before = merged.get(name)
@@ -188,11 +188,11 @@ def nest_names(values: dict[str, object], key: str) -> None:
     """Replace ``a.b: x`` by ``a: {b: x}``, in place.
 
     Args:
-        values: a mapping of a file whose values have keys themselves.
-        key: where it stands, for the error.
+        values: a mapping of a file whose values are mappings.
+        key: of the mapping, for the error.
 
     Raises:
-        ConfigError: ``a`` is there too, as anything but a mapping.
+        ConfigError: ``a`` exists too, and is not a mapping.
     """
     for written in [name for name in values if "." in name]:
         name, _, rest = written.partition(".")
@@ -203,7 +203,7 @@ def nest_names(values: dict[str, object], key: str) -> None:
 
 
 def _load_json(text: str, path: str) -> object:
-    """Read JSON, which is a hundred times as fast as YAML's reader; duplicate keys are errors."""
+    """Read JSON, a hundred times as fast as by YAML's reader; duplicate keys are errors."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
@@ -266,7 +266,7 @@ def _construct_mapping(loader: yaml.constructor.SafeConstructor, node: yaml.Mapp
 
 
 _checked: WeakSet[yaml.MappingNode] = WeakSet()
-"""Mappings whose keys have been checked: by aliases, one may be in a file several times."""
+"""Mappings whose keys have been checked; by aliases, one may occur several times in a file."""
 
 
 def _check_keys(node: yaml.MappingNode) -> None:

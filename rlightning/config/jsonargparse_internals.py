@@ -1,23 +1,23 @@
-"""Private names of jsonargparse, where it has no public ones; tests/test_library_internals.py looks for each."""
+"""Private names of jsonargparse that have no public equivalent; tests/test_library_internals.py checks each."""
 
 from argparse import Action, ArgumentParser
 from collections.abc import Sequence
 
-from jsonargparse._loaders_dumpers import get_yaml_default_loader  # which reads 1e-5 as a number
+from jsonargparse._loaders_dumpers import get_yaml_default_loader  # unlike PyYAML's loader, it reads 1e-5 as a number
 
 __all__ = ["get_yaml_default_loader", "hint_of", "keep_text", "parser_actions"]
 
 
 def parser_actions(parser: ArgumentParser) -> Sequence[Action]:
-    """Return a parser's arguments, in their order."""
+    """Return a parser's arguments, in order."""
     return parser._actions
 
 
 def hint_of(action: Action) -> object:
-    """Return the type hint of an argument of jsonargparse's; None of another."""
+    """Return the type hint of an argument defined by jsonargparse; None for other arguments."""
     return vars(action).get("_typehint")
 
 
 def keep_text(action: Action) -> None:
-    """Have an argument take the name of an existing file as a text, not as a file of configuration to read."""
+    """Have an argument accept the name of an existing file as a text, rather than read the file as configuration."""
     vars(action)["_enable_path"] = False

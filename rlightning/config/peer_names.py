@@ -70,18 +70,18 @@ _NAMES_BY_KEY = {
     "trainer.num_nodes": "nnodes",
 }
 PEER_NAMES = {name: key for key, names in _NAMES_BY_KEY.items() for name in names.split()}
-"""The key of this configuration for each name in another library, or in another section."""
+"""The key of this configuration for each name used by another library, or in another section."""
 
 PARTS = {"fn": "function", "reward_fn": "function", "reward_function": "function"}
-"""The name here of a part of an argument, by its name in another library; suggested only where the part exists."""
+"""Names of an argument's parts by their names in other libraries; suggested only if the part exists."""
 
 
 def suggest_name(name: str, choices: Iterable[str]) -> str:
     """Return a sentence for an error about an unknown name: this library's name for it, or the nearest choices.
 
     Args:
-        name: as it was given.
-        choices: the names that there are where it was given.
+        name: the unknown name.
+        choices: the known names at its place.
     """
     known = list(choices)
     if PARTS.get(name) in known:

@@ -1,13 +1,13 @@
-"""Compares a run's settings with those of a checkpoint."""
+"""Compares the settings of a run with those in a checkpoint."""
 
 from collections.abc import Mapping
 
 MISSING = "-"
 LONGEST = 60
-"""Maximum number of characters of a value that are shown."""
+"""Maximum number of characters of a shown value."""
 
 OF_ONE_COMMAND = ("config", "ckpt_path")
-"""Keys that do not change how a run trains."""
+"""Keys that do not affect training."""
 
 
 def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -30,8 +30,8 @@ def describe_changes(old: Mapping[str, object], new: Mapping[str, object]) -> st
     """Return a text block of the keys whose values differ, with both values; None if none differs.
 
     Args:
-        old: of the checkpoint.
-        new: in force. A key that only one side has counts only where both name all of a configuration's keys.
+        old: the checkpoint's settings.
+        new: the run's settings. A key that only one side has is reported only if both have a complete configuration.
     """
     is_complete = "model.class_path" in old.keys() & new.keys()
     keys = old.keys() | new.keys() if is_complete else old.keys() & new.keys()

@@ -1,7 +1,7 @@
 """Secrets in a configuration, such as a reward's ``api_key``: written to no file, and read from the environment.
 
-A secret is told by its name, or by its place in a URL. A name counts by its words: ``openaiApiKey`` is a key of an API,
-``answer_key`` and ``stop_token`` are none. Numbers are never secrets.
+A secret is recognized by its name, or by its place in a URL. A name is split into words: ``openaiApiKey`` is an API
+key, ``answer_key`` and ``stop_token`` are no secrets. Numbers are never secrets.
 """
 
 import os
@@ -31,13 +31,13 @@ _OTHER = re.compile(
     r"delimiter|new|num|max|min|count|total|number|per|length|yes|no|true|false|positive|negative|correct|wrong|good|"
     r"bad|target|verdict|boxed|final|begin|open|close|call|function|role|assistant|system|turn|newline)_(?:key|tokens?)$"
 )
-"""Names that match the pattern above, but are not of secrets."""
+"""Names that match the pattern above, but are no names of secrets."""
 
 _PASSWORD = re.compile(r"(?<=://)([^\s/?#:@]*):([^\s/?#@]+)(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
 
 _NAMES_OF_OTHERS = ("columns", "validation")
-"""Keys of mappings whose names are the data's."""
+"""Keys of mappings whose names come from the data."""
 
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class _Secret(NamedTuple):
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a key of this name holds a secret."""
+    """Return whether a key of this name may contain a secret."""
     words = "_".join(_WORD.findall(name)).lower()
     return bool(_SECRET.search(words)) and not _OTHER.search(words)
 
@@ -61,11 +61,11 @@ def is_secret(name: str) -> bool:
 def mask_secrets(config: T) -> tuple[T, dict[str, str]]:
     """Replace the secrets of a configuration with references to environment variables, such as ``${ENV:API_KEY}``.
 
-    What has a reference in it stays. A variable has the name of the secret; where several have that name and differ,
-    that of the reward or class comes before it, and a number behind it if that is not enough.
+    Texts with a reference are not changed. A variable has the name of the secret. If different secrets have the same
+    name, the name of the reward or class is prepended, and a number is appended if necessary.
 
     Args:
-        config: mappings, namespaces and lists; it is left as it is.
+        config: mappings, namespaces and lists; it is not modified.
 
     Returns:
         The configuration with references, and the secrets by the names of their variables.
@@ -93,8 +93,8 @@ def conceal(values: Values) -> Values:
     """Return a copy of a mapping with references in place of known secrets in all texts in it.
 
     Args:
-        values: texts, or mappings, lists, tuples and dataclasses with some. Dataclasses become mappings, which a
-            checkpoint can hold.
+        values: texts, or mappings, lists, tuples and dataclasses of texts. Dataclasses become mappings, which a
+            checkpoint can contain.
     """
     concealed = copy(values)
     concealed.update({name: _conceal(inner) for name, inner in values.items()})
@@ -116,7 +116,7 @@ def check_references(config: object, known: Mapping[str, str]) -> None:
 
     Args:
         config: mappings, namespaces and lists.
-        known: values by name, which come before the environment's.
+        known: values by name, which take precedence over the environment.
 
     Raises:
         ConfigError: names the key and the variable.
@@ -130,9 +130,9 @@ def resolve_secrets(value: T, where: str, known: Mapping[str, str] | None = None
     """Return a value with each ``${ENV:NAME}`` in it replaced by the environment variable.
 
     Args:
-        value: a text, or mappings, namespaces, lists and tuples with some.
-        where: what it belongs to, for the error.
-        known: values by name, which come before the environment's.
+        value: a text, or mappings, namespaces, lists and tuples of texts.
+        where: where the value is used, for the error.
+        known: values by name, which take precedence over the environment.
 
     Raises:
         ConfigError: a variable is not set.
@@ -159,7 +159,7 @@ def _replace(
 
     Args:
         value: any part of a configuration.
-        give: takes a secret.
+        give: returns the replacement of a secret.
         name: of the value.
         owner: of the value.
         inside: the name of the mapping or list around the value that makes all texts in it secrets.
@@ -198,7 +198,7 @@ def _owner(entries: Mapping[str, object]) -> str:
 
 
 def _variables(secret: _Secret, is_unique: bool) -> Iterator[str]:
-    """Return possible names of a secret's environment variable, the best first."""
+    """Yield possible names of a secret's environment variable, the best first."""
     name, owner = (re.sub(r"\W", "_", part).upper() for part in (secret.name, secret.owner))
     long_name = f"{owner}_{name}" if owner else name
     yield from (name, long_name) if is_unique else (long_name,)

@@ -1,4 +1,4 @@
-"""Questions about the type hint of a configuration key: does it accept text, a class, or several items?"""
+"""Properties of a configuration key's type hint: whether it accepts text, a class, or several items."""
 
 import inspect
 import os
@@ -8,10 +8,10 @@ from enum import Enum
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 Parameters = dict[str, object]
-"""Type hints of parameters by name; for a group of keys, their parameters in place of a type hint."""
+"""Type hints of parameters by name; a group of keys has its own parameters in place of a type hint."""
 
 PLAIN_MODULES = ("builtins", "collections", "datetime", "jsonargparse", "os", "pathlib", "typing")
-"""Modules of types whose values are converted from the given value, not built from arguments."""
+"""Modules of types whose values are converted from one value, rather than constructed from arguments."""
 
 
 def flatten_union(hint: object) -> Iterator[object]:
@@ -28,7 +28,7 @@ def flatten_union(hint: object) -> Iterator[object]:
 def takes_text(hint: object) -> bool:
     """Return whether a type hint accepts a string, alone or as an item of a container at any depth.
 
-    The name of an existing file is such a string, so a key of this type is never replaced by the content of a file.
+    A key of such a type accepts the name of an existing file, and is not replaced by the file's content.
     """
     return any(
         is_text(option) or (is_container(option) and any(takes_text(item) for item in item_hints(option)))
@@ -37,7 +37,7 @@ def takes_text(hint: object) -> bool:
 
 
 def is_text(hint: object) -> bool:
-    """Return whether a type hint, which is no union, is a string, a path or a literal."""
+    """Return whether a type hint (no union) is a string, a path or a literal."""
     if get_origin(hint) is Literal:
         return any(isinstance(word, str) for word in get_args(hint))
     return inspect.isclass(hint) and issubclass(hint, str | os.PathLike | Enum)

@@ -9,7 +9,7 @@ __all__ = ["RayController"]
 
 
 def __getattr__(name: str) -> object:
-    """Import RayController on first access: other parts of this package need neither Lightning nor Ray."""
+    """Import RayController on first access: other modules of this package need neither Lightning nor Ray."""
     if name == "RayController":
         from rlightning.controller.ray_controller import RayController
 

@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 LONGEST_REASON = 400
 TOLD_BY_US = r"Raylet is terminated\.|has been marked dead because the detector"
-"""Lines that Ray logs about a killed raylet; with the first it logs 20 lines of the raylet's log."""
+"""Pattern of Ray's log lines about a killed raylet, which are hidden: this package reports it in one line."""
 START_ONE = "Start one by `ray start --head`, or leave address out to have one started on this machine."
 
 
 _own_nodes: dict[str, OwnNode] = {}
-"""Nodes of the Ray clusters that this process started, by Ray session; their reapers run until the process ends."""
+"""Nodes of the Ray clusters that this process started, by Ray session; their reapers run until this process ends."""
 
 
 def import_ray() -> ModuleType:
@@ -49,12 +49,12 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
     """Connect this process to a Ray cluster, or start one, unless it is connected already.
 
     Args:
-        address: "auto" for the cluster that this machine is a node of, or "host:port". None is the one that RAY_ADDRESS
-            names, as for a job that was submitted to it, else a new one on this machine, which ends with this process.
-        options: further arguments of ``ray.init``.
+        address: "auto" for the cluster of which this machine is a node, or "host:port". None for the cluster in
+            RAY_ADDRESS, as in a submitted job, else for a new one on this machine, which ends with this process.
+        options: additional arguments of ``ray.init``.
 
     Returns:
-        Whether the cluster is a new one, which inherits this process's environment.
+        Whether the cluster is new, and so inherits this process's environment.
 
     Raises:
         ConfigError: there is no such cluster, or it refuses this process.
@@ -84,7 +84,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
     try:
         ray.init(address=where, **settings)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        tried = re.search(r"cluster at (\S+:\d+)", str(error))  # which "auto" has found
+        tried = re.search(r"cluster at (\S+:\d+)", str(error))  # the address that "auto" has found
         if tried:
             check_admitted(where, tried[1])
         raise _refused(where, error) from error
@@ -95,7 +95,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
 
 
 def check_own_node() -> None:
-    """Raise a ClusterLostError if this process's own cluster has lost its raylet, the cause of any other failure."""
+    """Raise a ClusterLostError if the raylet of this process's own cluster has ended, which causes other errors."""
     ray = import_ray()
     node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
     if node is not None and node.has_ended:
@@ -103,7 +103,7 @@ def check_own_node() -> None:
 
 
 def _make_session_folder() -> str:
-    """Make the folder for the sockets and logs of this process's cluster, which is removed at its end."""
+    """Create the folder for the sockets and logs of this process's cluster, which is removed at its end."""
     folder = ScratchFolder("ray")
 
     def end() -> None:
@@ -117,7 +117,7 @@ def _make_session_folder() -> str:
 def release_sigterm(handler: Callable[[int, FrameType | None], object] | int | None) -> None:
     """Install ``handler`` for SIGTERM in place of Ray's, which exits with code 15 at once.
 
-    Lightning calls the handlers that it finds after its own: a fit would end before its last state is saved.
+    Lightning calls existing handlers after its own, so that Ray's would end a fit before its last state is saved.
     """
     is_main = threading.current_thread() is threading.main_thread()
     current = signal.getsignal(signal.SIGTERM)
@@ -126,7 +126,7 @@ def release_sigterm(handler: Callable[[int, FrameType | None], object] | int | N
 
 
 def check_reachable(address: str) -> None:
-    """Refuse an address that accepts no connection; Ray itself would try for minutes."""
+    """Raise a ConfigError for an address that accepts no connection; Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), intervals.CONNECT_TIMEOUT).close()
@@ -137,7 +137,7 @@ def check_reachable(address: str) -> None:
 
 
 def check_admitted(where: str, address: str) -> None:
-    """Refuse a cluster that does not answer this process, and name the cause, which ``ray.init`` does not."""
+    """Raise a ConfigError for a cluster that does not answer this process, with the cause, which ``ray.init`` hides."""
     ray = import_ray()
     from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -148,7 +148,7 @@ def check_admitted(where: str, address: str) -> None:
 
 
 def _refused(where: str, error: Exception) -> ConfigError:
-    """Return the configuration error behind Ray's exception; other causes keep Ray's own message."""
+    """Return a ConfigError for the cause of Ray's exception; for unknown causes with Ray's own message."""
     if isinstance(error, import_ray().exceptions.AuthenticationError):
         return ConfigError(
             f"trainer.strategy: the Ray cluster at address={where} asks for its authentication token, and this process "
@@ -166,9 +166,9 @@ class Resources:
     """The cluster resources of each worker.
 
     Attributes:
-        cpus: cores.
-        gpus: GPUs; None is one where the cluster has any and the workers' accelerator is not the CPU.
-        placement: how workers are spread over nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.
+        cpus: number of cores.
+        gpus: number of GPUs; None for one if the cluster has any and the workers' accelerator is not the CPU.
+        placement: Ray's strategy to place workers on nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.
     """
 
     cpus: float = 1.0
@@ -176,7 +176,7 @@ class Resources:
     placement: str = "PACK"
 
     def check(self) -> None:
-        """Refuse invalid amounts and names of resources."""
+        """Raise a ConfigError for invalid amounts or placements."""
         check_rules(
             {
                 f"cpus_per_worker={self.cpus} must be at least 0. Use 1": self.cpus >= 0,

@@ -1,6 +1,6 @@
-"""Feeds the controller's commands to the loops of a worker's Trainer, and their batches to its loaders.
+"""Passes the controller's commands to the loops of a worker's Trainer, and their batches to its loaders.
 
-Between two batches no collective is under way, and all hooks of the step have been fired. All other commands are
+Between two batches no collective is running, and all hooks of the step have been called. Commands other than steps are
 executed there, in the thread of the run, on all ranks in the same order::
 
     Trainer.fit  -->  await_batch  -->  Save, Load, Call, Evaluate ...  -->  Train(batch)  -->  training_step ...
@@ -30,19 +30,19 @@ from rlightning.controller.commands import (
 
 C = TypeVar("C", bound=Command[object])
 ENDLESS = 1 << 30
-"""A loader's reported number of batches: from a loader without a length, Lightning fetches a batch ahead."""
+"""Number of batches that a loader reports: Lightning fetches a batch in advance from a loader without a length."""
 
 
 class CommandFeed:
     """Gives a worker's fit its batches, and executes the commands that come between them.
 
     Args:
-        queue: of the worker.
-        execute: executes a command between two batches, and returns the answer.
-        evaluate: runs a validation of the fit, which takes its batches from here, and returns the metrics.
-        step_result: the result of a training step, or of an epoch's end, asked after all of its hooks.
-        report_stop: records that training should stop, if it should; called before each answer that the controller's
-            loops wait for.
+        queue: the worker's commands.
+        execute: executes a command between two batches, and returns its result.
+        evaluate: runs a validation within the fit, with batches from this feed, and returns the metrics.
+        step_result: returns the result of a training step, or of an epoch's end; called after all hooks.
+        report_stop: records ``trainer.should_stop`` if it is set; called before each answer that the controller's loops
+            wait for.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class CommandFeed:
         self.num_batches = float("inf")
         self.is_over = False
         self.outputs: object = None
-        """Outputs of the last step of a prediction; those of a validation or a test are not used."""
+        """Outputs of the last step of a prediction; unused in a validation or a test."""
         self._execute, self._evaluate = execute, evaluate
         self._step_result, self._report_stop = step_result, report_stop
         self._is_evaluating = False
         self._batch: object = None
 
     def begin_fit(self) -> None:
-        """Execute the commands before training, up to the one that starts it."""
+        """Execute the commands before training, up to and including the one that starts it."""
         self.is_over = False
         self.num_batches = self._serve_until(StartTraining).num_batches
 
@@ -82,7 +82,7 @@ class CommandFeed:
         return not self.is_over
 
     def answer_start(self) -> None:
-        """Answer the command that started training or an epoch, after all its hooks have been called."""
+        """Answer the command that started training or an epoch; called after all hooks."""
         self._report_stop()
         self.queue.answer(None)
 
@@ -96,7 +96,7 @@ class CommandFeed:
         return command
 
     def end_epoch(self) -> None:
-        """Answer that all other hooks have been called, and execute the commands of the controller's last callbacks."""
+        """Answer the end of the epoch after all hooks, and execute the commands of the controller's last callbacks."""
         self.answer_step()
         self._rest_between_epochs()
 
@@ -106,7 +106,7 @@ class CommandFeed:
             yield self.take_batch()
 
     def take_batch(self) -> object:
-        """Return this rank's share of the step's batch, once."""
+        """Return this rank's share of the step's batch, only once."""
         batch, self._batch = self._batch, None
         return batch
 
@@ -116,7 +116,7 @@ class CommandFeed:
         self.queue.answer(self._step_result())
 
     def await_evaluation(self) -> int:
-        """Wait for the start of a validation, a test, or a prediction; returns the number of its sets."""
+        """Wait for the start of a validation, a test, or a prediction; return the number of its sets."""
         self.begin_evaluation(self._serve_until(Evaluate))
         return self.num_loaders
 
@@ -126,7 +126,7 @@ class CommandFeed:
         self.queue.answer(None)
 
     def evaluation_batches(self, loader: int) -> Iterator[object]:
-        """Yield this rank's shares of one set's batches. The caller answers the end of the evaluation."""
+        """Yield this rank's shares of one set's batches. The caller sends the answer to the evaluation's end."""
         while self._is_evaluating:
             command = self.queue.peek()
             if isinstance(command, EvaluateBatch) and command.loader != loader:
@@ -153,7 +153,7 @@ class CommandFeed:
     def _serve(self, command: Command[object]) -> None:
         if isinstance(command, Evaluate):
             self.begin_evaluation(command)
-            metrics = self._evaluate(command)  # which has taken the command to end it
+            metrics = self._evaluate(command)  # returns after taking the command that ends the evaluation
             self._report_stop()
             self.queue.answer(metrics)
             return
@@ -162,7 +162,7 @@ class CommandFeed:
 
 
 class FeedLoader:
-    """A data loader whose batches arrive by command; commands, not the loader, end an epoch or a set."""
+    """A data loader whose batches arrive by command; an epoch or a set ends by a command, not by the loader."""
 
     def __init__(self, batches: Callable[[], Iterator[object]]) -> None:
         self._batches = batches
@@ -174,7 +174,7 @@ class FeedLoader:
         return self._batches()
 
     def state_dict(self) -> dict[str, object]:
-        """Return an empty state: the controller keeps the position. Without this method Lightning would warn."""
+        """Return an empty state, since the controller keeps the position. Without this method Lightning would warn."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -182,9 +182,9 @@ class FeedLoader:
 
 
 class WorkerData(LightningDataModule):
-    """Replaces the user's data module in a worker: batches come by command, other attributes are the user's.
+    """Replaces the user's data module in a worker: batches arrive by command, other attributes are the user's.
 
-    The user's own, ``configured``, is never set up here.
+    ``configured`` is the user's data module, which is not set up in a worker.
     """
 
     def __init__(self, configured: LightningDataModule | None, feed: CommandFeed) -> None:
@@ -193,12 +193,12 @@ class WorkerData(LightningDataModule):
         self.feed = feed
 
     def __getattr__(self, name: str) -> object:
-        if name in ("configured", "feed"):  # not there yet, while this is made
+        if name in ("configured", "feed"):  # not set yet while the object is being created
             raise AttributeError(name)
         return getattr(self.configured, name)
 
     def take(self, num_prompts: int) -> object:
-        """Return further training prompts for this rank; every rank must take the same number."""
+        """Request prompts of the training set for this rank; every rank must request the same number."""
         self.feed.queue.record(PromptRequest(num_prompts))
         return self.feed.queue.await_prompts()
 

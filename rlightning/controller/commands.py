@@ -2,15 +2,15 @@
 
 ::
 
-    controller                              worker: calls arrive in some threads,   the fit runs in another
+    controller                              worker: calls arrive in several threads, the fit runs in another
     submit(7, Train(prompts))  ---------->  CommandQueue.submit                     take -> Train(prompts)
     collect(7, seen=0)         ---------->  CommandQueue.collect   <-- FiredHook -- record
                                <----------
     collect(7, seen=1)         ---------->  CommandQueue.collect   <-- Completed -- answer
     forget(7)                  ---------->  CommandQueue.forget
 
-Numbers grow. A command that is sent again, because it is unknown whether it arrived, is not executed again: its entries
-are read from their beginning, and after :meth:`CommandQueue.forget` it is refused.
+Each command has a larger number than the one before. A command that is sent again, because it may have been lost, is
+not executed again: its entries are read from the beginning, and after :meth:`CommandQueue.forget` it is refused.
 """
 
 import threading
@@ -24,7 +24,7 @@ from rlightning.protocols import StateDict
 
 
 class WorkerError(RuntimeError):
-    """An exception in a worker; the message has its rank and its traceback."""
+    """An exception in a worker; the message has the rank and the traceback."""
 
 
 class ForeseenWorkerError(RunError, WorkerError):
@@ -45,19 +45,19 @@ R = TypeVar("R", covariant=True)
 
 
 class Command(Generic[R]):
-    """A command, which a worker answers with an ``R``."""
+    """A command, whose result has the type ``R``."""
 
 
 @dataclass(frozen=True)
 class StartTraining(Command[None]):
-    """Run ``on_train_start``; an epoch has ``num_batches``, which may be infinite."""
+    """Run ``on_train_start``; ``num_batches`` is the length of an epoch, which may be infinite."""
 
     num_batches: float
 
 
 @dataclass(frozen=True)
 class StartEpoch(Command[None]):
-    """Run ``on_train_epoch_start``; ``num_batches`` changes if the loaders are made again for each epoch."""
+    """Run ``on_train_epoch_start``; ``num_batches`` may change if loaders are recreated for each epoch."""
 
     num_batches: float
 
@@ -72,7 +72,7 @@ class Train(Command["StepResult"]):
 
 @dataclass(frozen=True)
 class EndEpoch(Command["StepResult"]):
-    """Run ``on_train_epoch_end``; the result has the metrics that it logged."""
+    """Run ``on_train_epoch_end``; the result has the metrics that this hook logged."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Evaluate(Command[None]):
 
 @dataclass(frozen=True)
 class EvaluateBatch(Command[object]):
-    """Evaluate this rank's share of a batch of set ``loader``; returns the result of a prediction step."""
+    """Evaluate this rank's share of a batch of set ``loader``; the result is that of a prediction step."""
 
     batch: object
     loader: int
@@ -93,12 +93,12 @@ class EvaluateBatch(Command[object]):
 
 @dataclass(frozen=True)
 class EndEvaluation(Command[dict[str, float]]):
-    """End the evaluation; returns its metrics by name."""
+    """End the evaluation; the result has its metrics by name."""
 
 
 @dataclass(frozen=True)
 class Load(Command[StateDict]):
-    """Load a checkpoint; returns its contents except weights and optimizer state."""
+    """Load a checkpoint; the result is its contents except weights and optimizer state."""
 
     path: str
     weights_only: bool | None
@@ -115,7 +115,7 @@ class Save(Command[None]):
 
 @dataclass(frozen=True)
 class Call(Command[object]):
-    """Call a method of the module; returns its result."""
+    """Call a method of the module; the result is the method's."""
 
     method: str
     arguments: tuple[object, ...] = ()
@@ -128,7 +128,7 @@ class End(Command[None]):
 
 
 BetweenBatches = Load | Save | Call
-"""Commands that are executed whenever no step is under way."""
+"""Commands that may be executed whenever no step is running."""
 
 
 # Entries: what workers answer
@@ -147,7 +147,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class FiredHook:
-    """An RL hook that a worker's training step has called, with the worker's step count and weight version."""
+    """An RL hook that a worker's training step has called, with the worker's counts of steps and weight versions."""
 
     hook: str
     arguments: tuple[object, ...]
@@ -157,7 +157,7 @@ class FiredHook:
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """A worker's step needs ``num_prompts`` further prompts for each rank."""
+    """A request of a worker's step for ``num_prompts`` prompts of the training set for each rank."""
 
     num_prompts: int
 
@@ -181,8 +181,8 @@ class Failed:
     Attributes:
         summary: type and message, in one line.
         traceback: as Python prints it.
-        exit_code: of a foreseen error, which the summary describes fully; None of any other.
-        is_first: whether no other rank had failed before.
+        exit_code: of a foreseen error, for which the summary suffices; None for any other error.
+        is_first: whether this rank was the first to fail.
     """
 
     rank: int
@@ -196,7 +196,7 @@ Entry = FiredHook | PromptRequest | StopRequest | Completed | Failed
 
 
 class CommandQueue:
-    """The commands of one worker: threads of the controller's calls fill and read it; the fit's thread executes."""
+    """The commands of one worker: the controller's calls add and read them in threads; the fit executes them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -211,7 +211,7 @@ class CommandQueue:
     # Called by the controller
 
     def submit(self, number: int, command: Command[object]) -> None:
-        """Accept a command, unless it was accepted before; a RuntimeError if it has been executed and forgotten."""
+        """Accept a command, unless it was accepted before; raises a RuntimeError if it was already forgotten."""
         with self._changed:
             if number in self._entries:
                 return
@@ -225,7 +225,7 @@ class CommandQueue:
     def collect(self, number: int, seen: int) -> list[Entry]:
         """Return a command's entries after the first ``seen``; wait until there is one.
 
-        The last of all is :class:`Completed` or :class:`Failed`.
+        A command's last entry is :class:`Completed` or :class:`Failed`.
         """
         with self._changed:
             entries = self._entries[number]
@@ -233,7 +233,7 @@ class CommandQueue:
             return entries[seen:] or [self.await_failure()]
 
     def forget(self, number: int) -> None:
-        """Delete a command's entries, and with them its results."""
+        """Delete a command's entries, which contain its results."""
         with self._changed:
             self._entries.pop(number, None)
 
@@ -255,13 +255,13 @@ class CommandQueue:
     # Called by the fit
 
     def peek(self) -> Command[object]:
-        """Wait for the next command and return it without taking it."""
+        """Wait for the next command and return it without removing it."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             return self._waiting[0][1]
 
     def take(self) -> Command[object]:
-        """Wait for the next command and take it; it is the current command until it is answered."""
+        """Wait for the next command and remove it; it is the current command until it is answered."""
         self.peek()
         with self._changed:
             self._current, command = self._waiting.popleft()
@@ -275,12 +275,12 @@ class CommandQueue:
                 self._changed.notify_all()
 
     def answer(self, result: object) -> None:
-        """Answer the current command with its result, which ends it."""
+        """Set the result of the current command, which ends it."""
         self.record(Completed(result))
         self._current = None
 
     def fail(self, failure: Failed) -> None:
-        """Answer all commands, future ones included, with ``failure``."""
+        """Answer all commands, including future ones, with ``failure``."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
@@ -293,7 +293,7 @@ class CommandQueue:
 
 
 def raise_failure(failure: Failed) -> NoReturn:
-    """Raise in the controller the error of a worker."""
+    """Raise the error of a worker in the controller."""
     if failure.exit_code == ConfigError.exit_code:
         raise ConfigError(failure.summary)
     if failure.exit_code is not None:

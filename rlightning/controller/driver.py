@@ -1,7 +1,7 @@
 """The state of the controller's process that Ray actors copy: its folder, import paths and named variables.
 
-A cluster that was started from another folder, or by another user or service, runs its actors in that folder and with
-that environment. Relative paths of a configuration have to mean the same there as in the controller.
+A cluster runs its actors in the folder and with the environment in which it was started, perhaps by another user. A
+configuration's relative paths must have the same meaning there as in the controller.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ OF_ONE_PROCESS = re.compile(
     "|LOGNAME|LS_COLORS|MAIL|OLDPWD|OMP_NUM_THREADS|PAGER|PL_GLOBAL_SEED|PS1|PWD|PYTHONPATH|PYTHONUNBUFFERED|SHELL|SHLVL"
     "|STY|USER|WINDOWID"
 )
-"""Variables that differ between processes, or are passed to workers anyway."""
+"""Pattern of variables that differ between processes, or are passed to workers anyway."""
 LONGEST_LIST = 12
 
 
@@ -30,10 +30,10 @@ class DriverContext:
     """The properties of the controller's process that Ray actors must share.
 
     Attributes:
-        folder: that relative paths start from.
-        import_paths: where the user's classes are found, all of them absolute.
-        variables: to be set in the environment of each actor, before it imports anything.
-        digests: of the values of all variables that should not differ, by name; the values themselves stay here.
+        folder: working directory.
+        import_paths: absolute folders in which the user's classes are found.
+        variables: environment variables that are set in each actor before it imports anything.
+        digests: digests, by name, of variables that should have the same value; values are not sent.
     """
 
     folder: str
@@ -47,7 +47,7 @@ class DriverContext:
 
         Args:
             names: of variables that actors need.
-            starts_cluster: whether the cluster is this process's own, which has its environment by inheritance.
+            starts_cluster: whether this process starts the cluster, which then inherits its environment.
         """
         passed = [*names, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
         return cls(
@@ -63,13 +63,13 @@ class DriverContext:
         return {"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {}
 
     def enter(self) -> None:
-        """Give this actor's process the controller's folder and paths; a folder that the host lacks is skipped."""
+        """Set the controller's folder and paths in this actor's process; a folder missing on this host is skipped."""
         sys.path += [path for path in self.import_paths if path not in sys.path]
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
 
     def describe_differences(self) -> list[str]:
-        """Return a sentence for each difference that remains between this actor's process and the controller's."""
+        """Return a sentence for each remaining difference between this actor's process and the controller's."""
         sentences, host = [], socket.gethostname()
         if os.getcwd() != self.folder:
             sentences.append(
@@ -90,7 +90,7 @@ class DriverContext:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse variables that cannot be passed to actors; no message contains a value."""
+    """Raise a ConfigError for variables that cannot be passed to actors; no message contains a value."""
     for name in names:
         if "=" in name:
             name, _, _ = name.partition("=")
@@ -102,13 +102,13 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def passed_value(name: str) -> str:
-    """Return a variable's value for actors: relative paths in PYTHONPATH are made absolute."""
+    """Return a variable's value for actors; relative paths in PYTHONPATH become absolute."""
     value = os.environ[name]
     return os.pathsep.join(absolute_paths(value.split(os.pathsep))) if name == "PYTHONPATH" else value
 
 
 def absolute_paths(paths: Iterable[str]) -> list[str]:
-    """Return import paths as absolute paths; entries that are no path, such as names of import hooks, stay."""
+    """Return import paths as absolute paths; entries that are no paths, such as names of import hooks, stay."""
     return [os.path.abspath(path) if not path or os.path.exists(path) else path for path in paths]
 
 

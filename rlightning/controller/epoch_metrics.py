@@ -1,7 +1,7 @@
 """Metrics logged with ``on_epoch=True`` in workers, which the controller reduces at the end of an epoch.
 
-After each step every worker takes what the step has added to them, and the controller logs that as its own, so that
-Lightning reduces it over the steps of the controller's epoch, as its loggers and callbacks find it there.
+After each step every worker sends the step's contribution to these metrics, and the controller logs it, so that
+Lightning reduces it over the controller's epoch, where loggers and callbacks read it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class EpochMetric:
     """The contribution of one step to a metric that is logged with ``on_epoch=True``.
 
     Attributes:
-        is_synced: whether it is of all ranks (``sync_dist``), or of rank 0.
+        is_synced: whether it is reduced over all ranks (``sync_dist``); otherwise it is rank 0's.
         on_step, prog_bar, logger: see ``LightningModule.log``.
     """
 
@@ -41,7 +41,7 @@ class EpochMetric:
 
 
 def take_epoch_metrics(results: Results) -> list[EpochMetric]:
-    """Remove the epoch's metrics from a worker's results and return them; of a torchmetrics metric its step value."""
+    """Remove the epoch's metrics from a worker's results and return them; for a torchmetrics metric its step value."""
     taken = []
     for _, result in results.valid_items():
         meta = result.meta
@@ -76,7 +76,7 @@ def find_reduction(meta: MetricMetadata) -> Reduction:
 
 
 def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochMetric]]) -> None:
-    """Log in the controller the metrics that :func:`take_epoch_metrics` took from a step on each rank."""
+    """Log in the controller the metrics of :func:`take_epoch_metrics` from one step of each rank."""
     named = [{metric.name: metric for metric in taken} for taken in by_rank]
     for name in dict.fromkeys(name for taken in named for name in taken):
         parts = [taken[name] for taken in named if name in taken]

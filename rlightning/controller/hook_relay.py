@@ -1,6 +1,6 @@
-"""Relays RL hooks from the workers to callbacks in the controller; the batches stay in the workers until read.
+"""Relays RL hooks from the workers to callbacks in the controller; batches stay in the workers until they are read.
 
-Each worker's :class:`HookRelay` sends them; the controller's :class:`Relay` puts those of all ranks together.
+Each worker's :class:`HookRelay` records hooks; the controller's :class:`Relay` combines those of all ranks.
 """
 
 import logging
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 RL_HOOKS = tuple(name for name in vars(RLCallback) if name.startswith("on_"))
 GLOBAL_GROUPS = ("on_update_start", "on_update_end")
-"""Hooks whose batches have been shared out: groups are numbered over all ranks, tensor-parallel neighbours have the
-same ones. In the others each rank has what it sampled itself."""
+"""Hooks after ``balance``: groups are numbered over all ranks, and the ranks of a tensor-parallel group have the same
+ones. In other hooks each rank has the batch that it sampled."""
 
 RANK_HOOKS = ("on_predict_prompt_end",)
-"""Hooks that each rank fires for itself, any number of times."""
+"""Hooks that each rank calls for itself, any number of times."""
 
 ACTOR_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-"""Lightning's hooks amid a training step, which are not relayed."""
+"""Lightning's hooks within a training step, which are not relayed."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class BatchPart:
     """One rank's part of a :class:`~rlightning.types.RolloutBatch`, in the form that is sent to a controller.
 
     Attributes:
-        tensors: the batch without its lists, with handles in place of its tensors; None on a rank that stores nothing.
-        lists: handle to its lists by field, pickled: [bytes] uint8.
-        is_head: whether this is the first of the tensor-parallel ranks.
+        tensors: the batch without its lists, with handles in place of tensors; None on a rank that stores nothing.
+        lists: handle to the pickled lists by field: [bytes] uint8.
+        is_head: whether this is the first rank of its tensor-parallel group.
     """
 
     num_tokens: int
@@ -61,7 +61,7 @@ class BatchPart:
 
     @classmethod
     def of(cls, batch: RolloutBatch, hook: str, *, is_head: bool) -> Self:
-        """Store a batch and return its part; ranks that share a batch store it once, by the storing policy."""
+        """Store a batch and return its part; of ranks with the same batch one stores it, by the storing policy."""
         tensors, lists = split_lists(batch)
         pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
         store = store_tensors if hook in GLOBAL_GROUPS else store_own_tensors
@@ -72,9 +72,9 @@ class BatchPart:
 
 
 class RemoteBatch:
-    """A batch whose parts are on the workers; it is fetched when more than its sizes is accessed.
+    """A batch whose parts are on the workers; it is fetched when an attribute other than its sizes is accessed.
 
-    What is fetched are the attributes of a :class:`~rlightning.types.RolloutBatch` of all ranks, in their order.
+    Its attributes are those of a :class:`~rlightning.types.RolloutBatch` of all ranks, in the order of ranks.
 
     Args:
         has_global_groups: whether groups are numbered over all ranks.
@@ -121,10 +121,10 @@ class RemoteBatch:
 
 
 class HookRelay(Checkpoint):
-    """A worker's callback that records the hooks for the controller's callbacks, and answers the end of an epoch.
+    """A worker's callback that records hooks for the controller's callbacks, and answers the end of an epoch.
 
-    It stands behind the worker's own callbacks: a Checkpoint for Lightning, which calls these last, at the end of an
-    epoch after the module too.
+    It derives from Checkpoint because Lightning calls such callbacks last, at the end of an epoch even after the
+    module.
     """
 
     def __init__(self, feed: CommandFeed, wanted: Collection[str]) -> None:
@@ -145,7 +145,7 @@ class HookRelay(Checkpoint):
         self._sent = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Answer with the epoch's metrics; called after the module's hook, before Lightning clears them."""
+        """Answer with the epoch's metrics; called after the module's hook, before Lightning resets them."""
         self.feed.end_epoch()
 
     def on_predict_batch_end(
@@ -157,7 +157,7 @@ class HookRelay(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the step's result with handles for its tensors, so that the controller uses no device."""
+        """Replace the step's result by handles to its tensors, so that the controller uses no device."""
         self.feed.outputs = store_own_tensors(outputs, label="predict_step")
 
     def _relay(self, hook: str, trainer: Trainer, module: LightningModule, *arguments: object) -> None:
@@ -182,7 +182,7 @@ def wanted_hooks(callbacks: Sequence[Callback]) -> frozenset[str]:
 
 
 def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
-    """Warn of overridden hooks of the controller's callbacks that are never called."""
+    """Warn about overridden hooks of the controller's callbacks that are never called there."""
     for callback in callbacks:
         for hook in ACTOR_HOOKS:
             if is_overridden(hook, callback, Callback):
@@ -195,9 +195,9 @@ def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
 
 
 class Relay:
-    """Combines the ranks' hooks: a hook is fired once all ranks have sent it, in the order of rank 0.
+    """Combines the ranks' hooks: a hook is called when all ranks have sent it, in the order of rank 0.
 
-    Those that concern one rank alone are fired at once.
+    Hooks of a single rank are called at once.
     """
 
     def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[object]], None]) -> None:
@@ -206,7 +206,7 @@ class Relay:
         self._fire = fire_one
 
     def add(self, rank: int, fired: FiredHook) -> None:
-        """Add a rank's hook, and fire the hooks that all ranks have sent."""
+        """Add a rank's hook, and call the hooks that all ranks have sent."""
         if fired.hook in RANK_HOOKS:
             self._fire(fired, fired.arguments)
         elif rank == 0:
@@ -217,7 +217,7 @@ class Relay:
             self._fire_next()
 
     def flush(self) -> None:
-        """Fire the remaining hooks, which only some ranks may have sent: an engine may belong to one rank alone."""
+        """Call the remaining hooks, which only some ranks may have sent, such as those of an engine of one rank."""
         while self._order:
             self._fire_next()
 
@@ -239,7 +239,7 @@ def merge(values: Sequence[object], hook: str) -> object:
 
 
 def split_in_order(batch: Sequence[T], num_parts: int) -> list[Sequence[T]]:
-    """Split a batch into consecutive parts of equal size; a ConfigError if it does not divide."""
+    """Split a batch into consecutive parts of equal size; raises a ConfigError if it cannot be divided."""
     size, rest = divmod(len(batch), num_parts)
     if rest:
         raise ConfigError(

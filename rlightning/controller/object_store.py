@@ -1,4 +1,4 @@
-"""Stores tensors in Ray's object store: in shared memory of their node, reference-counted over all processes."""
+"""Stores tensors in Ray's object store: in shared memory of their node, with references counted over all processes."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from rlightning.errors import ConfigError
 
 
 class RayBlock(Block):
-    """A block in Ray's object store; Ray counts its references and copies it between nodes."""
+    """A block in Ray's object store; Ray counts references to it and copies it between nodes."""
 
     def __init__(self, ref: "ray.ObjectRef[list[Bytes]]", owner: Owner, label: str) -> None:
         super().__init__(owner, label)
@@ -20,7 +20,7 @@ class RayBlock(Block):
 
     @classmethod
     def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
-        """Return the bytes of the blocks in this node's shared memory, read-only, with one request to Ray."""
+        """Return the bytes of blocks, read-only in this node's shared memory, by one request to Ray."""
         try:
             found: list[Sequence[Bytes]] = ray.get([block._ref for block in blocks])
         except ray.exceptions.ObjectLostError as error:
@@ -44,14 +44,14 @@ class RayBlock(Block):
 class RayStore(TensorStore):
     """Stores tensors in Ray's object store. Needs ``pip install 'rlightning[ray]'`` and a connection to Ray.
 
-    What a process has stored is lost when it ends.
+    The tensors that a process has stored are lost when it ends.
 
     Args:
-        max_bytes: more than this of what this process has stored is never alive at once; None is no limit but Ray's
-            own, which is all processes' of a node together.
+        max_bytes: maximum bytes of this process's stored tensors at a time; None for only Ray's own limit, which
+            applies to all processes of a node together.
     """
 
-    full_timeout = 10.0  # other processes release handles by a message, which takes milliseconds
+    full_timeout = 10.0  # seconds; other processes release handles by a message that takes milliseconds
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
         super().__init__(max_bytes=max_bytes)

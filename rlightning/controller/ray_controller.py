@@ -3,7 +3,7 @@
 ::
 
     controller: Trainer.fit                          workers 0 .. n-1: Trainer.fit under worker_strategy
-    data, loggers, ModelCheckpoint, tables           actor, optimizer, engine, callbacks of the device
+    data, loggers, ModelCheckpoint, tables           actor, optimizer, engine, callbacks with a device
       training_step   --- Train(share) ---------->     RLModule.training_step, with all hooks around it
       RL hooks        <-- FiredHook(hook, handles) ---     rlightning.hooks.fire
       metrics         <-- StepResult -------------     module.log
@@ -44,24 +44,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEVICE_CALLBACKS = (ModelSummary,)
-"""Lightning's own callbacks that need the actor, and so run in the workers."""
+"""Lightning's own callbacks that need the actor, and therefore run in the workers."""
 
 
 @runtime_checkable
 class RowlessData(Protocol):
-    """A data module of which workers get a copy without rows."""
+    """A data module that provides a copy without rows for the workers."""
 
     def without_rows(self) -> LightningDataModule:
         """Return a copy without rows; workers receive their prompts from the controller by commands."""
 
 
 class ActorEngines(Protocol):
-    """Engines that are Ray actors beside the workers, and outlive the workers.
+    """Engines as Ray actors beside the workers, which outlive the workers.
 
     Attributes:
-        callback: whose they are.
-        run_key: that a trainer must know; None until they are started.
-        runs: Ray's references to their calls, which return by an exception only.
+        callback: the rollout callback that uses them.
+        run_key: by which trainers authenticate; None until they are started.
+        runs: Ray's references to their running calls, which only end by an exception.
     """
 
     callback: Callback
@@ -74,7 +74,7 @@ class ActorEngines(Protocol):
     def start(
         self, module: LightningModule, max_prompt_tokens: int | None, folder: Path, driver: DriverContext
     ) -> Callback:
-        """Start the engines, unless they run; return a copy of the callback that has their addresses."""
+        """Start the engines unless they run; return a copy of the callback with their addresses."""
 
     def close(self) -> None:
         """End the engines."""
@@ -90,7 +90,7 @@ class EngineCallback(Protocol):
 
 @runtime_checkable
 class PlacedCallback(Protocol):
-    """A callback whose ``runs_in`` says where it runs: "workers", or "controller", which is the default."""
+    """A callback whose ``runs_in`` is "workers" or "controller", which is the default."""
 
     runs_in: str
 
@@ -99,25 +99,26 @@ class RayController(ControllerStrategy):
     """Trains in Ray workers, one for each device; this process only controls them and uses no device.
 
     ``trainer.strategy: rlightning.controller.RayController``, in short ``ray``. Everything else in the YAML stays:
-    ``trainer.accelerator`` and ``trainer.devices`` are the workers'. Callbacks run here or there, as they say by
-    ``runs_in``. The same data gives the same weights as ``worker_strategy`` does by itself. See docs/controller.md.
+    ``trainer.accelerator`` and ``trainer.devices`` apply to the workers. Callbacks run in this process or in the
+    workers, according to ``runs_in``. The same data gives the same weights as ``worker_strategy`` without a controller.
+    See docs/controller.md.
 
     Args:
-        num_workers: ranks, each a process with its own device. None is ``trainer.devices`` x ``trainer.num_nodes``, or
-            without these one a GPU of the cluster.
-        worker_strategy: of the workers among themselves, by name or with its arguments.
-        accelerator: of the workers; None is ``trainer.accelerator``, by itself "auto".
-        address: of a Ray cluster, "auto" for the one that this machine is a node of. None is what RAY_ADDRESS says, as
-            in a submitted job; without that, a cluster on this machine is started for the run.
-        cpus_per_worker: cores that Ray reserves for each.
-        gpus_per_worker: GPUs that Ray reserves for each; None is one, where there are any.
-        placement: how workers are spread over nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.
-        max_restarts: how often workers are started anew, from the last checkpoint, when one of them has died.
-        max_store_bytes: more than this of what a worker has stored (:mod:`~rlightning.controller.rtensor`) is never
-            alive at once; None is no limit but Ray's own.
-        env: names of variables of this process's environment that workers and engines get, in a cluster that was
-            started without them. One that is started for the run has them all.
-        ray_options: further arguments of ``ray.init``.
+        num_workers: number of ranks, each a process with its own device. None for ``trainer.devices`` x
+            ``trainer.num_nodes``, or without these for the number of the cluster's GPUs.
+        worker_strategy: strategy of the workers, by name or with its arguments.
+        accelerator: of the workers; None for ``trainer.accelerator``, by default "auto".
+        address: of a Ray cluster; "auto" for the one of which this machine is a node. None for RAY_ADDRESS, as in a
+            submitted job, or without it for a new cluster on this machine.
+        cpus_per_worker: cores that Ray reserves for each worker.
+        gpus_per_worker: GPUs that Ray reserves for each worker; None for one, if there are any.
+        placement: Ray's strategy to place workers on nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.
+        max_restarts: maximum number of restarts of the workers, from the last checkpoint, after one has died.
+        max_store_bytes: maximum bytes of a worker's stored tensors (:mod:`~rlightning.controller.rtensor`) at a time;
+            None for only Ray's own limit.
+        env: names of environment variables that are passed to workers and engines. A cluster that is started for the
+            run inherits all variables.
+        ray_options: additional arguments of ``ray.init``.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class RayController(ControllerStrategy):
     # Before anything starts
 
     def take_devices(self, accelerator: object, devices: object, num_nodes: int) -> None:
-        """Move the Trainer's device arguments to the workers; called before the Trainer is made without them."""
+        """Take the Trainer's device arguments for the workers; called before the Trainer is made without them."""
         if self.worker_accelerator is None and isinstance(accelerator, str):
             self.worker_accelerator = accelerator
         per_node = len(devices) if isinstance(devices, list) else devices
@@ -162,14 +163,14 @@ class RayController(ControllerStrategy):
             self.num_workers = int(str(per_node)) * num_nodes
 
     def _configure_launcher(self) -> None:
-        """Called when the Trainer is made, before any process is started or device is touched."""
+        """Check the settings and create the launcher; called before any process is started or device is used."""
         if self.accelerator is not None and not isinstance(self.accelerator, CPUAccelerator):
             self.accelerator = CPUAccelerator()
         self.check()
         self._launcher = ControllerLauncher(self)
 
     def check(self) -> None:
-        """Refuse settings that cannot work with a controller."""
+        """Raise a ConfigError for settings that cannot work with a controller."""
         nested, own_name = self.worker_strategy, f"{RayController.__module__}.{RayController.__qualname__}"
         check_rules(
             {
@@ -193,12 +194,12 @@ class RayController(ControllerStrategy):
         import_ray()
 
     def setup_environment(self) -> None:
-        """Set the execution mode, before any device could be touched, and the number of workers."""
+        """Set the execution mode, before any device is used, and the number of workers."""
         resolve_execution_mode(strategy=self)
         super().setup_environment()
 
     def count_workers(self) -> int:
-        """Return the number of workers; joins the cluster, which decides on the default."""
+        """Return the number of workers; connects to the cluster, which determines the default."""
         is_new = join_cluster(self.address, self.ray_options)
         if self._driver is None:
             self._driver = DriverContext.here(self.env, starts_cluster=is_new)
@@ -207,14 +208,14 @@ class RayController(ControllerStrategy):
         return self._settled[0]
 
     def connect(self, model: LightningModule) -> None:
-        """Keep the user's module for the workers; callbacks in this process get a ControllerModule in its place."""
+        """Keep the user's module for the workers; callbacks in this process get a ControllerModule instead."""
         # Lightning has put the new module in the old one's place by now.
         standing, trainer = self._standing, model.trainer
         listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         here = [callback for callback in listed if not belongs_to_workers(callback)]
         is_same = standing is not None and (model is standing or model is standing.configured)
         if standing is not None and is_same and self.group is not None:
-            super().connect(standing)  # another stage with the same weights
+            super().connect(standing)  # another stage of the trainer with the same weights
             return
         if standing is not None and is_same:
             model = standing.configured  # workers have died; engines in actors of their own have not
@@ -233,13 +234,13 @@ class RayController(ControllerStrategy):
             self._engines.check_room(*self._settled)
         self._data = copy.copy(trainer.datamodule)  # type: ignore[attr-defined]
         if self._data is not None:
-            self._data.trainer = None  # which does not travel, and prompts are not read yet
+            self._data.trainer = None  # the trainer cannot be pickled, and prompts are not read yet
         super().connect(module)
 
     # The workers
 
     def setup(self, trainer: Trainer) -> None:
-        """Start the workers after the data has been checked, or let running ones begin another stage."""
+        """Start the workers after the data has been checked, or begin another stage in running ones."""
         assert self.accelerator is not None and self._settled is not None and self._driver is not None
         self.accelerator.setup(trainer)
         recorder = start_recorder(run_folder(trainer.default_root_dir), "controller")
@@ -288,7 +289,7 @@ class RayController(ControllerStrategy):
         return data.without_rows() if isinstance(data, RowlessData) else self._data
 
     def _start_engines(self, callback: Callback, trainer: Trainer) -> Callback:
-        """Return the callback; if its engines run in Ray actors, a copy with their addresses."""
+        """Return the callback; if its engines are Ray actors, a copy with their addresses."""
         assert self._standing is not None
         configured = self._standing.configured
         is_needed = generates(configured) or trainer.state.fn == "predict"
@@ -300,7 +301,7 @@ class RayController(ControllerStrategy):
         return self._engines.start(configured, longest, Path(trainer.default_root_dir), self._driver)
 
     def close(self) -> None:
-        """End the workers, which hold the weights, and the engines."""
+        """End the engines and the workers, which hold the weights."""
         group, self.group = self.group, None
         if group is not None:
             group.close()
@@ -309,13 +310,13 @@ class RayController(ControllerStrategy):
             engines.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Clean up after an exception; called when the callbacks have handled it."""
+        """Clean up after an exception; called after the callbacks have handled it."""
         if self.group is not None:
             self.group.kill()
         self.close()
 
     def teardown(self) -> None:
-        """End workers whose run was cut short; keep others, with their weights, for another stage."""
+        """End workers whose run was interrupted; keep others, with their weights, for another stage."""
         if self._is_started and self.group is not None:
             self.group.kill()
             self.group = None
@@ -330,7 +331,7 @@ def belongs_to_workers(callback: Callback) -> bool:
 
 
 def find_engines(callbacks: Sequence[Callback]) -> ActorEngines | None:
-    """Return the engines in Ray actors of the first callback that has some; None if no callback has."""
+    """Return the Ray actor engines of the first callback that has some; None if no callback has."""
     found = (callback.ray_engines() for callback in callbacks if isinstance(callback, EngineCallback))
     return next((engines for engines in found if engines is not None), None)
 
@@ -339,7 +340,7 @@ _running: weakref.WeakSet[RayController] = weakref.WeakSet()
 
 
 def close_others(strategy: RayController) -> None:
-    """End workers that earlier runs have kept for another stage, to free their devices."""
+    """End workers that earlier runs in this process kept for another stage, to free their devices."""
     for other in list(_running):
         if other is not strategy:
             other.close()

@@ -14,12 +14,12 @@ _worker: Any = global_worker  # this process's end of Ray, without types
 
 
 def is_pickled_for_call() -> bool:
-    """Return whether an object is being pickled for a Ray call, where Ray counts the references in it."""
+    """Return whether an object is being pickled for a Ray call, in which Ray counts the references."""
     return bool(_worker.get_serialization_context().is_in_band_serialization())
 
 
 def call_when_unreferenced(ref: "ray.ObjectRef[T]", callback: Callable[[], object]) -> None:
-    """Call ``callback()`` when no process refers to a stored object any more, as Ray Data does."""
+    """Call ``callback()`` when no process has a reference to a stored object any more, as Ray Data does."""
     _worker.core_worker.add_object_out_of_scope_callback(ref, lambda _: callback())
 
 

@@ -1,12 +1,12 @@
 """Cleans up a run's own Ray cluster after its controller or raylet was killed, and reports a killed raylet.
 
-The raylet ends with the controller; its agents stay, and wait for a cluster that is gone. They are killed by
-``python -m rlightning.controller.reaper LOGS CONTROLLER RAYLET AGENT...``, once the raylet or the controller, which
-holds the standard input open, has ended.
+The raylet ends with the controller, but its agents keep running. They are killed by ``python -m
+rlightning.controller.reaper LOGS CONTROLLER RAYLET AGENT...`` when the raylet has ended, or the controller, which holds
+the standard input open.
 
-Without its raylet a controller raises an error, or Ray's own threads end it then and there, by a call of ``_exit`` that
-no code of Python's sees. A controller that ends in any other way says so first, by a byte; if there is none, the line
-is written here. It imports nothing but the standard library.
+Without its raylet a controller raises an error, or Ray's own threads end it by ``_exit``, without any Python code. A
+controller that ends in any other way first sends a byte; without the byte, the reaper prints the error message. This
+module imports only the standard library.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from pathlib import Path
 from rlightning.processes.process_table import find_children, identify_process, kill_process
 
 ENDED_BY_RAY = re.compile(r"Terminate the process|Raylet IPC connection failed|local [Rr]aylet|Check failed")
-"""Messages in the log of a driver that Ray ended because it could not reach the raylet."""
+"""Messages in the log of a driver that Ray ended because it lost the raylet."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class OwnNode:
     """The Ray node that this process has started.
 
     Attributes:
-        identity: the raylet's, by :func:`~rlightning.processes.process_table.identify_process`.
-        reaper: the process whose standard input has to stay open.
+        identity: the raylet's, from :func:`~rlightning.processes.process_table.identify_process`.
+        reaper: its process, whose standard input has to stay open.
     """
 
     raylet: int
@@ -45,9 +45,9 @@ class OwnNode:
 
 
 def watch_own_node(session: str) -> OwnNode | None:
-    """Start a process that kills the remains of this process's newest raylet; return None if there is no raylet.
+    """Start the reaper of this process's newest raylet; return None if there is no raylet.
 
-    ``session`` is Ray's folder.
+    ``session`` is Ray's session folder.
     """
     raylets = [pid for pid, name in find_children(os.getpid()).items() if name == "raylet" and identify_process(pid)]
     if not raylets:
@@ -78,13 +78,13 @@ def describe_loss(raylet: int) -> str:
 def _announce_exit(reaper: "subprocess.Popen[bytes]") -> None:
     """Tell the reaper that this process exits on its own and has logged the reason."""
     assert reaper.stdin is not None
-    with contextlib.suppress(OSError):  # it was killed
+    with contextlib.suppress(OSError):  # the reaper was killed
         reaper.stdin.write(b".")
         reaper.stdin.flush()
 
 
 def main() -> None:
-    """Kill Ray's agents when the raylet or the controller exits; print an error if the raylet was lost."""
+    """Wait for the end of raylet or controller, kill Ray's agents, and print an error if the raylet was lost."""
     logs, controller, raylet, *agents = sys.argv[1:]
     has_announced_exit, end = False, -1
     with contextlib.suppress(ProcessLookupError):
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def _was_ended_by_ray(logs: Path, controller: str) -> bool:
-    """Return whether Ray ended the controller because of its raylet; else the raylet ended with the controller."""
+    """Return whether Ray ended the controller because its raylet was lost; otherwise the controller ended first."""
     paths = logs.glob(f"python-core-driver-*_{controller}.log")
     return any(ENDED_BY_RAY.search(path.read_text(errors="replace")) for path in paths)
 

@@ -1,4 +1,4 @@
-"""The module in a controller: it has the real module's configuration, and its hooks send commands to the workers."""
+"""The module in a controller: it has the real module's configuration, and sends commands to the workers."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from rlightning.protocols import HasPlan, HasWeightVersion, has
 class ControllerModule(PromptBatchModule):
     """A module without weights that callbacks in the controller get in place of the real one.
 
-    Attributes are those of the module as it was configured. Its hooks, which may need the actor, run in the workers;
-    those here log what the workers have found.
+    It has the attributes of the configured module. The real module's hooks run in the workers; the hooks of this class
+    send commands, and log the workers' metrics.
     """
 
     configured: LightningModule
@@ -25,7 +25,7 @@ class ControllerModule(PromptBatchModule):
     def __init__(self, configured: LightningModule, strategy: ControllerStrategy) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.__dict__["configured"] = configured  # not a child: it would be moved, counted and saved
+        self.__dict__["configured"] = configured  # as a child module it would be moved, counted and saved
         self.strategy = strategy
         strategy.weight_version = configured.weight_version if has(configured, HasWeightVersion) else 0
 
@@ -52,7 +52,7 @@ class ControllerModule(PromptBatchModule):
         self.strategy.call("save_hf", path)
 
     def save_adapter(self, path: str | Path) -> None:
-        """Have the workers write the adapter as a folder of PEFT's."""
+        """Have the workers write the adapter as a folder in PEFT's format."""
         self.strategy.call("save_adapter", path)
 
     # Hooks: Lightning asks whether they are there.

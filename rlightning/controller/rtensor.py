@@ -7,8 +7,8 @@
           |                                                                   ^
           +--------------------- bytes, from node to node --------------------+
 
-The bytes are in this process's :func:`~rlightning.controller.tensor_store.tensor_store`. When the last handle to a
-stored object is gone, in whatever process it was, so is the object.
+The bytes are in the process's :func:`~rlightning.controller.tensor_store.tensor_store`. A stored object is freed when
+the last handle to it, in any process, is gone.
 """
 
 import copy
@@ -28,23 +28,23 @@ from rlightning.python_values import field_values
 from rlightning.torch_internals import is_traceable_wrapper_subclass
 
 SHARED_BELOW = 1 << 20
-"""Tensors with fewer bytes share one stored object with the others of a call."""
+"""Tensors with fewer bytes are stored together, as one object for each call."""
 T = TypeVar("T")
 Change = Callable[[Any], object]
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), np.ndarray})
-"""Types of which nothing is a tensor or holds one: the token ids of a prompt are not walked through one by one."""
+"""Types that are no tensors and contain none, at which the search for tensors stops."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RTensor:
     """A handle to a stored tensor, which is fetched only on request.
 
-    It is small, and goes where arguments and results of Ray's calls go; :func:`fetch_tensors` reads it.
+    It is small, and can be an argument or result of Ray's calls; :func:`fetch_tensors` reads it.
 
     Attributes:
-        dtype: of the tensor; every dtype keeps its bits.
-        block: the stored object that the tensor is in, with others if it is small.
-        index: its place in there.
+        dtype: of the tensor.
+        block: the stored object with the tensor's bytes, and those of others if it is small.
+        index: of the tensor in the block.
     """
 
     shape: torch.Size
@@ -69,29 +69,28 @@ class RTensor:
 def store_tensors(tree: object, *, label: str = "") -> Any:
     """Store the tensors in ``tree`` and replace them with handles.
 
-    What is stored is a copy on the host, detached; a tensor that occurs twice is stored once, small ones together.
+    Stored are detached copies on the host; a tensor that occurs twice is stored once, small ones together.
 
     Args:
-        tree: tensors within dicts, lists, tuples, NamedTuples and dataclasses, nested as you like. The containers are
-            not changed, but copied where they hold tensors. All else stays as it is.
-        label: who stores this, for the report of a full store; by default the caller's function, file and line.
+        tree: tensors in nested dicts, lists, tuples, NamedTuples and dataclasses. Containers with tensors are copied;
+            other values stay the same objects.
+        label: name of this call in the error of a full store; by default the caller's function, file and line.
 
     Returns:
-        ``tree`` with an :class:`RTensor` for each tensor; None where this process does not store results
-        (:func:`~rlightning.controller.tensor_store.stores_results`), its neighbours having the same.
+        ``tree`` with an :class:`RTensor` for each tensor; None if another rank of the group stores the same result
+        (:func:`~rlightning.controller.tensor_store.stores_results`).
 
     Raises:
-        TypeError: for a tensor that is not plain: a DTensor, a sparse one, one on the meta device.
-        StoreFullError: over the store's cap; nothing stays behind.
+        TypeError: for a DTensor, a sparse tensor, or one on the meta device.
+        StoreFullError: the store's limit would be exceeded; nothing is stored.
     """
     return _store(tree, label or _call_site()) if stores_results() else None
 
 
 def store_own_tensors(tree: object, *, label: str = "") -> Any:
-    """Store tensors as :func:`store_tensors` does, on every rank of a group: their values differ between ranks.
+    """Store tensors as :func:`store_tensors` does, but on every rank of a tensor-parallel group.
 
-    Each rank samples completions of its own, tensor-parallel neighbours too; from ``on_update_start`` on, neighbours
-    have the same batch.
+    Before ``on_update_start`` each rank has its own completions; then the ranks of a group have the same batch.
     """
     return _store(tree, label or _call_site())
 
@@ -112,13 +111,13 @@ def fetch_tensors(tree: object) -> Any:
     """Fetch the tensors of all handles in ``tree`` at once, and replace the handles with them.
 
     Args:
-        tree: as :func:`store_tensors` returned it, or any part of it, or parts of several.
+        tree: a result of :func:`store_tensors`, a part of it, or parts of several results.
 
     Returns:
-        ``tree`` with tensors on the CPU that are the caller's own; the stored ones never change.
+        ``tree`` with copies of the stored tensors, on the CPU.
 
     Raises:
-        TensorLostError: if a process that stored one of them has ended.
+        TensorLostError: if a process that stored one of the tensors has ended.
     """
     handles = list({id(handle): handle for handle in _leaves(tree, RTensor)}.values())
     arrays = _read({id(handle.block): handle.block for handle in handles})
@@ -136,7 +135,7 @@ def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
 
 
 def _share_out(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors by stored object: small ones share one, large ones are apart so that each is freed by itself."""
+    """Group tensors by stored object: small ones share one; large ones have their own, to be freed separately."""
     small = [tensor for tensor in tensors if tensor.nbytes < SHARED_BELOW]
     if small:
         yield small
@@ -160,7 +159,7 @@ def _as_bytes(tensor: Tensor) -> Bytes:
 
 
 def _as_tensor(array: Bytes, handle: RTensor) -> Tensor:
-    """Return a copy as a tensor: stored memory may be shared, and freed while the tensor is in use."""
+    """Return a copy as a tensor, since stored memory may be shared, and may be freed while the tensor is in use."""
     flat = torch.empty(handle.nbytes, dtype=torch.uint8)
     np.copyto(flat.numpy(), array)
     return flat.view(handle.dtype).reshape(handle.shape)
@@ -210,7 +209,7 @@ def _map_parts(
     kind: type,
     change: Change,
 ) -> object:
-    """Return a copy of ``tree`` with its changed parts set, or ``tree`` itself if no part has changed."""
+    """Return a copy of ``tree`` with its changed parts set; ``tree`` itself if no part has changed."""
     mapped = {name: _map_leaves(part, kind, change) for name, part in parts.items()}
     changed = [name for name, part in parts.items() if mapped[name] is not part]
     if not changed:

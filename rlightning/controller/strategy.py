@@ -1,4 +1,4 @@
-"""A Lightning strategy whose steps are commands to workers; its launcher repeats a stage after a worker's death."""
+"""A Lightning strategy whose steps are commands to workers; its launcher repeats a stage after a worker has died."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +51,8 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     """The strategy of a process without a device: each step is sent as a command to a group of workers.
 
     Attributes:
-        weight_version: the workers'.
-        saved: the checkpoints of this run, in order; a restart goes on from the last, not from others beside them.
+        weight_version: of the workers' actor.
+        saved: paths of this run's checkpoints, in order; a restart continues from the last of them.
     """
 
     execution_mode = ExecutionMode.CONTROLLER
@@ -66,7 +66,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self.weight_version = 0
         self.worker_callbacks: list[Callback] = []
         self._is_started = False
-        self._closed_hook: str | None = None  # that is being fired, if no command can be answered in it
+        self._closed_hook: str | None = None  # the hook being fired, if commands cannot be answered in it
 
     @property
     def workers(self) -> WorkerGroup:
@@ -81,7 +81,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     # Commands
 
     def execute_each(self, commands: Sequence[Command[R]]) -> list[R]:
-        """Send each worker its command, relay the hooks that it fires, and return the answers by rank."""
+        """Send each worker its command, relay the hooks that it calls, and return the results by rank."""
         if self._closed_hook is not None:
             raise refusal(commands[0], self._closed_hook)
         relay = Relay(self.workers.num_workers, self._fire)
@@ -99,15 +99,15 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         return answers
 
     def execute_all(self, command: Command[R]) -> list[R]:
-        """Send the same command to all workers, and return the answers by rank."""
+        """Send the same command to all workers, and return the results by rank."""
         return self.execute_each([command] * self.workers.num_workers)
 
     def call(self, method: str, *arguments: object, **named: object) -> Any:
-        """Call a method of the module in all workers; return rank 0's result, with its tensors on this host."""
+        """Call a method of the module in all workers; return rank 0's result, with tensors on this host."""
         return fetch_tensors(self.execute_all(Call(method, arguments, named))[0])
 
     def _supply(self, num_prompts: int) -> None:
-        """Return so many further prompts of the data module for each worker."""
+        """Send each worker this number of prompts from the data module."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.workers.supply(split_in_order(data.take(num_prompts * self.workers.num_workers), self.workers.num_workers))
 
@@ -124,7 +124,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
             self._closed_hook = None
 
     def _count_steps(self, global_step: int) -> None:
-        """Advance the Trainer's count of optimizer steps to the workers'."""
+        """Advance the Trainer's count of optimizer steps to that of the workers."""
         if self.trainer.state.fn == "fit":
             progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
             for _ in range(global_step - progress.total.completed):
@@ -190,7 +190,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self._await_end()
 
     def on_validation_end(self) -> None:
-        """Called when the validation's metrics have been logged."""
+        """End the stage in the workers, unless it is part of a fit; called when its metrics have been logged."""
         if self.trainer.state.fn != "fit":
             self._await_end()
 
@@ -203,7 +203,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Return an empty state: the workers add theirs when a checkpoint is written."""
+        """Return an empty state: the workers add their weights when a checkpoint is written."""
         return {}
 
     def save_checkpoint(
@@ -211,11 +211,11 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     ) -> None:
         """Have the workers write a checkpoint in their strategy's format, which runs without controller can load.
 
-        The controller's part has loops, callbacks and the position in the data.
+        The controller's part contains loops, callbacks and the position in the data.
         """
         path = Path(filepath).absolute()
         self.execute_all(Save(checkpoint, str(path), storage_options))
-        if "optimizer_states" in checkpoint:  # without, there are only weights
+        if "optimizer_states" in checkpoint:  # otherwise the checkpoint holds only weights
             self.saved.append(path)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
@@ -227,7 +227,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         return {**loaded, "callbacks": callbacks, "lr_schedulers": []}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a file or a folder of the workers'."""
+        """Remove a checkpoint's file or folder, which the workers wrote."""
         (given_checkpoint_io(self) or AtomicCheckpointIO()).remove_checkpoint(filepath)
 
     def model_to_device(self) -> None:
@@ -235,7 +235,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
 
 def refusal(command: Command[object], hook: str) -> ConfigError:
-    """Return the error for a command that could wait for ever."""
+    """Return the error for a command in a hook where it could wait forever."""
     name = type(command).__name__
     what = f"trainer.strategy.call({command.method!r})" if isinstance(command, Call) else f"a command to {name.lower()}"
     return ConfigError(
@@ -245,7 +245,7 @@ def refusal(command: Command[object], hook: str) -> ConfigError:
 
 
 CKPT_PATH = 4
-"""The place of the checkpoint in the arguments of Lightning's fit: module, two loaders, data, checkpoint ..."""
+"""Index of the checkpoint in the arguments of Lightning's fit: module, two loaders, data, checkpoint ..."""
 
 
 class ControllerLauncher(Launcher):
@@ -256,11 +256,11 @@ class ControllerLauncher(Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """True: a controller also works in a notebook."""
+        """True: a controller can run in a notebook."""
         return True
 
     def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
-        """Run ``function``, Lightning's implementation of a stage, and repeat it if a worker dies."""
+        """Run ``function``, Lightning's implementation of a stage, and repeat it after a worker has died."""
         self.strategy.saved.clear()
         budget = RestartPolicy(self.strategy.max_restarts)
         with without_cuda_rng(), naming_lost_cluster():
@@ -276,7 +276,7 @@ class ControllerLauncher(Launcher):
                         raise
                     used, allowed = budget.num_restarts, budget.max_restarts
                     log.warning("%s Restart %d of %d, from %s.", str(error), used, allowed, path)
-                    teardown(trainer)  # of the interrupted stage, which callbacks are not told
+                    teardown(trainer)  # ends the interrupted stage; callbacks are not called
                     trainer.training = True
                     args = (*args[:CKPT_PATH], str(path), *args[CKPT_PATH + 1 :])
 
@@ -286,7 +286,7 @@ class ControllerLauncher(Launcher):
 
 @contextmanager
 def naming_lost_cluster() -> Iterator[None]:
-    """Context in which Ray's errors after the loss of the run's own cluster become one that names the loss."""
+    """Context in which Ray's errors after the loss of the run's own cluster become an error that names the loss."""
     try:
         yield
     except Exception:

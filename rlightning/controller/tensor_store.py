@@ -1,8 +1,8 @@
 """The tensors that a process stores for other processes: the store, its statistics, and the policy on what to store.
 
-A stored object, a :class:`Block`, holds the bytes of one or several tensors. It is there as long as anyone refers to
-it, in whatever process, and no longer: a store keeps count of what is alive, and no reference. Handles to the tensors
-in it are in :mod:`~rlightning.controller.rtensor`, blocks on Ray in :mod:`~rlightning.controller.object_store`.
+A stored object, a :class:`Block`, contains the bytes of one or several tensors. It exists as long as any process has a
+reference to it; the store itself counts objects and keeps no reference. Handles to tensors are in
+:mod:`~rlightning.controller.rtensor`, blocks on Ray in :mod:`~rlightning.controller.object_store`.
 """
 
 import functools
@@ -25,22 +25,22 @@ from rlightning.parallel.collectives import global_rank
 from rlightning.processes.liveness import Deadline
 
 Bytes = NDArray[np.uint8]
-"""A tensor's elements as they are in memory: [nbytes]."""
+"""A tensor's elements as raw bytes: [nbytes]."""
 
 
 class StoreFullError(RunError, RuntimeError):
-    """Storing would exceed the process's cap; the message lists what is stored."""
+    """Storing would exceed the process's limit; the message lists the stored objects."""
 
 
 class TensorLostError(RunError, RuntimeError):
-    """A handle's tensor no longer exists: the process that stored it has ended."""
+    """A handle's tensor no longer exists, because the process that stored it has ended."""
 
 
 class Owner(NamedTuple):
     """The process that stored a tensor.
 
     Attributes:
-        rank: its global rank; 0 outside of a process group.
+        rank: its global rank; 0 without a process group.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Return this process as the owner of tensors that it stores."""
+        """Return this process as an owner."""
         return cls(global_rank(), socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Owner(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The number and size of the live stored objects of one label."""
+    """The number and total size of the existing stored objects of one label."""
 
     label: str
     entries: int
@@ -65,7 +65,7 @@ class Holding(NamedTuple):
 
 
 class Block(ABC):
-    """One stored object: the bytes of tensors, which exist as long as anything refers to it."""
+    """One stored object: the bytes of tensors, which exist as long as any process has a reference."""
 
     def __init__(self, owner: Owner, label: str) -> None:
         self.owner = owner
@@ -74,21 +74,21 @@ class Block(ABC):
     @classmethod
     @abstractmethod
     def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
-        """Return the tensors' bytes of these blocks, all of one type, in one fetch; callers must not write to them."""
+        """Return the tensors' bytes of these blocks, all of one type, in one fetch; they must not be written to."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return self  # what is stored never changes
+        return self  # stored tensors never change
 
 
 class TensorStore(ABC):
-    """Stores bytes and counts the stored objects that are alive.
+    """Stores bytes, and counts the stored objects that exist.
 
     Args:
-        max_bytes: more than this is never alive at once; None is no limit.
+        max_bytes: maximum bytes of all stored objects at a time; None for no limit.
     """
 
     full_timeout = 0.0
-    """Seconds that a full store waits for handles to be released before it refuses."""
+    """Seconds for which a full store waits for handles to be released before it raises an error."""
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
         is_positive = max_bytes is None or max_bytes > 0
@@ -100,13 +100,13 @@ class TensorStore(ABC):
 
     @abstractmethod
     def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], object]) -> Block:
-        """Store copies of ``arrays``; the store calls ``forget`` when no process refers to the block any more."""
+        """Store copies of ``arrays``; ``forget`` is called when no process has a reference to the block any more."""
 
     def put(self, arrays: Sequence[Bytes], *, label: str) -> Block:
         """Store copies of the arrays, one for each tensor, as one object; ``label`` is for :meth:`holdings`.
 
         Raises:
-            StoreFullError: if the cap would be exceeded; nothing is stored then.
+            StoreFullError: if the limit would be exceeded; nothing is stored then.
         """
         nbytes = sum(array.nbytes for array in arrays)
         self._make_room(nbytes, label)
@@ -124,7 +124,7 @@ class TensorStore(ABC):
         return sum(nbytes for _, nbytes in self._alive.copy().values())
 
     def holdings(self) -> list[Holding]:
-        """Return the live objects by label, the largest first."""
+        """Return the existing objects by label, the largest total first."""
         by_label: dict[str, list[int]] = defaultdict(list)
         for label, nbytes in self._alive.copy().values():
             by_label[label].append(nbytes)
@@ -166,7 +166,7 @@ class LocalBlock(Block):
 
 
 class LocalStore(TensorStore):
-    """Stores in this process's memory for its own use; the default without Ray."""
+    """Stores tensors in this process's memory, only for this process; the default without Ray."""
 
     def _store(self, arrays: Sequence[Bytes], owner: Owner, label: str, forget: Callable[[], object]) -> Block:
         block = LocalBlock([array.copy() for array in arrays], owner, label)
@@ -184,30 +184,30 @@ def tensor_store() -> TensorStore:
 
 
 def set_store(store: TensorStore) -> None:
-    """Use another store from now on; existing handles stay valid, but their objects are no longer counted."""
+    """Use another store from now on; existing handles stay valid, but their objects are not counted any more."""
     global _store
     _store = store
 
 
 def live_entries() -> int:
-    """Return the number of objects that this process stored and any process refers to."""
+    """Return the number of objects that this process stored and that any process references."""
     return _store.live_entries()
 
 
 def live_bytes() -> int:
-    """Return the bytes of objects that this process stored and any process refers to."""
+    """Return the bytes of objects that this process stored and that any process references."""
     return _store.live_bytes()
 
 
 def stores_results() -> bool:
     """Return whether this process stores results that other ranks of its group have too.
 
-    Yes, unless a policy says no: ``RemotizeOnHeadOnly`` sets one for as long as its training engine is there.
+    True without a policy; ``RemotizeOnHeadOnly`` sets a policy while its training engine exists.
     """
     return _policy is None or _policy()
 
 
 def set_storing_policy(policy: Callable[[], bool] | None) -> None:
-    """Set the function that decides :func:`stores_results`; with None every process stores."""
+    """Set the function that :func:`stores_results` calls; None to store results in every process."""
     global _policy
     _policy = policy

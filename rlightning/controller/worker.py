@@ -46,16 +46,16 @@ from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 CONTROLLER = "Ray driver"
 """The name of a worker's controller."""
 OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
-"""Keys of a checkpoint that the workers write and load; the controller has the rest."""
+"""Keys of a checkpoint that the workers write and load; the controller handles the others."""
 
 
 class Worker(CommandQueue):
-    """One rank, with the queue of its commands: the class that runs as a Ray actor.
+    """One rank, with the queue of its commands; the class of the Ray actor.
 
-    :meth:`run` blocks for a whole fit. The other methods are called meanwhile, from other threads.
+    :meth:`run` blocks for a whole fit. The other methods are called meanwhile, in other threads.
 
     Args:
-        host_threads: the controller's OMP_NUM_THREADS; None: a share of the cores, as if all were on this host.
+        host_threads: the controller's OMP_NUM_THREADS; None for a share of the cores, as if all workers were here.
     """
 
     def __init__(self, rank: int, num_workers: int, driver: DriverContext, host_threads: str | None) -> None:
@@ -80,7 +80,7 @@ class Worker(CommandQueue):
         return address, find_port()
 
     def describe_differences(self) -> list[str]:
-        """Return sentences on how this process differs from the controller's."""
+        """Return sentences about differences between this process and the controller's."""
         return self.driver.describe_differences()
 
     def process_id(self) -> int:
@@ -95,9 +95,9 @@ class Worker(CommandQueue):
         """Run one stage, named by the Trainer's method, until the controller ends it.
 
         Args:
-            number: grows; a stage that is sent again has run.
-            config: None on a later stage of the same run: trainer and module are those of before.
-            rendezvous: of rank 0, for all.
+            number: of the stage; one that was run before is not repeated.
+            config: None for a later stage of the same run, with the same trainer and module.
+            rendezvous: rank 0's address and port.
         """
         if number <= self._last_stage:
             return
@@ -113,12 +113,12 @@ class Worker(CommandQueue):
             self.fail(self._describe(error))
 
     def execute(self, number: int, command: Command[object], seen: int) -> list[Entry]:
-        """Accept a command, unless it is a repetition, and return its entries after the first ``seen``."""
+        """Accept a command, unless it was accepted before, and return its entries after the first ``seen``."""
         self.submit(number, command)
         return self.collect(number, seen)
 
     def leave(self) -> None:
-        """Deregister from the other ranks, because the connections to them will close."""
+        """Deregister from the other ranks, before the connections to them close."""
         watch = active_watch()
         if watch is not None:
             watch.stop()
@@ -153,7 +153,7 @@ class Worker(CommandQueue):
         vars(strategy).update(execution_mode=ExecutionMode.WORKER, controller=CONTROLLER)
         resolve_execution_mode(strategy=strategy)
         if isinstance(self.module, ValidatesFirst):
-            self.module.validate_first = False  # it is for the controller to say when
+            self.module.validate_first = False  # the controller decides when to validate
 
     def _step_result(self) -> StepResult:
         found = logged_metrics(self.trainer)
@@ -204,7 +204,7 @@ class Worker(CommandQueue):
         if trainer.state.fn == "fit":
             connector.restore_optimizers_and_schedulers()
             loops = {**loaded["loops"]["fit_loop"]}
-            loops["state_dict"] = {}  # of the controller's loaders
+            loops["state_dict"] = {}  # the state of data loaders, which the controller has
             trainer.fit_loop.load_state_dict(loops)
         connector.resume_end()
         return rest if self.rank == 0 else {}
@@ -229,6 +229,6 @@ class Worker(CommandQueue):
 
 
 def as_floats(outputs: Sequence[Mapping[str, torch.Tensor | float]] | None) -> dict[str, float]:
-    """Merge several dictionaries of metrics into one, with values as numbers."""
+    """Merge several dictionaries of metrics into one, with floats as values."""
     merged = {name: value for part in outputs or () for name, value in part.items()}
     return {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in merged.items()}

@@ -33,8 +33,8 @@ class WorkerGroup:
     """The workers of a run, one for each rank.
 
     Args:
-        each: what each takes of the cluster.
-        hang_timeout: seconds after which a worker whose process answers nothing is ended.
+        each: cluster resources of each worker.
+        hang_timeout: seconds without an answer after which a worker counts as dead.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class WorkerGroup:
         ]
 
     def start(self, config: object, stage: str, engines: Sequence[Ref] = ()) -> None:
-        """Begin a stage, a method of the Trainer's, on all workers; returns at once.
+        """Begin a stage, named by the Trainer's method, on all workers; returns at once.
 
-        The configuration is None on a later stage. Engines, as references of Ray's, must not end before the workers.
+        ``config`` is None for a later stage. ``engines`` are Ray's references, which must not end before the workers.
         """
         # One copy of the configuration in the object store, for all of them.
         shared = None if config is None else self._ray.put(config)
@@ -92,7 +92,7 @@ class WorkerGroup:
             rendezvous = self._get([self._call(self.actors[0], "rendezvous")])[0]
             found = self._get(self._call_all("describe_differences"))
             for sentence in dict.fromkeys(sentence for sentences in found for sentence in sentences):
-                log.warning(sentence)  # once for each host
+                log.warning(sentence)  # one warning for all workers of a host
         self._engines = list(engines)
         number = next(self._numbers)
         self._runs = {
@@ -101,13 +101,13 @@ class WorkerGroup:
         }
 
     def execute(self, commands: Sequence[Command[T]], handle: Callable[[int, Entry], None]) -> list[T]:
-        """Have each worker execute its command; returns their answers by rank.
+        """Have each worker execute its command; return the results by rank.
 
-        ``handle`` is called with a rank and each entry before its answer.
+        ``handle`` is called with a rank and each of its entries before the result.
 
         Raises:
-            WorkerError: a worker raised.
-            WorkerDiedError: a worker's process is gone.
+            WorkerError: a worker raised an exception.
+            WorkerDiedError: a worker's process has ended.
         """
         if not self.actors:
             raise WorkerDiedError("The workers of this run have ended, and take no commands.")
@@ -137,7 +137,7 @@ class WorkerGroup:
         return answers
 
     def supply(self, shares: Sequence[object]) -> None:
-        """Answer each worker's request for prompts."""
+        """Send each worker the prompts that it has requested."""
         number = next(self._supplies)
         for _, actor, share in self._each(shares):
             self._call(actor, "supply", number, share)
@@ -147,17 +147,17 @@ class WorkerGroup:
         self._call_all("record_stacks", reason)
 
     def await_end(self) -> None:
-        """Wait until a stage is over on all workers."""
+        """Wait until the stage has ended on all workers."""
         self._get(self._runs)
 
     def close(self) -> None:
-        """End the workers; those that are alive deregister from each other first."""
+        """End the workers; those that are alive first deregister from each other."""
         if self.actors and self._ray.is_initialized():
             self._wait_for_all("leave", intervals.GROUP_LEAVE_GRACE)
         self.kill()
 
     def kill(self) -> None:
-        """End the workers, whatever they are doing."""
+        """Kill the workers."""
         actors, self.actors = self.actors, []
         if not self._ray.is_initialized():
             return
@@ -178,11 +178,11 @@ class WorkerGroup:
         return called
 
     def _call_all(self, method: str, *arguments: object) -> dict[Ref, int]:
-        """Call a method of all workers; returns Ray's references to the results, and their ranks."""
+        """Call a method of all workers; return Ray's references to the results, with their ranks."""
         return {self._call(actor, method, *arguments): rank for rank, actor in enumerate(self.actors)}
 
     def _wait_for_all(self, method: str, seconds: float) -> dict[int, bool]:
-        """Call a method of all workers; returns which ranks have answered in time."""
+        """Call a method of all workers; return for each rank whether it answered within ``seconds``."""
         asked = self._call_all(method)
         answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
         return {rank: ref in answered for ref, rank in asked.items()}
@@ -195,7 +195,7 @@ class WorkerGroup:
         return found
 
     def _entries(self, asked: dict[Ref, int]) -> Iterator[tuple[int, list[Entry]]]:
-        """Yield ranks and their entries as they arrive, until all commands are answered."""
+        """Yield ranks and their entries as they arrive, until all commands have a result."""
         while asked:
             # A run that has ended, well or not, has told so by its commands' records; unless it could not even begin.
             ready = self._wait([*asked, *self._runs, *self._engines])
@@ -212,7 +212,7 @@ class WorkerGroup:
                 yield rank, entries
 
     def _wait(self, refs: Sequence[Ref]) -> Ref:
-        """Return the first Ray reference that is ready; wait without limit as long as all workers run."""
+        """Return the first Ray reference that is ready; there is no timeout while all workers run."""
         heartbeats = [Heartbeat(intervals.WAIT_REPORT_DELAY) for _ in self.actors]
         while True:
             ready, _ = self._ray.wait(list(refs), num_returns=1, timeout=intervals.WAIT_REPORT_DELAY)
@@ -222,7 +222,7 @@ class WorkerGroup:
             self._check_silence(heartbeats)
 
     def _check_silence(self, heartbeats: Sequence[Heartbeat]) -> None:
-        """Log which workers do not answer; a WorkerDiedError if one has not for ``hang_timeout``: the run is over."""
+        """Log which workers do not answer; raise a WorkerDiedError if one has not answered for ``hang_timeout``."""
         for rank, has_answered in self._wait_for_all("process_id", intervals.SILENT_AFTER).items():
             silent = heartbeats[rank].tick()
             if has_answered:
@@ -244,7 +244,7 @@ class WorkerGroup:
         raise_failure(failure)
 
     def _find_first(self, failure: Failed) -> Failed:
-        """Return the first failure of all ranks, or raise a worker's death; the given failure if none is earlier."""
+        """Return the first failure of all ranks, by default the given one; raise an error if a worker has died."""
         deadline, asked = Deadline(intervals.CAUSE_GRACE), self._call_all("await_failure")
         while asked and not deadline.is_over:
             ready, _ = self._ray.wait(list(asked), num_returns=1, timeout=deadline.remaining)
@@ -259,7 +259,7 @@ class WorkerGroup:
         return failure
 
     def _find_cause(self, rank: int, error: BaseException) -> BaseException:
-        """Return why a worker has ended; Ray may at first know only that the connection broke."""
+        """Return why a worker has ended; at first Ray may know only that the connection was lost."""
         deadline = Deadline(intervals.CAUSE_GRACE)
         while isinstance(error, self._ray.exceptions.ActorUnavailableError) and not deadline.is_over:
             check_own_node()
@@ -273,7 +273,7 @@ class WorkerGroup:
         return error
 
     def _lose_engine(self, ref: Ref) -> None:
-        """Raise an error for the end of an engine's actor; a dying engine itself is restarted by its actor."""
+        """Raise an error for the end of an engine's Ray actor, which restarts a dead engine itself."""
         self.kill()
         try:
             self._ray.get(ref)

@@ -19,7 +19,7 @@ from rlightning.lightning_internals import DataFetcher, FitLoop, TrainingEpochLo
 
 
 class WorkerEpochLoop(TrainingEpochLoop):
-    """An epoch's loop that takes its steps from the commands of ``feed``."""
+    """The loop of an epoch, which takes its steps from the commands of ``feed``."""
 
     done = False
 
@@ -33,7 +33,7 @@ class WorkerEpochLoop(TrainingEpochLoop):
         if command is None:
             raise StopIteration
         if command.is_last:
-            data_fetcher.length = data_fetcher.fetched + 1  # from which Lightning knows it
+            data_fetcher.length = data_fetcher.fetched + 1  # tells Lightning that this batch is the last
         try:
             super().advance(data_fetcher)
         except StopIteration as stop:
@@ -44,13 +44,13 @@ class WorkerEpochLoop(TrainingEpochLoop):
             ) from stop
 
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
-        """Answer the step's command, after all of its hooks."""
+        """Send the step's result, after all of its hooks."""
         super().on_advance_end(data_fetcher)
         self.feed.answer_step()
 
 
 class WorkerFitLoop(FitLoop):
-    """A fit's loop that takes its epochs from the commands of ``feed``; it replaces the Trainer's own loop."""
+    """The loop of a fit, which takes its epochs from the commands of ``feed`` and replaces the Trainer's own loop."""
 
     def __init__(self, trainer: Trainer, feed: CommandFeed) -> None:
         replaced = trainer.fit_loop
@@ -91,14 +91,14 @@ class WorkerConfig:
     """The settings that all workers of a run share, taken from the controller's Trainer.
 
     Attributes:
-        module: not built yet.
+        module: configured, without weights.
         data: not set up.
-        strategy: of the workers among themselves: an object, a name of Lightning's registry, or a class by its path.
-        wanted_hooks: RL hooks that callbacks in the controller wait for.
-        settings: of the Trainer, further ones (:func:`settings_of`).
+        strategy: of the workers: an object, a name in Lightning's registry, or a class by its path.
+        wanted_hooks: RL hooks that callbacks in the controller override.
+        settings: additional arguments of the Trainer (:func:`settings_of`).
         checkpoint_io: for strategies that write single files.
-        fast_dev_run: of the Trainer, whose limits are in ``settings`` already; schedules and callbacks ask for it.
-        run_key: what the run's engines ask for, or None.
+        fast_dev_run: of the Trainer, for schedules and callbacks that read it; its limits are in ``settings``.
+        run_key: by which trainers authenticate at the run's engines, or None.
     """
 
     module: LightningModule
@@ -119,7 +119,7 @@ class WorkerConfig:
 
 @dataclass
 class RayEnvironment(ClusterEnvironment):
-    """Lightning's cluster environment for workers that Ray has started with one device each."""
+    """Lightning's cluster environment for workers that Ray has started, with one device each."""
 
     rank: int = 0
     num_workers: int = 1
@@ -129,7 +129,7 @@ class RayEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return False: this environment is never detected, only passed."""
+        """Return False: this environment is only passed explicitly."""
         return False
 
     def world_size(self) -> int:
@@ -156,7 +156,7 @@ class RayEnvironment(ClusterEnvironment):
 
 
 class WorkerTrainer(Trainer):
-    """A Trainer for one rank without logger, checkpoints and validation of its own, which the controller has."""
+    """A Trainer for one rank; the controller has logger, checkpoints and validation."""
 
     fast_dev_run: bool | int
 
@@ -167,10 +167,10 @@ class WorkerTrainer(Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps, as of any Trainer, for an unlimited number of epochs.
+        """The number of optimizer steps, by ``trainer.max_steps``.
 
         Raises:
-            ConfigError: where it does: only the controller has the data.
+            ConfigError: if ``trainer.max_epochs`` is set too: only the controller knows the length of an epoch.
         """
         if self.max_epochs != -1:
             raise ConfigError(
@@ -181,7 +181,7 @@ class WorkerTrainer(Trainer):
         return super().estimated_stepping_batches
 
     def check_sanity(self) -> None:
-        """Run Lightning's validation before training, when the controller commands it."""
+        """Run the validation before training when the controller commands it."""
         with isolate_rng():
             super()._run_sanity_check()
 
@@ -209,7 +209,7 @@ def make_trainer(
         precision=config.precision,
         plugins=plugins,
         callbacks=[*config.callbacks, relay],
-        num_sanity_val_steps=-1,  # as many batches as the controller sends
+        num_sanity_val_steps=-1,  # validate on as many batches as the controller sends
         check_val_every_n_epoch=ENDLESS,
         use_distributed_sampler=False,
         logger=False,
@@ -218,12 +218,12 @@ def make_trainer(
         default_root_dir=config.root_dir,
         **config.settings,
     )
-    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would set limits that are the controller's
+    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would also set limits: the controller's task
     return trainer
 
 
 def settings_of(trainer: Trainer) -> dict[str, object]:
-    """Return a Trainer's arguments for numerics and length of a run; the first two are global state in torch."""
+    """Return a Trainer's arguments for numerics and length of a run, some of which are global state in torch."""
     deterministic: bool | str = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         deterministic = "warn"
@@ -240,7 +240,7 @@ def settings_of(trainer: Trainer) -> dict[str, object]:
 
 
 def make_strategy(strategy: Strategy | str) -> Strategy | str:
-    """Return a value for the Trainer's ``strategy``: a class without arguments, named by its path, is instantiated."""
+    """Return the value for the Trainer's ``strategy``; a class given by its path is instantiated."""
     if not isinstance(strategy, str) or "." not in strategy:
         return strategy
     made: Strategy = resolve_name(strategy)()

@@ -1,4 +1,4 @@
-"""Cached folders beside those of ``datasets``, which one process builds for all processes and later runs."""
+"""Cached folders beside those of ``datasets``, which one process fills for all processes and later runs."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ def cached_folder(parts: Mapping[str, object], build: Callable[[Path], None]) ->
     """Return the cached folder for ``parts``; the first process fills it by ``build``, the others wait.
 
     Args:
-        parts: everything that the content follows from, as JSON can write it.
-        build: fills an empty folder, which is renamed when it is whole.
+        parts: everything that determines the content, as JSON values.
+        build: fills an empty folder, which is renamed when it is complete.
     """
     import datasets
     from filelock import FileLock

@@ -1,4 +1,4 @@
-"""Chat messages of prompt sets: checked, cleaned of null fields, and rendered by the tokenizer's chat template."""
+"""Chat messages of prompt sets: validated, without null fields, and rendered by the tokenizer's chat template."""
 
 import difflib
 import inspect
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Message = dict[str, Any]
-"""A chat message: a role, and the other fields that its template reads."""
+"""A chat message: a role, and other fields that the chat template reads."""
 
 CONTINUES = "continue_final_message"
-"""Key of ``chat_template_arguments`` by which a final assistant message is the beginning of the completion."""
+"""Key of ``chat_template_arguments`` with which a final assistant message is the beginning of the completion."""
 _PASSED_ON = {CONTINUES, "chat_template"}
-"""Parameters of ``apply_chat_template`` that are free; its others are this module's, or variables of the template."""
+"""Parameters of ``apply_chat_template`` that a user may set; others are set here, or are variables of the template."""
 _OPEN_THOUGHT = re.compile(
     r"[<\[](?!/|\|?end)[^<>\[\]\s]*(?:think|thought|reason)[^<>\[\]\s]*[>\]]\s*\Z", re.IGNORECASE
 )
@@ -52,9 +52,9 @@ def is_chat(content: object) -> bool:
 def clean_messages(messages: list[Message], where: str, *, has_fixed_fields: bool) -> list[Message]:
     """Return messages as chat templates expect them: without null fields, and with a text as each content.
 
-    Templates ask whether a field is there, not whether it is null. Text parts are joined by a line break, as vLLM
-    does. With ``has_fixed_fields``, where the format of the file has every field in every row (Parquet, ``datasets``),
-    nulls in the arguments of tool calls are left out too.
+    Templates test whether a field exists, not whether it is null. Text parts are joined by a line break, as in vLLM.
+    ``has_fixed_fields`` is for file formats with every field in every row (Parquet, ``datasets``): nulls in the
+    arguments of tool calls are then left out too.
     """
     return [_clean(message, f"{where}: message {i}", has_fixed_fields) for i, message in enumerate(messages, 1)]
 
@@ -79,7 +79,7 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: Json
 
 
 def find_open_thought(text: str) -> str | None:
-    """Return the tag, such as ``<think>``, at the end of a prompt; completions begin inside of a thought then."""
+    """Return the tag, such as ``<think>``, at a prompt's end with which completions begin inside the reasoning."""
     found = _OPEN_THOUGHT.search(text[-100:])
     return found.group().strip() if found else None
 

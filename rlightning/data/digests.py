@@ -1,4 +1,4 @@
-"""Digests of prompt sets, by which a resumed run checks that it has the data of its checkpoint."""
+"""Digests of prompt sets, by which a resumed run checks that it has the data of the checkpoint."""
 
 import hashlib
 import json
@@ -42,9 +42,9 @@ def encode_value(value: object) -> bytes:
 
 
 def _describe(value: object) -> str:
-    if isinstance(value, set | frozenset):  # whose order differs from process to process
+    if isinstance(value, set | frozenset):  # its order differs between processes
         return f"{type(value).__name__} {sorted(map(_describe, value))}"
-    if hasattr(value, "tolist"):  # of arrays, which repr() cuts
+    if hasattr(value, "tolist"):  # an array: repr() would shorten it
         return repr(value.tolist())
     return _ADDRESS.sub("", repr(value))
 

@@ -38,7 +38,7 @@ _ROWS_A_BATCH = 1000  # tokenizers return far more than the ids that are kept
 class PromptFormat:
     """How a row is converted to a prompt: arguments of :class:`~rlightning.data.PromptDataModule`.
 
-    ``completion_column`` names the column of a completion to learn, if there is one.
+    ``completion_column`` is the column of the completion to learn; None without one.
     """
 
     column: str = "prompt"
@@ -54,7 +54,7 @@ class PromptFormat:
 
     @property
     def own_sampling(self) -> dict[str, str]:
-        """Return the columns of per-row temperature and token limit, by argument name."""
+        """Return the columns with a row's own temperature and token limit, by argument name."""
         columns = {
             "temperature_column": self.temperature_column,
             "max_new_tokens_column": self.max_new_tokens_column,
@@ -62,7 +62,7 @@ class PromptFormat:
         return {name: column for name, column in columns.items() if column is not None}
 
     def without_absent_columns(self, columns: Collection[str]) -> "PromptFormat":
-        """Return this format without those sampling columns (temperature, token limit) that a set lacks."""
+        """Return this format without the sampling columns (temperature, token limit) that a set lacks."""
         absent: dict[str, Any] = {name: None for name, column in self.own_sampling.items() if column not in columns}
         return replace(self, **absent)
 
@@ -72,7 +72,7 @@ USUAL = PromptFormat()
 
 
 def prompt_messages(columns: Row, prompt_format: PromptFormat, where: str) -> list[Message]:
-    """Return the chat messages of a row's prompt, as the chat template gets them."""
+    """Return the chat messages of a row's prompt, as they are passed to the chat template."""
     if prompt_format.template is not None:
         content: str | list[Message] = _fill_template(prompt_format.template, columns, where)
     else:
@@ -93,12 +93,12 @@ def build_prompts(
     """Render, tokenise and check every row; drop or cut prompts that are too long, and log how many.
 
     Args:
-        vocab_size: rows of the model's embedding, which no token may be beyond; None: unknown.
-        max_length: the model's positions, for prompts that have a completion; None: unknown.
+        vocab_size: number of rows of the model's embedding, the limit of token ids; None if unknown.
+        max_length: the model's number of positions, for prompts with a completion; None if unknown.
 
     Returns:
         At least one prompt, each of 1 to ``prompt_format.max_tokens`` tokens, in the order of the rows: a list, or for
-        a large set a sequence whose tokens stay on disk, tokenised once for all processes and later starts.
+        a large set a sequence on disk, which is tokenised once for all processes and later starts.
     """
     encoder = PromptEncoder(tokenizer, prompt_format, vocab_size=vocab_size, max_length=max_length)
     require_columns(table, encoder.columns)
@@ -116,7 +116,7 @@ def build_prompts(
 
 
 class PromptEncoder:
-    """Converts rows to texts and tokens; an error names the row by its place."""
+    """Converts rows to texts and tokens; errors name the row by its file and line."""
 
     def __init__(
         self, tokenizer: "Tokenizer", prompt_format: PromptFormat, *, vocab_size: int | None, max_length: int | None
@@ -146,7 +146,7 @@ class PromptEncoder:
 
     @property
     def identity(self) -> dict[str, object]:
-        """All settings that the tokens of a row depend on, for the key of a cache."""
+        """All settings that affect the tokens of a row, for the key of a cache."""
         import tokenizers
         import transformers
 
@@ -165,7 +165,7 @@ class PromptEncoder:
     def encode(self, table: RowTable, start: int, stop: int) -> Columns:
         """Encode rows to the columns of :data:`~rlightning.data.mapped.COLUMNS`.
 
-        ``num_tokens`` are those of the prompt before it is cut; ``notes`` are :class:`Note` flags.
+        ``num_tokens`` are the prompt's tokens before it is cut; ``notes`` are :class:`Note` flags.
         """
         rows = table.rows[start:stop]
         places = [table.where(place) for place in range(start, stop)]
@@ -184,7 +184,7 @@ class PromptEncoder:
         return columns
 
     def _render(self, row: Row, where: str, table: RowTable) -> tuple[str, Note]:
-        """Return the text of a row's prompt as the model is shown it."""
+        """Return the text of a row's prompt for the model."""
         content, system, note = self._read_content(row, where, table), self.format.system, Note(0)
         if self.is_chat:
             arguments = self.format.chat_template_arguments
@@ -203,7 +203,7 @@ class PromptEncoder:
         return text, note
 
     def _is_rendered(self, content: str, text: str) -> bool:
-        """Return whether a prompt begins with the special token that the chat template begins with."""
+        """Return whether a prompt begins with the special token with which the chat template begins."""
         opening = next((token for token in self._special_tokens if content.startswith(token)), None)
         return opening is not None and (text.startswith(opening) or opening == self.tokenizer.bos_token)
 
@@ -232,7 +232,7 @@ class PromptEncoder:
         return text
 
     def _finish(self, text: str, note: Note, tokens: Tokens, where: str) -> dict[str, object]:
-        """Return those columns of a row that are computed from its text."""
+        """Return the columns of a row that are computed from its text."""
         prompt, completion, limit = tokens.prompt, tokens.completion, self.format.max_tokens
         if not prompt and text:
             raise ConfigError(
@@ -277,7 +277,7 @@ class PromptEncoder:
 
 
 def _encode_in_memory(table: RowTable, encoder: PromptEncoder) -> tuple[list[Prompt], list[int], list[int]]:
-    """Encode all rows; returns the prompts, their lengths before cutting, and their notes."""
+    """Encode all rows; return the prompts, their lengths before they are cut, and their notes."""
     prompts: list[Prompt] = []
     lengths: list[int] = []
     notes: list[int] = []
@@ -315,7 +315,7 @@ class _TemplateFormatter(string.Formatter):
     """Fills templates with texts, numbers and times; other types, such as ``None``, raise an error."""
 
     def convert_field(self, value: object, conversion: str | None) -> object:
-        """Check a value before ``!s``, ``!r`` or ``!a`` makes a text of it."""
+        """Check the type of a value before ``!s``, ``!r`` or ``!a`` converts it to a text."""
         if not isinstance(value, str | Number | date | time | timedelta) or value != value:
             raise TypeError(f"it would write {cut_value(value)} into the prompt, where texts and numbers can stand")
         return super().convert_field(value, conversion)
@@ -332,7 +332,7 @@ def _fill_template(template: str, row: Row, where: str) -> str:
 
 
 def require_columns(table: RowTable, columns: list[str]) -> None:
-    """Raise a ConfigError if a row lacks a column; does not read rows that are known to have all."""
+    """Raise a ConfigError if a row lacks a column; rows known to have all columns are not read."""
     known = table.columns
     for column in [column for column in columns if column not in known]:
         missing = [i for i, row in enumerate(table.rows) if column not in row]

@@ -1,4 +1,4 @@
-"""The sources of prompt sets: files by their names, and rows in memory, such as DataFrames."""
+"""Sources of prompt sets: names of files, and rows in memory, such as DataFrames."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Sized
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
         @property
         def columns(self) -> Iterable[object]:
-            """The names of the columns, as pandas and polars have them."""
+            """The names of the columns, as in pandas and polars."""
 
     PromptSource = str | Path | Iterable[str | Path | Mapping[str, Any]] | DataFrame
-    """A file or another name that :func:`~rlightning.data.sources.read_rows` knows, several of them, or rows."""
+    """A file or another name that :func:`~rlightning.data.sources.read_rows` accepts, several of them, or rows."""
 else:
 
     class _CheckedByReader:
-        """Makes pydantic accept any object without reading all its rows; :func:`check_source` checks it later."""
+        """Makes pydantic accept any object without reading its rows; :func:`check_source` checks it later."""
 
         def __get_pydantic_core_schema__(self, source: object, handler: object) -> object:
             from pydantic_core import core_schema
@@ -70,7 +70,7 @@ def paths_of(source: object) -> list[str]:
 def check_source(source: object, key: str) -> None:
     """Raise a ConfigError for a source of an unsupported type; reads nothing.
 
-    ``key`` is where the source stands, such as ``data.train``.
+    ``key`` is the source's key, such as ``data.train``.
     """
     if source is None or paths_of(source) or _is_table(source):
         return
@@ -97,11 +97,11 @@ def hold_rows(source: "PromptSource", limit: int | None, key: str, limit_key: st
     """Return a source that can be read repeatedly: the rows of an iterator are copied to a list.
 
     Args:
-        key: where the source stands, for errors.
-        limit_key: where the limit stands.
+        key: of the source, for errors.
+        limit_key: of the limit, for errors.
 
     Raises:
-        ConfigError: if neither a length nor a limit says where the rows end.
+        ConfigError: if the source has neither a length nor a limit.
     """
     if isinstance(source, str | Path | list | tuple) or _is_table(source):
         return source
@@ -121,10 +121,10 @@ def read_source(source: "PromptSource", limit: int | None, key: str, environment
     """Read a prompt set from any supported source; it must have at least one row.
 
     Args:
-        source: a path, paths, or rows, as :func:`hold_rows` leaves them.
+        source: a path, paths, or rows, from :func:`hold_rows`.
         limit: read only this many rows from the start.
-        key: where the source stands, which names rows in memory.
-        environment: of rows that have none in their column ``environment``, or that of each path.
+        key: of the source, by which errors name rows in memory.
+        environment: name for rows without one in their column ``environment``, or one for each path.
     """
     if paths := paths_of(source):
         return _read_files(paths, limit, environment)
@@ -198,7 +198,7 @@ def _is_of(source: object, module: str, name: str) -> bool:
 
 
 def _unpack(table: "DataFrame", key: str) -> "datasets.Dataset | list[Row]":
-    """Convert a table of any package to one of ``datasets``, without a copy where possible, or to rows."""
+    """Convert a table of any package to a ``datasets.Dataset``, without a copy if possible, or to rows."""
     import datasets
     import pandas
     import pyarrow

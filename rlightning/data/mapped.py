@@ -1,4 +1,4 @@
-"""Prompts of large sets, whose tokens stay on disk: tokenised once a host by ``datasets``, mapped by each process."""
+"""Prompts of large sets on disk: tokenised by ``datasets`` once a host, memory-mapped by each process."""
 
 import json
 import os
@@ -39,30 +39,30 @@ OF_PROMPT = ("text", "token_ids", "completion_ids", "temperature", "max_new_toke
 Columns = dict[str, list[Any]]
 """The values of some rows, by the names of :data:`COLUMNS`."""
 ROWS_A_PROCESS = 10_000
-"""Number of rows for which the start of a further process pays off."""
+"""Number of rows for which the start of one more process pays off."""
 _ROWS_A_BATCH = 1000
-_VERSION = 2  # of how rows become tokens, and of what is written; files of another are not read
+_VERSION = 2  # of the tokenization and the file format; files of another version are not read
 
 
 class RowEncoder(Protocol):
-    """Turns rows into :data:`COLUMNS`; what every process of ``datasets`` gets pickled."""
+    """Converts rows to :data:`COLUMNS`; ``datasets`` pickles it for its processes."""
 
     @property
     def identity(self) -> dict[str, object]:
-        """Everything besides the rows that the tokens follow from."""
+        """All settings besides the rows that affect the tokens."""
 
     def encode(self, table: RowTable, start: int, stop: int) -> Columns:
         """Return the columns of some rows."""
 
 
 class MappedPrompts(LazySequence[Prompt]):
-    """Prompts whose tokens are in memory-mapped files, in a folder that :func:`map_prompts` has written."""
+    """Prompts whose tokens are in memory-mapped files of a folder that :func:`map_prompts` has written."""
 
     def __init__(self, rows: Sequence[Row], folder: Path) -> None:
         import datasets
 
         self._rows, self._folder = rows, folder
-        parts = [datasets.Dataset.from_file(file) for file in _files(folder)]  # one of each process that wrote
+        parts = [datasets.Dataset.from_file(file) for file in _files(folder)]  # one file for each process that wrote
         self._encoded = datasets.concatenate_datasets(parts).with_format("arrow")
         kept = folder / "kept.npy"
         self._kept: NDArray[np.int64] | None = np.load(kept, mmap_mode="r") if kept.is_file() else None
@@ -72,7 +72,7 @@ class MappedPrompts(LazySequence[Prompt]):
         return len(self._encoded) if self._kept is None else len(self._kept)
 
     def read(self, places: range) -> list[Prompt]:
-        """See :meth:`LazySequence.read`."""
+        """Return the prompts at these places."""
         return [self._make(place if self._kept is None else int(self._kept[place])) for place in places]
 
     def _make(self, row: int) -> Prompt:
@@ -81,13 +81,13 @@ class MappedPrompts(LazySequence[Prompt]):
 
     @property
     def longest_limit(self) -> int:
-        """The largest token limit that a prompt of the set has for itself; 0 if none has one."""
+        """The largest completion limit that a prompt of the set has for itself; 0 if none has one."""
         import pyarrow.compute
 
         return pyarrow.compute.max(self._encoded.data["max_new_tokens"]).as_py() or 0
 
     def digest_columns(self, columns: Collection[str]) -> dict[str, str]:
-        """Return a digest of each of these columns, from a cache if a process of this host has computed it."""
+        """Return a digest of each of these columns, from a cache if a process of this host has computed it before."""
         if not columns:
             return {}
 
@@ -99,7 +99,7 @@ class MappedPrompts(LazySequence[Prompt]):
         return digests
 
     def _iterate_rows(self) -> Iterator[Row]:
-        """Yield the rows of the prompts, which are read in batches."""
+        """Yield the rows of the prompts, reading them in batches."""
         for start in range(0, len(self._rows), _ROWS_A_BATCH):
             batch = self._rows[start : start + _ROWS_A_BATCH]
             if self._kept is None:
@@ -112,13 +112,13 @@ class MappedPrompts(LazySequence[Prompt]):
 def map_prompts(
     table: RowTable, encoder: RowEncoder, max_tokens: int, *, is_dropping: bool
 ) -> tuple[MappedPrompts, Summary]:
-    """Tokenise the rows of a large set to a cached folder, unless that is there, and return the mapped prompts.
+    """Tokenise the rows of a large set to a cached folder, unless it exists, and return the mapped prompts.
 
     Args:
-        table: its rows are :class:`~rlightning.data.rows.StoredRows`.
-        encoder: what turns rows into tokens.
+        table: with :class:`~rlightning.data.rows.StoredRows`.
+        encoder: converts rows to tokens.
         max_tokens: of a prompt.
-        is_dropping: whether prompts with more are left out.
+        is_dropping: whether prompts with more tokens are dropped.
     """
     rows = table.rows
     assert isinstance(rows, StoredRows)
@@ -179,10 +179,10 @@ def _encode(batch: dict[str, list[int]], table: RowTable, encoder: RowEncoder) -
 
 @contextmanager
 def plain_forks() -> Iterator[None]:
-    """While open, forked tokenising processes use one thread each, without a warning, and exit on SIGTERM.
+    """Context in which forked tokenising processes use one thread each, without a warning, and exit on SIGTERM.
 
-    They inherit this process's handler. One that only takes a note would have the pool wait for ever for a process that
-    it ends because another has found a mistake.
+    They would inherit this process's handler. If that only sets a flag, the pool would wait forever for a process that
+    it terminates because another one failed.
     """
     name = "TOKENIZERS_PARALLELISM"
     before, os.environ[name] = os.environ.get(name), "false"
@@ -203,7 +203,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _read_batches(folder: Path) -> "Iterator[pyarrow.RecordBatch]":
-    """Read the columns of a folder sequentially, without a mapping, whose pages would stay resident."""
+    """Read the columns of a folder sequentially, without memory-mapping, whose pages would stay resident."""
     import pyarrow
 
     for name in _files(folder):

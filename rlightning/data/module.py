@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class _HasWorkerCallbacks(Protocol):
-    """A controller's strategy, some of whose callbacks run only in its workers."""
+    """A controller's strategy, which has callbacks that run only in its workers."""
 
     @property
     def worker_callbacks(self) -> Sequence[object]: ...
@@ -49,38 +49,38 @@ class _HasWorkerCallbacks(Protocol):
 class PromptDataModule(CheckedArguments, LightningDataModule):
     """Prompt sets for training, validation and prediction.
 
-    Reads from the trainer's module: ``tokenizer``, ``prompts_per_step``, ``max_model_length`` and, where it has them,
-    ``vocab_size`` and ``completion_column``; calls its ``check_columns(columns, source)``, ``read_columns(columns)``
-    and, on rank 0, ``check_answers(prompts, where)``, where it has them, with what the reward functions will get.
-    Everything wrong with the data is found in ``setup``, before any model loads. The position in the training prompts
-    is part of every checkpoint.
+    Reads from the trainer's module ``tokenizer``, ``prompts_per_step``, ``max_model_length`` and, if it has them,
+    ``vocab_size`` and ``completion_column``. Calls its ``check_columns(columns, source)``, ``read_columns(columns)``
+    and, on rank 0, ``check_answers(prompts, where)``, if it has them, with the data for the reward functions. Mistakes
+    in the data are found in ``setup``, before any model loads. The position in the training prompts is part of every
+    checkpoint.
 
     Args:
         train: a file (.jsonl, .json, .csv, .parquet), a folder saved by ``datasets``, or a hub name with its
             configuration and split, ``owner/name:config:split``; a list of them, which are one set; or rows: a
-            ``datasets.Dataset``, a list of dicts, a DataFrame of pandas or polars, anything that yields dicts.
-        validation: sets by name, each as of ``train``, a :class:`ValidationSet` or a mapping of its keys; or one set
-            as of ``train``; a list of paths is a set each.
-        predict: the set of ``rlightning predict``, as of ``train``.
-        train_limit: use only this many rows of ``train``, from the start; needed where its length is not known.
-        predict_limit: the same of ``predict``.
-        prompt_column: the column that holds the prompt, a text or a list of chat messages.
+            ``datasets.Dataset``, a list of dicts, a DataFrame of pandas or polars, any iterable of dicts.
+        validation: sets by name, each in a form of ``train``, a :class:`ValidationSet` or a mapping of its keys; or a
+            single set in a form of ``train``; or a list of paths, each of which is a set.
+        predict: the set of ``rlightning predict``, in a form of ``train``.
+        train_limit: use only this many rows of ``train``, from the start; required if its length is unknown.
+        predict_limit: the same for ``predict``.
+        prompt_column: the column of the prompt, a text or a list of chat messages.
         prompt_template: a format string over the columns, used instead, such as ``"Q: {question}\\nA:"``.
-        system_prompt: the first message of every chat without one; before a plain text, with an empty line between.
-        chat_template: whether to apply the tokenizer's chat template; None: where it has one.
+        system_prompt: the first message of every chat without one; put before a plain text, with an empty line between.
+        chat_template: whether to apply the tokenizer's chat template; None to apply it if there is one.
         chat_template_arguments: passed to the chat template, such as ``enable_thinking: false``.
-        max_prompt_tokens: the limit on a prompt's tokens; None: 1,024, or what the model's positions leave beside a
-            completion.
+        max_prompt_tokens: the limit on a prompt's tokens; None for 1,024, or less if the model's positions leave too
+            little room for a completion.
         temperature_column: a column with the temperature of each training and prediction prompt's completions; an empty
-            cell stands for ``rollout.temperature``. Validation sets have a temperature each.
+            cell stands for ``rollout.temperature``. A validation set has one temperature.
         max_new_tokens_column: a column with the limit on each prompt's completions, at most ``rollout.max_new_tokens``,
-            which an empty cell stands for. Sets other than ``train`` may lack these columns.
-        overlong: what to do with training, validation and prediction prompts over it; "truncate" keeps their end.
+            for which an empty cell stands. Sets other than ``train`` may lack these columns.
+        overlong: what to do with prompts over ``max_prompt_tokens`` in all sets; "truncate" keeps their end.
         shuffle: whether each epoch has its own order of the training prompts.
-        seed: of these orders; None: of ``seed_everything``.
-        validation_batch_size: prompts that all ranks together give the engine at once, in validation and prediction.
-        environment: where the run has several, the name of the environment of rows that have none in a column
-            ``environment``; or a mapping of the sets' paths to names. A validation set can name its own.
+        seed: of these orders; None for the seed of ``seed_everything``.
+        validation_batch_size: number of prompts in a batch of validation or prediction, over all ranks.
+        environment: in a run with several, the name of the environment for rows without one in a column
+            ``environment``; or a mapping of the sets' paths to names. A validation set can have its own.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         self.shuffle, self.seed, self.validation_batch_size = shuffle, seed, validation_batch_size
         self.environment = environment
         self._check_paths()
-        self.longest_limit = 0  # of the prompts' own, in the sets that have been read
+        self.longest_limit = 0  # the longest limit that prompts set themselves, among the sets read so far
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
         self.validation_prompts: list[Sequence[Prompt]] | None = None
@@ -172,7 +172,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
                         read_rows(path, limit=1)
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Return further training prompts for this rank, for a refill; all ranks must take equally many."""
+        """Return additional training prompts for this rank, for a refill; all ranks must take the same number."""
         if self.stream is None:
             raise ConfigError("There are no training prompts to take: take() works in fit, with data.train set.")
         return self.stream.take(num_prompts)
@@ -203,11 +203,11 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return self._batches(prompts)
 
     def leave_out(self, is_left_out: Callable[[Prompt], bool] | None) -> None:
-        """Exclude prompts that have completions already from the loader of ``predict``."""
+        """Exclude prompts that already have completions from the loader of ``predict``."""
         self._is_left_out = is_left_out
 
     def transfer_batch_to_device(self, batch: list[Prompt], device: object, dataloader_idx: int) -> list[Prompt]:
-        """Return the batch unchanged: Lightning would walk through every token id."""
+        """Return the batch unchanged: Lightning would traverse all token ids."""
         return batch
 
     def state_dict(self) -> StateDict:
@@ -218,7 +218,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return self.stream.state_dict(at_step_start=is_amid_step(self.trainer.fit_loop))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a checkpoint's position; does nothing if no training follows."""
+        """Restore a checkpoint's position; does nothing outside of training."""
         if self.stream is not None:
             self.stream.load_state_dict(state_dict)
 
@@ -237,7 +237,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
 
     @property
     def environment_names(self) -> dict[str, str]:
-        """The environments that the configuration names, by key."""
+        """The environments that the configuration names, by configuration key."""
         named = {f"data.validation.{one.name}.environment": one.environment for one in self.validation_sets}
         if isinstance(self.environment, dict):
             named |= {f"data.environment.{path}": name for path, name in self.environment.items()}
@@ -246,7 +246,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return {key: name for key, name in named.items() if name is not None}
 
     def _check_paths(self) -> None:
-        """Raise a ConfigError if an environment is set for a path from which no set is read."""
+        """Raise a ConfigError if an environment is set for a path that is not read."""
         sources = (self.train, self.predict, *(chosen.path for chosen in self.validation_sets))
         known = [path for source in sources for path in paths_of(source)]
         for path in self.environment if isinstance(self.environment, dict) else ():
@@ -259,12 +259,12 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
 
     @property
     def _rank_and_ranks(self) -> tuple[int, int]:
-        """This process's rank and the number of ranks, between which prompts are split."""
+        """This process's rank and the number of ranks that share the prompts."""
         assert self.trainer is not None
         return self.trainer.global_rank, self.trainer.world_size
 
     def _settle_prompt_limit(self, stage: str) -> None:
-        """Choose the limit on prompt tokens if none is set; raise if it leaves completions no room."""
+        """Choose the limit on prompt tokens if none is set; raise a ConfigError if completions have no room."""
         before, trainer = self.max_prompt_tokens, self.trainer
         assert trainer is not None
         length = required(self._module, HasMaxLength).max_model_length
@@ -275,7 +275,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
             self.max_prompt_tokens, reason = choose_prompt_limit(length, callbacks if self._is_sampling(stage) else ())
             self.format = replace(self.format, max_tokens=self.max_prompt_tokens)
             if self.max_prompt_tokens != before:
-                self.validation_prompts = self.predict_prompts = None  # of an earlier stage, by another limit
+                self.validation_prompts = self.predict_prompts = None  # read for an earlier stage, with another limit
                 if self._rank_and_ranks[0] == 0:
                     logger.info("data.max_prompt_tokens=%d: %s.", self.max_prompt_tokens, reason)
         check_prompt_limit(self.format.max_tokens, length)
@@ -303,7 +303,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         if rank == 0:
             logger.info("%d training prompts, %d steps an epoch.", len(prompts), self._steps_per_epoch)
         limit = self.trainer.overfit_batches if has(self.trainer, OverfitsBatches) else 0
-        if limit:  # always the same steps
+        if limit:  # the same steps in every epoch
             num_steps = limit if isinstance(limit, int) else int(limit * self._steps_per_epoch)
             prompts = prompts[: max(num_steps, 1) * prompts_per_step]
         self.stream = PromptStream(
@@ -354,7 +354,7 @@ def _not_set(key: str, purpose: str) -> ConfigError:
 
 
 def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> None:
-    """Call the module's check of columns; if only some rows lack a column, the error names such a row."""
+    """Call the module's check of columns; if only some rows lack a column, the error names one of these rows."""
     try:
         check(sorted(table.columns), table.path)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Sampling parameters of single rows, from columns of the prompt set: a temperature and a limit on tokens."""
+"""Sampling parameters of individual rows, from columns of the prompt set: temperature and maximum tokens."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ def read_temperature(row: Row, column: str | None, where: str) -> float | None:
     """Return a row's own temperature; None if its cell is empty, or no column is configured.
 
     Raises:
-        ConfigError: for what is no temperature above 0. Greedy completions are all alike: a set that is to have them
-            is sampled at ``rollout.temperature=0``.
+        ConfigError: for a value that is no temperature above 0. Greedy completions are all equal, so that they are only
+            possible for a whole set, by ``rollout.temperature=0``.
     """
     value = _read_number(row, column)
     lowest, highest = TEMPERATURES
@@ -41,14 +41,14 @@ def read_limit(row: Row, column: str | None, where: str) -> int | None:
 
 
 def longest_limit(prompts: Sequence[Prompt]) -> int:
-    """Return the largest limit that any of the prompts has for itself; 0 if none has one."""
+    """Return the largest completion limit that any of the prompts has for itself; 0 if none has one."""
     if isinstance(prompts, MappedPrompts):
         return prompts.longest_limit
     return max((prompt.max_new_tokens or 0 for prompt in prompts), default=0)
 
 
 def _read_number(row: Row, column: str | None) -> float | None:
-    """Convert a cell to a number, also one of NumPy's or torch's types, or a CSV file's text; NaN if it is none."""
+    """Convert a cell to a number; also a number of NumPy or torch, and a CSV file's text. NaN if it is no number."""
     value = None if column is None else to_number(row[column])
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None

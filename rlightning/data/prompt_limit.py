@@ -6,12 +6,12 @@ from typing import Protocol, runtime_checkable
 from rlightning.errors import ConfigError
 
 PROMPT_TOKENS = 1024
-"""Default limit of a prompt in tokens, where none is set and the model has room for it."""
+"""Default limit of a prompt in tokens, if the model has room for it."""
 
 
 @runtime_checkable
 class Limited(Protocol):
-    """Sampling parameters, as far as the limit on prompts depends on them."""
+    """Sampling parameters on which the limit on prompts depends."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -28,7 +28,7 @@ class HasSampling(Protocol):
 
 
 def check_prompt_limit(limit: int | None, max_model_length: int) -> None:
-    """Raise a ConfigError for a limit that leaves no room for a completion in the model's longest sequence."""
+    """Raise a ConfigError for a limit that leaves no room for a completion in the model's maximum length."""
     if limit is None or limit < 1:
         raise ConfigError(f"max_prompt_tokens={limit} must be at least 1.")
     if limit >= max_model_length:
@@ -41,8 +41,7 @@ def check_prompt_limit(limit: int | None, max_model_length: int) -> None:
 def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> tuple[int, str]:
     """Return the default limit on a run's prompts, and the reason for it.
 
-    The callback that samples completions, if any are sampled, is among ``callbacks``. A ConfigError if they leave no
-    room.
+    ``callbacks`` include the one that samples completions, if any. Raises a ConfigError if completions leave no room.
     """
     samplings = (callback.sampling for callback in callbacks if isinstance(callback, HasSampling))
     new_tokens = next((sampling.max_new_tokens for sampling in samplings if isinstance(sampling, Limited)), None)
@@ -54,9 +53,9 @@ def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> t
 
 
 def default_prompt_limit(max_model_length: int, max_new_tokens: int | None) -> int:
-    """Return how many tokens a prompt may have: 1,024, or what the model's positions leave beside a completion.
+    """Return the maximum tokens of a prompt: 1,024, or less if the model's positions leave less beside a completion.
 
-    Where no limit on completions is known they are left one token. A ConfigError if nothing is left for the prompt.
+    Without a limit on completions, one token is left for them. Raises a ConfigError if none is left for the prompt.
     """
     room = max_model_length - (max_new_tokens or 1)
     if room < 1:

@@ -1,4 +1,4 @@
-"""What a data module reads from the trainer and its module, and what it calls of these, each a protocol."""
+"""The members of trainer and module that a data module uses, each as a protocol."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -14,10 +14,10 @@ P = TypeVar("P")
 
 
 def required(module: object, protocol: Callable[..., P]) -> P:
-    """Return a module as one that has a protocol's members.
+    """Return a module typed as a protocol, after checking its members.
 
     Raises:
-        ConfigError: names those that it lacks.
+        ConfigError: names missing members.
     """
     if not has(module, protocol):
         missing = [name for name in members(protocol) if not hasattr(module, name)]
@@ -28,7 +28,7 @@ def required(module: object, protocol: Callable[..., P]) -> P:
 
 
 class OverfitsBatches(Protocol):
-    """A trainer with the number, or the share, of steps that each epoch repeats; 0 for an epoch as usual."""
+    """A trainer that may repeat a number, or a share, of an epoch's steps in each epoch; 0 for usual epochs."""
 
     @property
     def overfit_batches(self) -> int | float: ...
@@ -42,46 +42,46 @@ class HasTokenizer(Protocol):
 
 
 class HasMaxLength(Protocol):
-    """A module that knows how many tokens its model's sequences may have."""
+    """A module with the maximum number of tokens of its model's sequences."""
 
     @property
     def max_model_length(self) -> int: ...
 
 
 class HasVocabSize(Protocol):
-    """A module that knows the size of its model's embedding."""
+    """A module with the size of its model's embedding."""
 
     @property
     def vocab_size(self) -> int: ...
 
 
 class TakesPrompts(Protocol):
-    """A module that trains on so many prompts in each step, on all ranks together."""
+    """A module with the number of prompts of each training step, over all ranks."""
 
     @property
     def prompts_per_step(self) -> int: ...
 
 
 class HasCompletionColumn(Protocol):
-    """A module that learns the completions in a column of the data set."""
+    """A module that may train on the completions in a column of the data set."""
 
     @property
     def completion_column(self) -> str: ...
 
 
 class ChecksColumns(Protocol):
-    """A module that checks whether a set has the columns that it reads."""
+    """A module that checks whether a set has the required columns."""
 
     def check_columns(self, columns: Sequence[str], source: str, /) -> None: ...
 
 
 class ReadsColumns(Protocol):
-    """A module that says which columns of a set it reads."""
+    """A module that returns which columns of a set it reads."""
 
     def read_columns(self, columns: Sequence[str], /) -> Collection[str]: ...
 
 
 class ChecksAnswers(Protocol):
-    """A module that checks the answers of a set, which its reward functions will read."""
+    """A module that checks a set's answers, which its reward functions read."""
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str], /) -> None: ...

@@ -1,6 +1,6 @@
-"""Rows that are not held as one list in memory: each is read on access, and a digest identifies them all.
+"""Sequences of rows that need not be in memory: each row is read on access, and a digest identifies all of them.
 
-What is on disk is memory-mapped, so that all processes of a host share its pages.
+Files are memory-mapped, so that all processes of a host share their pages.
 """
 
 import bisect
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Row = dict[str, Any]
-"""Values by column, whatever a file holds."""
+"""Values of any type by column."""
 T = TypeVar("T")
-_VERSION = 2  # of what is written; files of another are not read
+_VERSION = 2  # of the file format; files of another version are not read
 
 
 class LazySequence(Sequence[T]):
@@ -57,9 +57,9 @@ class StoredRows(LazySequence[Row]):
 
 
 class ArrowRows(StoredRows):
-    """A table of ``datasets``; with ``is_json`` its column ``row`` holds rows as JSON.
+    """A table of ``datasets``; with ``is_json`` its column ``row`` contains rows as JSON.
 
-    JSON holds what columns of one type each could not.
+    JSON supports values of different types in one column.
     """
 
     def __init__(self, dataset: "Dataset", *, digest: str, columns: Iterable[str], is_json: bool = False) -> None:
@@ -71,13 +71,13 @@ class ArrowRows(StoredRows):
         return len(self._dataset)
 
     def read(self, places: range) -> list[Row]:
-        """See :meth:`LazySequence.read`."""
+        """Return the rows at these places."""
         rows: list[Row] = self._dataset[places].to_pylist()
         return [json.loads(row["row"]) for row in rows] if self._is_json else rows
 
 
 class HeldRows(StoredRows):
-    """A long list of rows in this process's memory, which is used without a copy."""
+    """A long list of rows in this process's memory, without a copy."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -87,7 +87,7 @@ class HeldRows(StoredRows):
         return len(self._rows)
 
     def read(self, places: range) -> Sequence[Row]:
-        """See :meth:`LazySequence.read`."""
+        """Return the rows at these places."""
         return self._rows[places.start : places.stop : places.step]
 
 
@@ -104,7 +104,7 @@ class JoinedRows(StoredRows):
         return self.ends[-1]
 
     def read(self, places: range) -> list[Row]:
-        """See :meth:`LazySequence.read`."""
+        """Return the rows at these places."""
         if places.step != 1:
             return [self[place] for place in places]
         rows: list[Row] = []
@@ -116,7 +116,7 @@ class JoinedRows(StoredRows):
 
 
 class FilledRows(StoredRows):
-    """Rows in which a column has a default value where a row lacks it."""
+    """Rows with a default value in a column for rows that lack it."""
 
     def __init__(self, rows: Sequence[Row], column: str, value: str) -> None:
         self._rows, self._column, self._value = rows, column, value
@@ -127,7 +127,7 @@ class FilledRows(StoredRows):
         return len(self._rows)
 
     def read(self, places: range) -> list[Row]:
-        """See :meth:`LazySequence.read`."""
+        """Return the rows at these places."""
         filled = {self._column: self._value}
         rows = [self._rows[place] for place in places] if places.step < 0 else self._rows[places.start : places.stop]
         rows = rows[:: places.step] if places.step > 1 else rows
@@ -142,7 +142,7 @@ def common_columns(rows: Sequence[Row]) -> set[str]:
 def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
     """Return the part that contains a row, and the row's index in it.
 
-    ``ends`` are the numbers of rows up to the end of each part; ``row`` is counted from 0 over all parts.
+    ``ends`` are the cumulative numbers of rows; ``row`` is counted from 0 over all parts.
     """
     part = bisect.bisect_right(ends, row)
     return part, row - (ends[part - 1] if part else 0)
@@ -151,11 +151,11 @@ def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
 def write_json_rows(
     numbered: Iterable[tuple[int, Row]], parts: Mapping[str, object]
 ) -> tuple[ArrowRows, Sequence[int]]:
-    """Write rows of any types to a cached file, unless it exists; returns the rows of the file.
+    """Write rows of any types to a cached file, unless it exists; return the file's rows and their places.
 
     Args:
-        numbered: the rows, each after its place in its file.
-        parts: what the rows follow from.
+        numbered: rows with their places in the original file.
+        parts: everything that determines the rows, as the key of the cache.
     """
     from datasets import Dataset, Features, Value
     from datasets.arrow_writer import ArrowWriter

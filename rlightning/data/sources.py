@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 MAX_BYTES_IN_MEMORY = 8 * 2**20
 """Maximum size in bytes of a text file whose rows are read into memory; rows of larger ones stay on disk."""
 MAX_ROWS_IN_MEMORY = 10_000
-"""Maximum number of rows of a table that is read into memory, if known; rows of larger tables stay on disk."""
+"""Maximum number of rows of a table in memory, if known; rows of larger tables stay on disk."""
 
 MAX_NESTING = 100
-"""Maximum levels of lists and objects in a row: pickling, by which rows reach reward functions, ends at some 300."""
+"""Maximum nesting of lists and objects in a row: pickling, by which rows reach reward functions, fails at some 300."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 _PROMPTS_HINT = "Prompts themselves are given as [{'prompt': ...}]: texts are names of files."
@@ -36,11 +36,11 @@ class RowTable:
     """The rows of one set and the place of each, for error messages.
 
     Attributes:
-        path: the set as the user named it.
-        rows: in the order of the file; a list, or :class:`~rlightning.data.rows.StoredRows` of a large set.
-        unit: what ``places`` counts, "line" or "row".
-        places: one a row, counted from 1.
-        has_fixed_fields: whether each row has every field of every other, null where it has no value.
+        path: the set's name, as given by the user.
+        rows: in the order of the file; a list, or :class:`~rlightning.data.rows.StoredRows` for a large set.
+        unit: of ``places``, "line" or "row".
+        places: of each row in the file, counted from 1.
+        has_fixed_fields: whether every row has all fields, null if it has no value.
     """
 
     path: str
@@ -63,8 +63,8 @@ def read_rows(path: str, limit: int | None = None) -> RowTable:
     """Read the set at ``path``.
 
     Args:
-        path: a file (.jsonl, .json, .csv, .parquet), a folder of ``datasets.save_to_disk`` (``folder:split`` where it
-            holds several splits), or a hub name: ``owner/name``, ``owner/name:split`` or ``owner/name:config:split``.
+        path: a file (.jsonl, .json, .csv, .parquet), a folder of ``datasets.save_to_disk`` (``folder:split`` if it has
+            several splits), or a hub name: ``owner/name``, ``owner/name:split`` or ``owner/name:config:split``.
         limit: read only this many rows from the start.
 
     Returns:
@@ -297,7 +297,7 @@ def from_dataset(path: str, loaded: "Dataset | DatasetDict", split: str | None, 
 
 
 def _expand(path: str) -> Path:
-    """Return a path with a user's folder in place of ``~``, unless what follows it is no user."""
+    """Return a path with a user's folder in place of ``~``, unless ``~`` is followed by an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -305,7 +305,7 @@ def _expand(path: str) -> Path:
 
 
 def _nearest_file(missing: Path) -> str:
-    """Return a sentence that names the existing file or folder nearest to a missing path."""
+    """Return a sentence that names the existing file or folder with the name most like a missing path's."""
     wanted, folder = missing.name, missing.parent
     while not folder.is_dir():
         wanted, folder = folder.name, folder.parent

@@ -1,4 +1,4 @@
-"""The endless, resumable order in which a run sees its prompts."""
+"""The endless, resumable order in which a run takes its prompts."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -16,18 +16,18 @@ from rlightning.types import Prompt
 class PromptStream:
     """Repeats a prompt set endlessly, each time in another order.
 
-    The whole state is one number, ``position``: how many prompts all ranks together have taken since the start. The
-    order of an epoch follows from (seed, epoch) alone: a resumed run goes on where it stopped, on any number of ranks.
+    The whole state is one number, ``position``: the number of prompts that all ranks have taken since the start. The
+    order of an epoch depends only on (seed, epoch), so that a run can be resumed on any number of ranks.
 
-    Every rank must call :meth:`take` equally often with equal numbers: each gets its own share of what is taken.
+    Every rank must call :meth:`take` equally often with the same numbers, and gets its own share of the prompts.
 
     Args:
         prompts: the set.
-        shuffle: whether each epoch has an order of its own.
+        shuffle: whether each epoch has its own order.
         seed: of these orders.
         rank: this process's.
-        num_ranks: that take prompts.
-        columns: those that rewards read: a resumed run must find them as they were.
+        num_ranks: number of ranks.
+        columns: that rewards read, and that must be unchanged in a resumed run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PromptStream:
         self.step_start = self.position
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next ``num_prompts`` of this rank; each other rank gets as many other prompts."""
+        """Return this rank's next ``num_prompts``; each other rank gets as many other prompts."""
         start = self.position + self.rank * num_prompts
         self.position += num_prompts * self.num_ranks
         return [self._at(place) for place in range(start, start + num_prompts)]
@@ -110,9 +110,9 @@ class PromptStream:
 class PromptLoader:
     """One epoch of steps; the stream of prompts continues from epoch to epoch.
 
-    An epoch has as many steps of ``num_prompts`` a rank as fit into the set once, or ``num_steps`` where the stream
-    repeats fewer prompts (``trainer.overfit_batches``). What is left over opens the next epoch, and so do the prompts
-    after those that a step took in addition: no prompt is skipped.
+    An epoch has as many steps of ``num_prompts`` a rank as fit into the set once, or ``num_steps`` if the stream
+    repeats fewer prompts (``trainer.overfit_batches``). The next epoch begins with the remaining prompts, also after
+    refills: no prompt is skipped.
     """
 
     def __init__(self, stream: PromptStream, num_prompts: int, *, num_steps: int | None = None) -> None:
@@ -128,15 +128,15 @@ class PromptLoader:
             yield self.stream.take(self.num_prompts)
 
     def state_dict(self) -> StateDict:
-        """Return nothing, as the data module saves the position; Lightning warns if the method is missing."""
+        """Return an empty state, since the data module saves the position; without this method Lightning warns."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
 
 class ChosenPrompts(LazySequence[Prompt]):
-    """The prompts at some places of a set, which may stay on disk."""
+    """The prompts at some places of a set, which may be on disk."""
 
     def __init__(self, prompts: Sequence[Prompt], places: Sequence[int]) -> None:
         self._prompts, self._places = prompts, places
@@ -145,14 +145,14 @@ class ChosenPrompts(LazySequence[Prompt]):
         return len(self._places)
 
     def read(self, places: range) -> list[Prompt]:
-        """See :meth:`LazySequence.read`."""
+        """Return the prompts at these places."""
         return [self._prompts[self._places[place]] for place in places]
 
 
 class PromptBatches:
     """One pass over a prompt set in its order, with each batch split over the ranks.
 
-    All ranks get equally many batches; in the last one a rank may get fewer prompts than others, or none.
+    All ranks get the same number of batches; in the last one a rank may get fewer prompts than others, or none.
     """
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:

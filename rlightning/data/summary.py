@@ -14,7 +14,7 @@ from rlightning.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Integers = NDArray[np.integer[Any]]
-"""Integers of any width."""
+"""An array of integers of any width."""
 
 
 class Note(IntFlag):
@@ -45,11 +45,11 @@ class Summary:
     """Counts of prompts, over the rows of a set.
 
     Attributes:
-        num_rows: of the set.
-        num_overlong: prompts over the limit.
+        num_rows: number of rows of the set.
+        num_overlong: number of prompts over the limit.
         longest: the row of the longest prompt.
-        longest_tokens: the tokens of the longest prompt.
-        notes: for each flag of :class:`Note` how many rows have it, and the first of them.
+        longest_tokens: number of tokens of the longest prompt.
+        notes: for each flag of :class:`Note` the number of rows with it, and the first of them.
     """
 
     num_rows: int

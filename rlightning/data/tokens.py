@@ -1,4 +1,4 @@
-"""Tokenises texts, with care at the boundaries of special tokens, prompt and completion."""
+"""Tokenises texts, correctly at the boundaries of special tokens, prompt and completion."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,9 +14,9 @@ class Tokens(NamedTuple):
 
     Attributes:
         prompt: [P].
-        completion: [C] without an end-of-sequence token; None where there was no completion to tokenise.
-        has_dropped_bos: whether a second beginning-of-sequence token was left out.
-        has_dropped_eos: whether an end-of-sequence token after the prompt was left out.
+        completion: [C] without an end-of-sequence token; None without a completion.
+        has_dropped_bos: whether a second beginning-of-sequence token was removed.
+        has_dropped_eos: whether an end-of-sequence token after the prompt was removed.
     """
 
     prompt: list[int]
@@ -34,9 +34,9 @@ def tokenize(
 ) -> list[Tokens]:
     """Tokenise each prompt, together with its completion if there is one, and split the tokens by text offsets.
 
-    Tokenised apart, a completion would begin as a text does: with ``▁T`` for ``T`` in SentencePiece's way. A token
-    that begins in the prompt and ends in the completion belongs to the completion. A prompt may be left without a
-    token. With ``has_special_tokens`` the texts have their special tokens already, from a chat template.
+    Tokenised separately, a completion would begin like a new text: in SentencePiece with ``▁T`` for ``T``. A token that
+    begins in the prompt and ends in the completion belongs to the completion. A prompt may have no tokens then. With
+    ``has_special_tokens`` the texts contain their special tokens already, from a chat template.
     """
     pairs = _encode(tokenizer, prompts, completions, add_special_tokens=not has_special_tokens)
     has_completion = completions is not None
@@ -47,9 +47,9 @@ def tokenize(
 
 
 def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
-    """Cut a prompt at its beginning, as the question's end and the model's turn are at its end; a BOS token is kept.
+    """Cut a prompt's beginning, since its end has the question and the start of the model's turn; a BOS token is kept.
 
-    Returns the tokens to keep, at most ``limit``, and those of them after the BOS token.
+    Returns the kept tokens, at most ``limit``, and those of them after the BOS token.
     """
     head = token_ids[:1] if token_ids[0] == tokenizer.bos_token_id else []
     tail = token_ids[len(token_ids) - max(limit - len(head), 0) :]
@@ -57,7 +57,7 @@ def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tupl
 
 
 def check_characters(text: str, where: str, what: str) -> None:
-    """Raise an error for a lone surrogate, half of a character, which no tokenizer accepts."""
+    """Raise an error for a lone surrogate (half of a character), which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""The prompt sets of validation, in each form in which a configuration can give them."""
+"""The prompt sets of validation, in all forms in which a configuration can give them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,14 +16,14 @@ class ValidationSet:
     """A prompt set for validation, with its settings.
 
     Attributes:
-        path: as of ``PromptDataModule(train=...)``: files, or rows in memory.
+        path: as for ``PromptDataModule(train=...)``: files, or rows in memory.
         limit: use only this many rows, from the start.
         samples_per_prompt: completions of each prompt; k of pass@k.
-        temperature: of these completions; None: 0 (greedy) for one completion a prompt, else 1.
-        prompt_column: None: the data module's.
-        prompt_template: None: the data module's.
-        environment: of rows that name none, where a run has several; None: the data module's.
-        name: in the metrics ``val/<name>/...``; the data module takes it from the key.
+        temperature: of these completions; None for 0 (greedy) with one completion a prompt, else 1.
+        prompt_column: None for the data module's.
+        prompt_template: None for the data module's.
+        environment: for rows that name none, in a run with several; None for the data module's.
+        name: in the metrics ``val/<name>/...``; set by the data module from the key.
     """
 
     path: PromptSource
@@ -41,7 +41,7 @@ class ValidationSet:
         return f"data.validation.{self.name}"
 
     def resolve(self, name: str) -> "ValidationSet":
-        """Return the set with its default name and temperature filled in; a ConfigError if a setting is invalid."""
+        """Return the set with its default name and temperature; raises a ConfigError if a setting is invalid."""
         check_source(self.path, f"data.validation.{name}")
         start, limit, samples = f"Validation set '{name}':", self.limit, self.samples_per_prompt
         default = 0.0 if samples == 1 else 1.0
@@ -58,12 +58,12 @@ class ValidationSet:
 
 
 Settings = Mapping[str, Any]
-"""A validation set as a configuration writes it: arguments of :class:`ValidationSet` by name."""
+"""The arguments of a :class:`ValidationSet` by name, as in a configuration."""
 
 if TYPE_CHECKING:
     ValidationSource = Mapping[str, ValidationSet | Settings | PromptSource] | ValidationSet | PromptSource
-    """Sets by name, or one; see :func:`make_validation_sets`."""
-else:  # what a configuration file can hold; jsonargparse converts to this type
+    """Sets by name, or a single set; see :func:`make_validation_sets`."""
+else:  # the types that a configuration file can express, to which jsonargparse converts
     ValidationSource = dict[str, ValidationSet | PromptSource] | PromptSource
 
 _KEYS = [field.name for field in fields(ValidationSet) if field.name != "name"]
@@ -72,8 +72,8 @@ _KEYS = [field.name for field in fields(ValidationSet) if field.name != "name"]
 def make_validation_sets(given: "ValidationSource | None") -> list[ValidationSet]:
     """Convert the argument ``validation`` of ``PromptDataModule`` to a list of sets.
 
-    That is None, one set, a list of paths, which are a set each, or sets by name. A set is a source of prompts, a
-    :class:`ValidationSet`, or a mapping of its keys. A ConfigError if it is none of them.
+    The argument may be None, one set, a list of paths, each of which is a set, or sets by name. A set is a source of
+    prompts, a :class:`ValidationSet`, or a mapping of its keys. Raises a ConfigError for anything else.
     """
     if given is None:
         return []
@@ -110,5 +110,5 @@ def _to_set(chosen: "ValidationSet | Settings | PromptSource", name: str) -> Val
 
 
 def _name_of(source: object) -> str:
-    """Return the name of a set given by path alone: "test" for data/test.jsonl, "gsm8k" for openai/gsm8k:main:test."""
+    """Return the name of a set given by its path: "test" for data/test.jsonl, "gsm8k" for openai/gsm8k:main:test."""
     return Path(str(source).split(":")[0]).stem if isinstance(source, str | Path) else "validation"

@@ -1,7 +1,7 @@
-"""Environments, which turn prompts into finished trajectories. Importing this needs the standard library alone.
+"""Environments, which turn prompts into finished trajectories. Importing this package needs only the standard library.
 
-Workers import ``worker`` and their environment in other interpreters: Python 3.10, the standard library, msgpack, and
-what an environment itself needs, such as openai or websockets.
+Workers import ``worker`` and their environment in other interpreters, which need Python 3.10, msgpack, and the packages
+of the environment, such as openai or websockets.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""An agent that is a program: it is started once a trajectory, in its own folder, and killed with all its children."""
+"""An agent that is a program: it runs once for each trajectory, in its own folder, and is killed with its children."""
 
 import asyncio
 import contextlib
@@ -25,20 +25,20 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 RewardSource = Literal["last_line", "exit_code", "none"]
 WRONG_EXIT_CODE = 10
-"""Exit code of a program for a wrong result of the policy; 1 is that of any crash in Python, and of most others."""
+"""Exit code by which a program reports a wrong result of the policy. Crashes of most programs exit with 1."""
 MAX_OUTPUT_BYTES = 1 << 16
-"""Maximum number of bytes that are kept of the end of a program's output; the rest is read and dropped."""
+"""Bytes that are kept of the end of a program's output; the rest is read and dropped."""
 START = f"""\
 import fcntl, os, select, signal, sys
 {inspect.getsource(end_with_parent)}
 end_with_parent(int(sys.argv[1]))
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Runs a command in its own place, which the system kills with its group once the trainer has closed the lifeline."""
+"""Program that becomes a command, in the same process, after arranging that the end of the trainer kills its group."""
 
 
 class AgentCommand:
-    """A command that is run for each trajectory; its arguments are as of :class:`AgentProgram`."""
+    """A command that is run for each trajectory; the arguments are those of :class:`AgentProgram`."""
 
     def __init__(
         self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
@@ -48,7 +48,7 @@ class AgentCommand:
         self.folder, self.variables, self.reward = folder, dict(variables), reward
 
     def check(self) -> None:
-        """Raise a ConfigError if there is no such program or folder."""
+        """Raise a ConfigError if the program or the folder does not exist."""
         if shutil.which(self.command[0]) is None:
             raise ConfigError(
                 f"environment.command: there is no program '{self.command[0]}'. Install it, or write its path."
@@ -60,9 +60,9 @@ class AgentCommand:
         """Run the command once, for one trajectory; raises a ChildProcessError if it failed.
 
         Args:
-            prompt: that it gets on its standard input, as JSON: ``text``, ``index``, ``columns``, ``messages``.
+            prompt: sent to its standard input as JSON with ``text``, ``index``, ``columns`` and ``messages``.
             messages: of the prompt; None if it is no chat.
-            variables: of this trajectory, for its environment.
+            variables: additional environment variables of this trajectory.
         """
         environment = {**environment_without_key(), **variables, **self.variables}
         given = {"text": prompt.text, "index": prompt.index, "columns": prompt.columns, "messages": messages}
@@ -114,10 +114,10 @@ class AgentCommand:
 async def run_process(
     command: Sequence[str], *, stdin: bytes, folder: str, environment: Mapping[str, str]
 ) -> tuple[int, str, str]:
-    """Run a command to its end and kill the processes that it leaves behind; cancelling this kills all of them.
+    """Run a command to its end and kill the processes that it leaves behind; cancellation kills all of them.
 
     Returns:
-        Its exit code, minus the signal's number if one ended it, and the ends of its output and of its errors.
+        Its exit code (minus the number of the signal that ended it), and the ends of its output and error output.
     """
     lifeline, ours = os.pipe()
     try:
@@ -153,14 +153,14 @@ async def run_process(
         writer.cancel()
         await asyncio.wait(
             readers, timeout=intervals.CANCEL_GRACE
-        )  # not longer: a daemon of its own may hold the pipes
+        )  # a daemon of the program may hold the pipes open for longer
         for reader in readers:
             reader.cancel()
     return code, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
 async def _wait_for_exit(pid: int) -> None:
-    """Return when a child has ended, even if another process still holds its pipes."""
+    """Wait until a child process has exited, even if another process still holds its pipes."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     descriptor = os.pidfd_open(pid)
@@ -173,7 +173,7 @@ async def _wait_for_exit(pid: int) -> None:
 
 
 async def _read_tail(pipe: IO[bytes], tail: bytearray) -> None:
-    """Read a pipe to its end, and keep the end of it in ``tail``."""
+    """Read a pipe to its end, and keep the last ``MAX_OUTPUT_BYTES`` in ``tail``."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), pipe
@@ -197,6 +197,6 @@ async def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _fill(part: str, columns: Mapping[str, object]) -> str:
-    """Replace the names of columns in braces in an argument by the columns' values; braces in a value are kept."""
+    """Replace column names in braces in an argument by the columns' values; braces in values stay."""
     names = "|".join(map(re.escape, columns))
     return re.sub(f"{{({names})}}", lambda found: str(columns[found[1]]), part) if names else part

@@ -1,4 +1,4 @@
-"""An agent that is a function, which reaches the policy by a client of an API."""
+"""An agent that is a function, which calls the policy by a client of an LLM API."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 HTTPClient: TypeAlias = "DefaultAsyncHttpxClient | DefaultHttpxClient"
 GIVEN = ("client", "base_url", "api_key", "model", "prompt", "messages")
-"""Parameters of an agent whose arguments the environment passes."""
+"""Names of an agent's parameters to which the environment passes arguments."""
 RULE = "Define async def agent(client, prompt), or agent(base_url, api_key, prompt)."
 MAX_IDLE_CLIENTS = 512
 """Maximum number of idle clients that are kept with their connections for later trajectories."""
 MAX_IDLE_CONNECTIONS = 2
 """Maximum number of idle connections of a client; agents with parallel requests could exceed the endpoint's limit."""
 KEEP_ALIVE_SECONDS = 100.0
-"""Seconds that a client keeps an idle connection: fewer than the endpoint, so that no request meets a closing one."""
+"""Seconds that a client keeps an idle connection; fewer than the endpoint, so that no request uses a closed one."""
 
 
 class Access(NamedTuple):
     """The URL of OpenAI's API and the key by which an agent reaches the policy of its trajectory.
 
-    The messages are the prompt as a chat; None where the agent does not ask for it.
+    ``messages`` is the prompt as a chat; None if the agent has no such parameter.
     """
 
     base_url: str
@@ -51,9 +51,9 @@ class Access(NamedTuple):
 
 
 class AgentFunction(Environment):
-    """Calls the user's agent function, or the one that a dotted path names, with further ``arguments``.
+    """Calls the user's agent function, given itself or by its dotted path, with additional ``arguments``.
 
-    In a worker process it is the environment; the trainer serves the endpoint.
+    It runs in the trainer's process or in a worker; the endpoint is always in the trainer's process.
     """
 
     def __init__(self, agent: str | Callable[..., object], arguments: Mapping[str, object] | None = None) -> None:
@@ -67,7 +67,7 @@ class AgentFunction(Environment):
 
     @cached_property
     def function(self) -> Callable[..., object]:
-        """The user's agent function; raises a ConfigError if there is none of this dotted path."""
+        """The user's agent function; raises a ConfigError if its dotted path does not exist."""
         found = import_object(self.agent, self.name)
         if not callable(found):
             raise ConfigError(f"{self.name} is no function. {RULE}")
@@ -98,7 +98,7 @@ class AgentFunction(Environment):
         """Call the agent in a worker for one trajectory.
 
         Raises:
-            LimitReachedError: the agent failed because its context had no room for another turn.
+            LimitReachedError: the agent failed because its sequence had no room for another turn.
         """
         trainer = cast("RemotePolicy", policy)
         access = Access(*await trainer.open_session(wants_messages=self.wants_messages))
@@ -112,7 +112,7 @@ class AgentFunction(Environment):
             raise
 
     async def call(self, prompt: Prompt, access: Access) -> Outcome:
-        """Call the agent's function for a trajectory, and return the outcome that follows from its result."""
+        """Call the agent's function for a trajectory, and return the outcome that its result implies."""
         given = {**access._asdict(), "prompt": prompt}
         if not self.wants_messages:
             del given["messages"]
@@ -135,7 +135,7 @@ class AgentFunction(Environment):
 class _IdleClients:
     """A pool of idle HTTP clients, which keep their connections open; each serves one trajectory at a time.
 
-    One client for all trajectories would look through all connections at each request.
+    A single client for all trajectories would search all connections at each request.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ async def _close_http(http: HTTPClient) -> None:
 
 
 def read_outcome(returned: object) -> Outcome:
-    """Convert what an agent's function returned, a finite number, None or an outcome, to an outcome."""
+    """Convert an agent's result (a finite number, None or an outcome) to an outcome."""
     if isinstance(returned, Outcome):
         return returned
     if returned is None:

@@ -1,4 +1,4 @@
-"""Recognises the error that an agent's API client raises when a sequence has no room for another turn."""
+"""Recognizes the error that an agent's API client raises if a sequence has no room for another turn."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from rlightning.environments.environment import LimitReachedError
 from rlightning.errors import cause_chain
 
 LIMIT_TEXT = "This model's maximum context length is"
-"""Beginning of OpenAI's message of this error, which clients recognise, and :func:`is_limit` in their errors."""
+"""Beginning of OpenAI's message of this error, by which clients and :func:`is_limit` recognize it."""
 OTHER_TRACEBACK = "During handling of the above exception, another exception occurred:"
-"""Python's line between two tracebacks; only the error after the last one ended the program."""
+"""Python's line between two tracebacks; the program ended with the error after the last one."""
 
 
 def is_limit(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, says that the sequence of a request had no room for a turn."""
+    """Return whether an error, or one of its causes, says that a request's sequence had no room for a turn."""
     for one in cause_chain(error):
         said = str(one).rpartition(OTHER_TRACEBACK)[2]
-        with suppress(Exception):  # of clients whose errors do not quote the answer, such as httpx
+        with suppress(Exception):  # clients such as httpx leave the response's text out of their errors
             said += one.response.text  # type: ignore[attr-defined]
         if isinstance(one, LimitReachedError) or LIMIT_TEXT in said:
             return True

@@ -1,4 +1,4 @@
-"""An environment made of an agent, a function or a program, that calls the policy through a client of an LLM API."""
+"""An environment made of an agent, a function or a program, that calls the policy by a client of an LLM API."""
 
 import asyncio
 import os
@@ -19,43 +19,44 @@ from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt
 
 UNFINISHED = ("timeout", "failed", "aborted")
-"""Statuses of trajectories that may have no turn of the policy's."""
+"""Statuses of trajectories that may have no turns."""
 
 
 MIN_CONNECTIONS = 4096
-"""Least value of the default for the endpoint's maximum number of connections at once."""
+"""Least default of the endpoint's maximum number of concurrent connections."""
 
 
 class AgentProgram(Environment):
     """Runs an agent for each trajectory, and records what the agent samples from the policy through an API.
 
-    The agent is a function, async or not, whose parameters say what it gets: ``client``, an ``openai.AsyncOpenAI`` (or
-    ``openai.OpenAI``, if the function is not async), or ``base_url`` and ``api_key`` for any other client; ``model``,
-    its name for requests; ``prompt``, a :class:`~rlightning.types.Prompt`, and ``messages``, the prompt as a chat. It
-    returns its reward, None where reward functions alone decide, or an :class:`~rlightning.types.Outcome`. Or it is a
-    command: a program with ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (and Anthropic's) in its environment.
+    The agent is a function, async or not, which gets the arguments that its parameters name: ``client``, an
+    ``openai.AsyncOpenAI`` (``openai.OpenAI`` if the function is not async); ``base_url`` and ``api_key`` for any other
+    client; ``model``, the policy's name in requests; ``prompt``, a :class:`~rlightning.types.Prompt`; ``messages``, the
+    prompt as a chat. It returns its reward, None if only reward functions score it, or an
+    :class:`~rlightning.types.Outcome`. Or the agent is a command: a program with ``OPENAI_BASE_URL`` and
+    ``OPENAI_API_KEY`` (and Anthropic's) in its environment.
 
-    A function that is named by its dotted path runs in worker processes where there are cores for them, so that its
-    client takes no time of the trainer's event loop. All else, and prompts that cannot be sent there, is of the
-    trainer's process; an error where ``num_workers`` or ``workers`` is given.
+    A function given by its dotted path runs in worker processes if there are enough cores, so that its client takes no
+    time of the trainer's event loop. Other agents, and prompts that cannot be sent to workers, run in the trainer's
+    process; this is an error if ``num_workers`` or ``workers`` is set.
 
-    An agent that raises, and a program that fails, counts as not sampled, as does any failure of the policy's sampler,
-    whatever the agent makes of it. One that is under way when a checkpoint is written is made again by a resumed run.
+    A trajectory counts as not sampled if its agent raises an exception, its program fails, or the sampler fails, even
+    if the agent catches that error. A resumed run repeats the trajectories that were running at the checkpoint.
 
     Args:
         agent: the function, or its dotted path.
-        arguments: further ones of it.
+        arguments: additional arguments of the function.
         command: program and arguments, in place of a function. ``{name}`` stands for the prompt's column of that name.
-        folder: whose files are copied into the folder that the program of each trajectory runs in.
-        variables: of the program's environment, beside the trainer's own.
-        reward: what the program's reward is: the number, or JSON with ``reward``, in the last line that it prints;
-            1 for exit code 0 and 0 for exit code 10; or none, where reward functions alone decide.
-        timeout: seconds that an agent may take, after which its trajectory counts as not sampled; None:
-            ``rollout.trajectory_timeout`` alone, an hour unless it is set.
-        max_trajectories: at once; others wait, and their time does not count yet.
-        num_workers: processes that functions run in; 0: the trainer's; None: as many as this process has cores but
-            one, and at most eight, or 0 with fewer than four cores.
-        workers: further arguments of their :class:`~rlightning.environments.WorkerEnvironment`, such as ``{python:
+        folder: files copied into the working folder of each trajectory's program.
+        variables: additional environment variables of the program.
+        reward: source of the program's reward: "last_line", a number or JSON with ``reward`` in the last printed line;
+            "exit_code", 1 for exit code 0 and 0 for exit code 10; or "none" if only reward functions score it.
+        timeout: maximum seconds of an agent, after which its trajectory counts as not sampled; None:
+            ``rollout.trajectory_timeout`` alone, by default an hour.
+        max_trajectories: maximum number of concurrent trajectories; the time of waiting ones does not count.
+        num_workers: number of worker processes for functions; 0 for the trainer's process; None for one less than the
+            number of cores, at most eight, and 0 with fewer than four cores.
+        workers: additional arguments of their :class:`~rlightning.environments.WorkerEnvironment`, such as ``{python:
             my-venv/bin/python}``. ``hang_timeout`` is 600 seconds.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`, such as ``{ignored: [top_p]}``.
     """
@@ -105,7 +106,7 @@ class AgentProgram(Environment):
         self.places = Places(max_trajectories)
 
     async def check(self) -> None:
-        """Raise a ConfigError if the agent cannot be found or called; else start the endpoint."""
+        """Raise a ConfigError if the agent cannot be found or called; otherwise start the endpoint."""
         if self.command is not None:
             self.command.check()
         else:
@@ -120,7 +121,7 @@ class AgentProgram(Environment):
         await self.endpoint.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory; raises a LimitReachedError if the agent failed where a sequence had no more room."""
+        """Make one trajectory; raises a LimitReachedError if the agent failed because a sequence had no more room."""
         async with self.endpoint.open(policy) as session:
             outcome = await session.policy.clock.run(self._run_agent(prompt, session), self.timeout, "The agent")
         recorder = session.policy.recorder
@@ -131,7 +132,7 @@ class AgentProgram(Environment):
         return outcome
 
     async def _run_agent(self, prompt: Prompt, session: Session) -> Outcome:
-        """Run the agent and return its outcome; a failure of its session cancels the agent."""
+        """Run the agent and return its outcome; an error of its session cancels the agent."""
         running = asyncio.ensure_future(self._call(prompt, session))
         try:
             waiting: list[asyncio.Future[Any]] = [running, session.failure]
@@ -147,7 +148,7 @@ class AgentProgram(Environment):
     async def _call(self, prompt: Prompt, session: Session) -> Outcome:
         if self.command is not None:
             messages = None
-            with suppress(ConfigError):  # of a prompt that is no chat
+            with suppress(ConfigError):  # the prompt is no chat
                 messages = session.policy.chat_format.prompt_messages(prompt)
             return await self.command.run(prompt, messages, _to_variables(self.endpoint.url, session))
         if self._workers is not None and self._workers.takes(prompt):

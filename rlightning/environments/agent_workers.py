@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 FUNCTION = f"{AgentFunction.__module__}.{AgentFunction.__name__}"
 MAX_DEFAULT_WORKERS = 8
 HANG_TIMEOUT = 600.0
-"""Default seconds that an agent may block its worker: some run programs, such as tests, without a thread."""
+"""Default seconds for which an agent may block its worker's event loop: some run tests there, without a thread."""
 MIN_CORES = 4
-"""Least number of cores with workers by default: the trainer and an engine share the cores with them."""
+"""Least number of cores for workers by default, since the trainer and an engine need cores too."""
 
 
 class AgentWorkers(WorkerEnvironment):
-    """Calls an agent's function in worker processes; the endpoint that it samples from is in the trainer's process."""
+    """Calls an agent's function in worker processes, while the endpoint that it calls runs in the trainer's process."""
 
     prefix = "environment.workers"
 
@@ -38,9 +38,9 @@ class AgentWorkers(WorkerEnvironment):
         self._is_required, self._logs_unsendable = is_required, True
 
     def takes(self, prompt: Prompt) -> bool:
-        """Return whether a prompt can be sent to a worker unchanged; the first prompt that cannot be is logged.
+        """Return whether a prompt can be sent to a worker unchanged; the first one that cannot be is logged.
 
-        Where workers are required, it is a ConfigError.
+        Raises a ConfigError for such a prompt if workers are required.
         """
         reason = _find_unsendable(prompt.columns)
         if reason and self._is_required:
@@ -57,7 +57,7 @@ class AgentWorkers(WorkerEnvironment):
         return reason is None
 
     async def call(self, prompt: Prompt, session: Session, access: Callable[..., Access]) -> Outcome:
-        """Make one trajectory in a worker; raises what :meth:`WorkerEnvironment.run` does."""
+        """Make one trajectory in a worker; raises the errors of :meth:`WorkerEnvironment.run`."""
 
         async def open_session(wants_messages: bool) -> Fields:
             try:
@@ -80,12 +80,12 @@ def start_workers(
 
     Args:
         function: the agent.
-        num_workers: as many; None: by the number of cores.
-        max_trajectories: of a worker at once.
-        settings: of the workers.
+        num_workers: number of processes; None for a number by the cores.
+        max_trajectories: maximum number of concurrent trajectories of a worker.
+        settings: additional arguments of :class:`WorkerEnvironment`.
 
     Raises:
-        ConfigError: a setting cannot be, or the agent cannot run in the workers that were asked for.
+        ConfigError: a setting is invalid, or workers are required and the agent cannot run in them.
     """
     is_required = bool(num_workers or settings)
     if num_workers is None:
@@ -123,7 +123,7 @@ def _why_not(function: AgentFunction) -> str | None:
 
 
 def _find_unsendable(columns: Mapping[str, object]) -> str | None:
-    """Return a sentence that names a column which cannot be sent to a worker, and why; None if all can."""
+    """Return a sentence that names a column which cannot be sent to a worker, and why; None if there is none."""
     for name, value in columns.items():
         try:
             if encode(value)[1]:

@@ -1,7 +1,7 @@
 """Converts chats to tokens by the tokenizer's chat template, and sampled tokens back to messages.
 
-A conversation is rendered once, at its start. What the policy samples after that stays as it was sampled, and only the
-messages that follow it are rendered, in the form that the template gives them there.
+A conversation is rendered once, at its start. Later turns of the policy keep their sampled tokens; only the messages
+after them are rendered, in the template's format for that position.
 """
 
 import json
@@ -41,7 +41,7 @@ _MARK = "ANSWER OF THE POLICY"
 """Placeholder for the policy's text, by which the text that a chat template adds after it is found."""
 _PLAIN: tuple[Message, ...] = ({"role": "user", "content": ""}, {"role": "assistant", "content": _MARK})
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of the reasoning in messages."""
+"""Field names of the reasoning in messages."""
 _KEEPS_REASONING = {"clear_thinking": False, "preserve_thinking": True}
 """Arguments by which the templates of GLM and of Qwen3.6 keep the reasoning of earlier turns."""
 INSTALL = "pip install --no-deps renderers prime-pydantic-config"
@@ -54,18 +54,19 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
-"""An example of a tool definition, with which chat templates are rendered to find out how they write tools."""
+"""An example of a tool definition, with which chat templates are rendered to find their format of tool calls."""
 
 
 class ChatFormat:
-    """The form in which a policy reads and writes chats. Without a chat template, message contents are concatenated.
+    """Converts between a policy's tokens and chats. Without a chat template, message contents are concatenated.
 
     Args:
-        template_arguments: of its chat template, such as ``{"enable_thinking": False}``; None: those of the prompts.
-        prompt_format: how rows become prompts.
+        template_arguments: arguments of the chat template, such as ``{"enable_thinking": False}``; None for those of
+            the prompts.
+        prompt_format: converts rows to prompts.
 
     Attributes:
-        beginnings: tokens of conversations that trajectories began with, by their JSON, the latest last.
+        beginnings: cached tokens of trajectories' first conversations, by their JSON, the latest last.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ class ChatFormat:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Return the tokens of a conversation, at whose end the policy's turn begins if ``add_generation_prompt``.
+        """Return the tokens of a conversation, with the beginning of the policy's turn if ``add_generation_prompt``.
 
-        Raises a ConfigError if the template refuses it, or it has other contents than text.
+        Raises a ConfigError if the template refuses the conversation, or it has contents other than text.
         """
         text = self.render_text(messages, tools, add_generation_prompt)
         return self._encode(text, add_special_tokens=not self.has_template)
@@ -125,10 +126,10 @@ class ChatFormat:
         """Return the tokens from the end of the policy's turn to the beginning of its next one.
 
         Args:
-            messages: that follow; answers of tools have the ``name`` of their tool, and come first.
+            messages: that follow the turn; results of tools have the ``name`` of their tool, and come first.
             sampled: tokens of the policy's turn.
-            ended: whether the policy ended it, rather than a limit. The token that ends a turn is not repeated then; it
-                is added if a limit or a stop string came before it.
+            ended: whether the turn contains its end token. If a limit or a stop string cut it before, the token is
+                added.
         """
         cleaned = self._clean(messages)
         if not self.has_template:
@@ -154,10 +155,10 @@ class ChatFormat:
         """Parse the sampled tokens of one turn of the policy's to a message: content, reasoning and tool calls.
 
         Args:
-            token_ids: as they were sampled.
-            tools: that the conversation has; their schemas say which arguments are texts, where the form does not.
-            prompt_ids: that the turn was sampled after; None: after the template's usual beginning of a turn.
-            turn: its number in the trajectory, that the ids of its calls have.
+            token_ids: the sampled tokens.
+            tools: of the conversation; their schemas tell which arguments are texts if the format does not.
+            prompt_ids: tokens before the turn; None if they end with the template's usual beginning of a turn.
+            turn: number of the turn in the trajectory, which the ids of its calls contain.
         """
         # As long as Mistral's have to be.
         call_ids = (f"call{turn % 1000:03d}{number:02d}" for number in range(MAX_CALLS))
@@ -172,9 +173,9 @@ class ChatFormat:
     def begin_message(
         self, tools: Sequence[Message] | None, *, prompt_ids: Sequence[int], stops: Sequence[str] = ()
     ) -> PartialMessage | None:
-        """Return the partial message of a turn to be sampled; None if it can be parsed only when it is whole.
+        """Return the partial message of a turn to be sampled; None if only whole turns can be parsed.
 
-        Strings in ``stops`` end what the turn says.
+        The strings ``stops`` end the text of the turn.
         """
         family, is_read_elsewhere = self._family, isinstance(self._parser, RenderersParser)
         if family is not None and family.call_start is None:
@@ -189,7 +190,7 @@ class ChatFormat:
         )
 
     def check_tools(self) -> None:
-        """Raise a ConfigError if this policy's chat template cannot take tools, or their calls cannot be read."""
+        """Raise a ConfigError if this policy's chat template does not support tools, or tool calls cannot be parsed."""
         if not self.has_template:
             raise ConfigError(
                 "Tools need a chat template, and the model's tokenizer has none. Use a model that was tuned for chats "
@@ -206,7 +207,7 @@ class ChatFormat:
     def try_text(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, *, add_generation_prompt: bool
     ) -> str | None:
-        """Return the text of a conversation without the special tokens that end it; None if the template refuses it."""
+        """Return the text of a conversation without special tokens at its end; None if the template refuses it."""
         try:
             text = self.render_text(messages, tools, add_generation_prompt)
         except ConfigError:
@@ -215,11 +216,11 @@ class ChatFormat:
 
     @cached_property
     def rewrites(self) -> str | None:
-        """What the template changes in earlier turns when others follow; None if it only appends, or is missing."""
+        """What the template changes in earlier turns when messages follow; None if it only appends, or is missing."""
         return find_rewrites(self) if self.has_template else None
 
     def describe(self) -> str:
-        """Return in a line how tool calls are read, and what the template changes in earlier turns."""
+        """Return in a line how tool calls are parsed, and what the template changes in earlier turns."""
         if not self.has_template:
             return "Chats: the tokenizer has no chat template, so that contents follow each other as they are."
         reader = "no tools"
@@ -243,7 +244,7 @@ class ChatFormat:
 
     @cached_property
     def _template(self) -> str:
-        """The chat template; the one for tools where the tokenizer has several."""
+        """The chat template; the one for tools if the tokenizer has several."""
         return str(self.tokenizer.get_chat_template(self._arguments.get("chat_template"), [_TOOL]))
 
     @cached_property
@@ -252,7 +253,7 @@ class ChatFormat:
 
     @cached_property
     def _parser(self) -> RenderersParser | str | None:
-        """The parser of a family that the package renderers reads, or why it is missing; None for other families."""
+        """The ``renderers`` parser of this model family, or why it is missing; None if it is not needed."""
         if self._family is None or not self._family.renderers:
             return None
         try:
@@ -275,7 +276,7 @@ class ChatFormat:
 
     @cached_property
     def _unread_ids(self) -> frozenset[int]:
-        """:attr:`_hidden_ids` without the tokens that tool calls begin with."""
+        """:attr:`_hidden_ids` without the tokens with which tool calls begin."""
         if self._family is None or self._family.call_start is None:
             return self._hidden_ids
         search = self._family.call_start.search
@@ -291,7 +292,7 @@ class ChatFormat:
 
     @cached_property
     def _call_style(self) -> tuple[str | None, bool] | None:
-        """How the template takes tool calls: the content of such a message, and whether arguments are JSON text."""
+        """The content and the form of arguments (JSON text or not) that the template needs in tool calls."""
         for content, is_text in product(("", None), (False, True)):
             call = _make_call("look_up", _MARK, is_text)
             message = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -312,7 +313,7 @@ class ChatFormat:
         return message if reasoning is None else {**message, **dict.fromkeys(_REASONING, reasoning)}
 
     def _set_calls(self, message: Message) -> Message:
-        """Convert the tool calls of a message to the form that the template takes."""
+        """Convert the tool calls of a message to the template's format."""
         content, is_text = self._call_style or ("", False)
         calls = []
         for call in message["tool_calls"]:
@@ -346,12 +347,12 @@ class ChatFormat:
         return token_ids
 
     def _find_turn_close(self, messages: list[Message]) -> tuple[str | None, str]:
-        """Return what closes the policy's turn if nothing follows, None if that has no special token, and the text from
-        there to the beginning of its next turn, with what closes it where the messages follow.
+        """Return two texts that the template writes after the policy's turn. The first closes a turn at the end of the
+        conversation, or is None without a special token; the second leads from an earlier turn to the next one.
         """
         answers = list(takewhile(lambda message: message["role"] == "tool", messages))
         if answers and self._call_style is not None:
-            for kept in (answers, answers[-1:]):  # some templates take one call a message, or write the first alone
+            for kept in (answers, answers[-1:]):  # some templates allow one call a message, or write the first only
                 with suppress(ConfigError):
                     return self._find_turn_close_of_calls(kept, messages)
         text = self._apply_after_mark([*_PLAIN, *messages], True)

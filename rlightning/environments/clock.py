@@ -1,4 +1,4 @@
-"""Deadlines of a trajectory, which are paused while the trajectory waits for something else, such as a free worker."""
+"""Deadlines of a trajectory, which are paused while the trajectory waits for a resource, such as a free worker."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -9,7 +9,7 @@ from rlightning.types.trajectory import Outcome
 
 
 class Clock:
-    """Deadlines that are paused together, for ``stopped_seconds`` so far. All methods belong to one event loop."""
+    """Deadlines that are paused together, in all for ``stopped_seconds``. All methods belong to one event loop."""
 
     def __init__(self) -> None:
         self._deadlines: set[asyncio.Timeout] = set()
@@ -26,7 +26,7 @@ class Clock:
                 self._deadlines.discard(deadline)
 
     async def run(self, work: Awaitable[Outcome], seconds: float | None, name: str) -> Outcome:
-        """Await ``work`` and return its outcome; after ``seconds``, a timeout's, with ``name`` in its error."""
+        """Await ``work`` and return its outcome; after ``seconds``, one of status "timeout" that names ``name``."""
         try:
             async with self.limit(seconds) as deadline:
                 return await work

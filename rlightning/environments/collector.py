@@ -3,7 +3,7 @@
 ::
 
     rank 0     prompts of all ranks --> InFlight --> EnvironmentRunner x sampler --> groups to all ranks
-    others     wait for instructions of rank 0: to take part in a weight sync, to take what is finished
+    others     wait for instructions of rank 0: to take part in a weight sync, to receive finished groups
 """
 
 import threading
@@ -30,18 +30,18 @@ from rlightning.types import Prompt, Trajectory
 T = TypeVar("T")
 
 Instruction = Literal["done", "sync weights", "deliver", "wait"]
-"""The next action of all ranks, as rank 0 chooses it."""
+"""The next action of all ranks, chosen by rank 0."""
 
 
 class StepPlan(NamedTuple):
     """The number of groups that a step takes of those in flight.
 
     Attributes:
-        num_groups: that this rank wants, at most as many as it has handed in ever.
-        per_step: that all ranks want in a step.
-        room: that run or are finished at once, of all ranks; other prompts wait.
-        weight_version: of the weights that will be updated: no token of the groups is older than
-            ``weight_version - max_staleness``.
+        num_groups: that this rank takes; at most as many as the prompts that it has added in all.
+        per_step: that all ranks take in a step.
+        room: maximum number of running and finished groups of all ranks; other prompts wait.
+        weight_version: of the weights to be updated: no token of the groups is older than ``weight_version -
+            max_staleness``.
     """
 
     num_groups: int
@@ -54,28 +54,28 @@ class Weights(Protocol):
     """Sends the actor's weights to the sampler."""
 
     def sync_weights(self) -> None:
-        """Bring the actor's weights to all engines that need them; a collective."""
+        """Send the actor's weights to all engines that lack them; a collective."""
 
     def needs_sync(self) -> bool:
-        """Return, on rank 0, whether requests wait for a weight sync; called while requests are under way."""
+        """Return, on rank 0, whether requests wait for a weight sync; called while requests run."""
 
 
 class Collector:
-    """Keeps the prompts of all ranks in flight. All ranks construct one, and call its methods in the same order.
+    """Keeps the prompts of all ranks in flight. Every rank constructs one, and all call its methods in the same order.
 
     Args:
-        runner: of rank 0; None on the others.
-        in_flight: prompts that earlier calls were handed, and have not returned.
-        weights: of the sampler.
-        take_idle_seconds: returns for how long engines have had nothing to do since its last call.
-        max_failed_share: of a step's trajectories, that may fail.
-        verifier: verifies the trajectories of each step; None: they are not verified.
+        runner: on rank 0; None on other ranks.
+        in_flight: prompts that were added and whose groups have not been returned.
+        weights: sends the actor's weights to the sampler.
+        take_idle_seconds: returns the engines' idle seconds since its last call.
+        max_failed_share: maximum share of a step's trajectories that may fail.
+        verifier: verifies the trajectories of each step; None for no verification.
 
     Attributes:
-        has_changed: set it when :meth:`Weights.needs_sync` may have changed.
-        is_training: whether trajectories are made to be trained on; of others any may fail, and none is verified.
+        has_changed: event to be set when the result of :meth:`Weights.needs_sync` may have changed.
+        is_training: whether trajectories are for training. Otherwise any may fail, and none is verified.
         totals: of the step.
-        environments: what its environments have come to.
+        environments: totals of the step's environments.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Collector:
         self._wait_seconds = 0.0
 
     def begin_step(self) -> StepTotals:
-        """Begin a step; returns the totals of the step before."""
+        """Begin a step, and return the totals of the step before."""
         totals, self.totals = self.totals, StepTotals()
         self.environments = EnvironmentTotals(self.environments.max_failed_share)
         if self._runner is not None:
@@ -107,14 +107,14 @@ class Collector:
     def generate(
         self, requests: Sequence[PromptStream], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
-        """Complete this rank's prompts, beside what is in flight; returns their trajectories in the prompts' order.
+        """Complete this rank's prompts, beside those in flight; return their trajectories in the prompts' order.
 
         Args:
             requests: prompts, each with the number of its random stream.
-            num_samples: trajectories of each.
-            sampling: how.
-            on_completed: see :class:`~rlightning.rollout.sampler.Generator`; called a moment later on other ranks than
-                rank 0.
+            num_samples: trajectories of each prompt.
+            sampling: settings of all requests.
+            on_completed: see :class:`~rlightning.rollout.sampler.Generator`; called slightly later on ranks other than
+                0.
         """
         self.weights.sync_weights()
         received = all_to_all_objects({COLLECTOR_RANK: list(requests)}, name="prompts")
@@ -172,11 +172,11 @@ class Collector:
         """Add prompts, and return finished groups, perhaps of earlier prompts (:meth:`InFlight.select_ready`).
 
         Args:
-            requests: of this rank.
-            num_samples: as of :meth:`generate`.
-            sampling: as of :meth:`generate`.
-            on_completed: called for each group that is going to be taken, if there is one rank.
-            plan: what the step takes.
+            requests: this rank's prompts and their random streams.
+            num_samples: see :meth:`generate`.
+            sampling: see :meth:`generate`.
+            on_completed: called for each group that the step takes; only with a single rank.
+            plan: the number of groups that the step takes.
         """
         self.weights.sync_weights()
         self._wait_seconds = 0.0
@@ -217,7 +217,7 @@ class Collector:
     def _start_groups(
         self, added: Sequence[PromptStream], room: int, version: int, num_samples: int, sampling: Sampling
     ) -> None:
-        """Put prompts in flight, and start groups, requeued and resumed ones too, as far as there is room."""
+        """Add prompts, and start waiting groups, requeued and resumed ones included, while there is room."""
         flight, settings = self.in_flight, sampling_settings(num_samples, sampling)
         self._finish_groups()
         for group in self._running.values():
@@ -232,7 +232,7 @@ class Collector:
             self._running[self._submit(group.prompt, group.stream, num_samples, sampling, group.saved)] = group
 
     def save_progress(self) -> None:
-        """Store in each running group the progress of its trajectories, for a checkpoint."""
+        """Store the progress of the trajectories in each running group, for a checkpoint."""
         if self._runner is not None:
             for future, group in list(self._running.items()):
                 if future.done() and future.exception() is None:
@@ -242,7 +242,7 @@ class Collector:
                     group.saved = self._runner.save(future)
 
     def close(self) -> None:
-        """Cancel all running groups; the prompts in flight stay recorded. May be called twice."""
+        """Cancel all running groups; their prompts stay in flight. May be called twice."""
         if self._runner is not None:
             try:
                 self.save_progress()
@@ -267,9 +267,9 @@ class Collector:
             self.environments.count(trajectories, self._runner.first_failure)
 
     def _is_verified(self, trajectories: list[Trajectory], sampling: Sampling, version: int | None = None) -> bool:
-        """Return whether the step's trajectories are verified, if they are to be; the first call starts that.
+        """Return whether the verification of the step's trajectories, if required, is done; the first call starts it.
 
-        Raises a VerificationError if they are not what was sampled.
+        Raises a VerificationError if recorded and sampled tokens differ.
         """
         if self._verifier is None or self._runner is None or not self.is_training:
             return True
@@ -301,7 +301,7 @@ class Collector:
         return future
 
     def _take(self, weight_version: int) -> list[Group]:
-        """Remove the selected groups from flight and return them; adds them to the step's totals."""
+        """Remove the selected groups from those in flight, add them to the step's totals, and return them."""
         flight, totals = self.in_flight, self.totals
         totals.trainer_wait_seconds += self._wait_seconds
         totals.engine_idle_seconds += self._take_idle_seconds()
@@ -314,7 +314,7 @@ class Collector:
         return taken
 
     def _requeue_all(self) -> int:
-        """Requeue all groups that have been started; returns the number of groups."""
+        """Requeue all groups that have been started, and return their number."""
         if self._runner is None:
             return 0
         num_groups, _ = self.in_flight.requeue_all()
@@ -345,12 +345,12 @@ class Collector:
         deliver: Callable[[], None] = lambda: None,
         has_deliveries: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait until ``is_done`` is true on rank 0; all ranks execute rank 0's instructions meanwhile.
+        """Wait until ``is_done`` is true on rank 0; meanwhile all ranks execute rank 0's instructions.
 
         Args:
-            is_done: whether rank 0 has it.
-            deliver: sends to the ranks what is finished; a collective.
-            has_deliveries: whether, on rank 0, there is anything to send.
+            is_done: whether rank 0 has all groups.
+            deliver: sends finished groups to their ranks; a collective.
+            has_deliveries: whether rank 0 has finished groups to send.
         """
         while True:
             instruction = gather_objects(self._next(is_done, has_deliveries), name="trajectories")[COLLECTOR_RANK]
@@ -384,6 +384,6 @@ class Collector:
 
 
 def _pop_done(running: dict[Future[list[Trajectory]], T]) -> Iterator[tuple[T, list[Trajectory]]]:
-    """Remove the futures that are done from a dictionary; yields the value and the trajectories of each."""
+    """Remove finished futures from a dictionary; yield the value and the trajectories of each."""
     for future in [future for future in running if future.done()]:
         yield running.pop(future), future.result()

@@ -13,15 +13,15 @@ from rlightning.types.trajectory import Outcome, Prompt, Sample
 
 
 class LimitReachedError(Exception):
-    """The sequence has no room for another turn. A trajectory that ends with this error is truncated, and trained."""
+    """The sequence has no room for another turn. A trajectory that raises this is truncated, and is trained on."""
 
 
 class AskLimitError(Exception):
-    """The conversation given to :meth:`Policy.ask` leaves no room for an answer; the trajectory can go on."""
+    """The conversation given to :meth:`Policy.ask` leaves no room for an answer; the trajectory may continue."""
 
 
 class Reply(Sample):
-    """A turn of the policy's: the sample, and the message that its tokens encode."""
+    """A turn of the policy: the sample, and its tokens parsed to a message."""
 
     __slots__ = ("message",)
 
@@ -41,9 +41,9 @@ class TrajectoryLostError(Exception):
     """A worker process died and its trajectory was lost; the trajectory may be requeued.
 
     Args:
-        message: a line that says how.
-        details: what else is known, such as the stacks of the worker's threads.
-        is_cause: whether it may have been the trajectory that ended the process, rather than another one.
+        message: one line about the worker's end.
+        details: further information, such as the stacks of the worker's threads.
+        is_cause: whether this trajectory may have ended the process, rather than another one.
     """
 
     def __init__(self, message: str, details: str = "", *, is_cause: bool = True) -> None:
@@ -52,33 +52,33 @@ class TrajectoryLostError(Exception):
 
 
 class Policy(Protocol):
-    """The policy, as one trajectory uses it; every sampled token is recorded unchanged."""
+    """The policy in one trajectory; every sampled token is recorded unchanged."""
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """Sample the policy's next turn.
 
         Args:
-            observations: messages that follow the policy's last turn. Its first turn answers the prompt if there are
-                none, and otherwise the messages in place of the prompt.
-            tools: schemas, as in chat APIs, of tools that the policy may call; given with the first turn, they hold for
-                all. The reply's ``message`` has the calls.
+            observations: messages that follow the policy's last turn. In the first turn they replace the prompt, if
+                there are any.
+            tools: schemas, as in chat APIs, of tools that the policy may call. Given with the first turn, they hold for
+                all turns. The reply's ``message`` contains the calls.
 
         Raises:
-            LimitReachedError: the sequence is as long as it may be.
+            LimitReachedError: the sequence has its maximum length.
         """
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
         """Sample an answer of the policy to a separate conversation, such as a judge's, outside of the trajectory.
 
-        What it samples is not recorded, and not trained.
+        The answer is not recorded, and not trained on.
 
         Args:
             messages: of the conversation.
-            temperature: that the answer is sampled at; 0: the most likely token each time.
-            max_new_tokens: that the answer is cut at; None: the run's.
+            temperature: of sampling; 0 for greedy.
+            max_new_tokens: maximum tokens of the answer; None for the run's maximum.
 
         Raises:
-            AskLimitError: the conversation is as long as a sequence may be.
+            AskLimitError: the conversation leaves no room for an answer.
         """
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
@@ -86,35 +86,35 @@ class Policy(Protocol):
 
         Args:
             outcome: with the rewards and metrics so far.
-            state: from which :meth:`resume` goes on here, where a run is resumed from a checkpoint: texts, numbers,
-                bytes, lists and mappings. None: the one before stays.
+            state: returned by :meth:`resume` when a run is resumed from a checkpoint: texts, numbers, bytes, lists and
+                mappings. None keeps the last one.
 
         Raises:
-            TypeError: the state holds something else.
+            TypeError: the state contains something else.
         """
 
     async def resume(self) -> Any:
-        """Return the state that a checkpoint saved, with the turns that were sampled up to it; None for a new start.
+        """Restore saved turns, and return the state reported with them; None for a new trajectory.
 
-        Called before the first turn, by an environment that hands over states; None: the trajectory begins.
+        Called before the first turn, by environments that report states.
         """
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
-        """Sample the policy's next turn from a token sequence; one that rewrites the history begins a new branch.
+        """Sample the policy's next turn from a token sequence; a rewritten history begins a new branch.
 
         Args:
-            token_ids: all that the policy reads.
+            token_ids: [L], the whole context.
 
         Raises:
-            LimitReachedError: the sequence is as long as it may be.
+            LimitReachedError: the sequence has its maximum length.
         """
 
 
 class PolicyGroup(Protocol):
-    """The policy, as the trajectories of one prompt use it."""
+    """The policy for all trajectories of one prompt."""
 
     async def sample_all(self) -> list[Outcome]:
-        """Sample one turn for each trajectory in a single request; returns the outcomes, as all have ended."""
+        """Sample one turn for each trajectory in a single request; return the outcomes, which end the trajectories."""
 
     async def run_each(
         self,
@@ -124,13 +124,13 @@ class PolicyGroup(Protocol):
         """Call ``run`` for each trajectory concurrently; an error or a timeout affects its own trajectory alone.
 
         Args:
-            run: makes the trajectory of a policy.
-            places: such as a semaphore; each trajectory enters it before its time begins to count.
+            run: makes one trajectory.
+            places: limits concurrency, such as a semaphore; each trajectory enters it before its time begins to count.
         """
 
 
 class Places:
-    """A limit on how many trajectories of an event loop run at once."""
+    """Limits the number of concurrent trajectories on an event loop."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -147,13 +147,13 @@ class Places:
 class Environment:
     """Makes trajectories; a subclass defines :meth:`run`.
 
-    An exception in it is a failure of the trajectory, which then counts as not sampled: it reaches no loss, baseline or
-    mean. What the policy did wrong is no exception, but a reward.
+    An exception makes the trajectory fail, which then counts as not sampled: it enters no loss, baseline or mean.
+    Mistakes of the policy are no exceptions; they are expressed by the reward.
 
     Attributes:
-        has_tools: whether it gives the policy tools, for which a model needs a chat template that writes calls.
-        runs_in_workers: whether it may run in another process than the trainer's.
-        places: for its trajectories; the others wait, and their time does not count yet. None: all run at once.
+        has_tools: whether the policy gets tools, which require a chat template that supports tool calls.
+        runs_in_workers: whether it may run in a process other than the trainer's.
+        places: limit on concurrent trajectories; the time of waiting ones does not count. None for no limit.
     """
 
     has_tools = False
@@ -161,7 +161,7 @@ class Environment:
     places: Places | None = None
 
     async def check(self) -> None:
-        """Raise a :class:`~rlightning.errors.ConfigError` if this cannot run here; called before a run starts."""
+        """Raise a :class:`~rlightning.errors.ConfigError` if it cannot run here; called before a run starts."""
 
     async def close(self) -> None:
         """Free resources; called when no trajectory is running. The environment may be used again afterwards."""

@@ -11,13 +11,13 @@ from rlightning.types.trajectory import Trajectory
 
 @dataclass
 class EnvironmentTotals:
-    """Totals over all trajectories of a step, refills and those of all ranks included.
+    """Totals over all trajectories of a step, of all ranks and with refills.
 
     Attributes:
-        max_failed_share: of them, that may fail in infrastructure.
-        num_expected: trajectories, those that have not ended among them.
-        num_failed: of them.
-        gap: between what was recorded of them and what the sampler says of it, if they are verified.
+        max_failed_share: maximum share of trajectories that may fail for reasons of infrastructure.
+        num_expected: number of trajectories, including those that have not ended.
+        num_failed: number of failed trajectories.
+        gap: between recorded and verified log-probabilities, if trajectories are verified.
     """
 
     max_failed_share: float = 1.0
@@ -26,13 +26,13 @@ class EnvironmentTotals:
     gap: Gap = field(default_factory=Gap)
 
     def count(self, trajectories: Sequence[Trajectory], first_failure: tuple[str, str] | None) -> None:
-        """Count the failed ones of trajectories that have ended.
+        """Count the failures among trajectories that have ended.
 
         Args:
-            first_failure: of the step, in a line, and its traceback; None where it is not known.
+            first_failure: the step's first error in one line, and its traceback; None if unknown.
 
         Raises:
-            EnvironmentFailedError: they are too many, whatever becomes of those that have not ended.
+            EnvironmentFailedError: too many have failed, even if all others succeed.
         """
         failed = [one for one in trajectories if one.status == "failed"]
         self.num_failed += len(failed)

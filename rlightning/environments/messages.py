@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 from rlightning.python_values import JsonObject
 
 Fields = list[Any]
-"""A record's fields in plain types, in which it is saved, or sent to another process."""
+"""The fields of a record in plain types, for a checkpoint or another process."""
 Message = JsonObject
 """A message of chat APIs, such as ``{"role": "user", "content": "..."}``."""
 
 
 class ToolCall(NamedTuple):
-    """A tool call that the policy wrote; its answer refers to the id, and the arguments are JSON of an object."""
+    """A tool call of the policy; its result refers to the id. ``arguments`` is a JSON object as text."""
 
     id: str
     name: str
@@ -21,14 +21,14 @@ class ToolCall(NamedTuple):
 
 
 class AssistantMessage(NamedTuple):
-    """The message that the tokens of one turn of the policy's encode.
+    """One turn of the policy, parsed to a message.
 
     Attributes:
         content: the text without reasoning and tool calls.
-        reasoning: None where it has none.
-        tool_calls: those that could be read, in their order.
-        errors: what is wrong with each of the others, in words for the policy.
-        error_places: of each error, how many of the calls are before it; (): all.
+        reasoning: None if there is none.
+        tool_calls: the valid calls, in their order.
+        errors: a message to the policy for each malformed call.
+        error_places: for each error the number of valid calls before it; () if all errors follow all calls.
     """
 
     content: str

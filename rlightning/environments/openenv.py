@@ -23,21 +23,20 @@ MAX_MESSAGE_BYTES = 16 << 20
 class OpenEnv(Environment):
     """Runs the environment of an OpenEnv server; each trajectory has its own session there.
 
-    The server is reset with the prompt's index as ``seed``, and its first observation stands in place of the prompt.
-    The text of each turn is an action's field, and the observation that it returns is what the policy reads next.
-    Rewards and the end are the server's. A trajectory under way when a checkpoint is written is made again by a resumed
-    run.
+    The server is reset with the prompt's index as ``seed``, and its first observation replaces the prompt. The text of
+    each turn is sent as a field of an action, and the policy reads the returned observation next. The server decides on
+    rewards and on the end. A resumed run repeats the trajectories that were running at the checkpoint.
 
     Args:
         url: of the server, such as ``http://127.0.0.1:8000``.
-        action: the field of its action that has the policy's text, such as "message" or "code".
-        action_fields: further fields of each action.
-        observation: the field of its observation that the policy reads; None: all fields, as JSON.
-        reset_columns: columns of the prompt set that ``reset`` is given too.
-        max_turns: of the policy, after which a trajectory is truncated.
-        max_sessions: that the server has at once; further trajectories wait, and their time does not count yet. In
-            worker processes their ``max_trajectories`` counts instead.
-        timeout: seconds that the server may take to answer.
+        action: the action's field for the policy's text, such as "message" or "code".
+        action_fields: additional fields of each action.
+        observation: the observation's field that the policy reads; None for all fields, as JSON.
+        reset_columns: columns of the prompt set that are passed to ``reset``.
+        max_turns: maximum turns of the policy, after which a trajectory is truncated.
+        max_sessions: maximum number of concurrent sessions; the time of waiting trajectories does not count. In worker
+            processes their ``max_trajectories`` is the limit instead.
+        timeout: maximum seconds for a response of the server.
     """
 
     def __init__(
@@ -86,14 +85,14 @@ class OpenEnv(Environment):
 
 
 class Session:
-    """A session at a server, with the methods that :class:`StepEnvironment` calls."""
+    """A session at a server, with the methods of an object of :class:`StepEnvironment`."""
 
     def __init__(self, settings: OpenEnv) -> None:
         self._settings = settings
         self._socket: Any = None
 
     async def connect(self) -> None:
-        """Connect to the server; raises a ConnectionError if there is none."""
+        """Connect to the server; raises a ConnectionError if it cannot be reached."""
         try:
             from websockets.asyncio.client import connect
             from websockets.exceptions import WebSocketException
@@ -126,15 +125,15 @@ class Session:
         """End the session, which frees its place at the server."""
         socket, self._socket = self._socket, None
         if socket is not None:
-            with suppress(Exception):  # it is gone already
+            with suppress(Exception):  # the connection is closed already
                 await socket.send(json.dumps({"type": "close"}))
             await socket.close()
 
     async def _request(self, kind: str, data: Mapping[str, object]) -> JsonObject:
-        """Send a request, and return the server's response; raises a RuntimeError if that is none of OpenEnv's."""
+        """Send a request, and return the server's response; raises a RuntimeError if it violates the protocol."""
         from websockets.exceptions import ConnectionClosed
 
-        with suppress(ConnectionClosed):  # what it has sent before, such as that it has no place, can still be read
+        with suppress(ConnectionClosed):  # its last message, such as that no place is free, can still be read
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         try:
             text = await asyncio.wait_for(self._socket.recv(), self._settings.timeout)
@@ -152,7 +151,7 @@ class Session:
         return result
 
     def _read_observation(self, result: JsonObject) -> str:
-        """Convert an observation to what the policy is shown; raises a RuntimeError if it lacks the field."""
+        """Convert an observation to the text for the policy; raises a RuntimeError if it lacks the field."""
         fields, name = result.get("observation"), self._settings.observation
         if name is None:
             return json.dumps(fields, ensure_ascii=False)

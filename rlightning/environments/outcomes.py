@@ -16,8 +16,8 @@ def check_outcome(outcome: object, place: str = "run()") -> Outcome:
     """Validate an outcome, and return it with its numbers as floats.
 
     Raises:
-        TypeError: it is none, or a part of it has another type.
-        ValueError: a reward is not finite, or the status is none of those that there are.
+        TypeError: it is no Outcome, or a part of it has the wrong type.
+        ValueError: a reward is not finite, or the status is unknown.
     """
     if not isinstance(outcome, Outcome):
         kind = type(outcome).__name__
@@ -60,6 +60,6 @@ def outcome_to_plain(outcome: Outcome) -> Fields:
 
 
 def outcome_from_plain(plain: Fields) -> Outcome:
-    """Convert the result of :func:`outcome_to_plain` back to the outcome."""
+    """Return the outcome that :func:`outcome_to_plain` converted."""
     reward, turn_rewards, status, metrics, error, traces = plain
     return Outcome(reward, turn_rewards, status, metrics, error, read_traces(traces))

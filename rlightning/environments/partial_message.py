@@ -8,13 +8,13 @@ from rlightning.environments.tool_formats import OPEN_THOUGHT, split_thought
 from rlightning.rollout.detokenize import UNFINISHED
 
 OPEN_MARK = re.compile(r"[<\[][^\s>\]]{0,40}\Z")
-"""The end of a text that may become a marker of a tool call or of the end of the reasoning."""
+"""A possible beginning, at the end of a text, of a marker of a tool call or of the end of the reasoning."""
 
 
 class TokenText:
-    """Decodes tokens step by step, and never returns a part of a character.
+    """Decodes tokens step by step, and never returns an incomplete character.
 
-    Some tokenizers decode the first ones by their ``context``, the tokens before them.
+    ``context`` are the tokens before them, which affect the first ones in some tokenizers.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
@@ -37,16 +37,16 @@ class PartialMessage:
     """The message of a turn of which only the first tokens have been sampled.
 
     Args:
-        hidden_ids: tokens that are no part of the text.
-        reads_thought: whether reasoning is told apart.
-        in_thought: whether the turn begins inside of a thought.
-        is_stripped: whether the whole message has no white space at its ends.
-        call_start: what tool calls begin with; nothing from there on is certain. None: calls are text.
-        stops: strings that end the text; they are no part of it.
+        hidden_ids: tokens that are left out of the text.
+        reads_thought: whether reasoning is separated from the content.
+        in_thought: whether the turn begins inside the reasoning.
+        is_stripped: whether white space at both ends is removed from the message.
+        call_start: beginning of tool calls, after which nothing is certain. None if calls are text.
+        stops: strings that end the text and are left out of it.
 
     Attributes:
-        reasoning: as far as it is certain.
-        content: as far as it is certain.
+        reasoning: the part that later tokens cannot change.
+        content: the part that later tokens cannot change.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PartialMessage:
         self._text = ""
 
     def add(self, token_ids: Sequence[int]) -> bool:
-        """Add the next tokens; returns whether the certain part has grown."""
+        """Add the next tokens; return whether the certain part has grown."""
         self._text += self._tokens.add([token for token in token_ids if token not in self._hidden_ids])
         before = self.reasoning, self.content
         if not self._reads_thought:
@@ -81,7 +81,7 @@ class PartialMessage:
         return before != (self.reasoning, self.content)
 
     def finish(self, message: AssistantMessage) -> AssistantMessage:
-        """Return the whole message, consistent with the part that the client has already received."""
+        """Return the whole message, consistent with the part that the client has received."""
         return message._replace(
             content=_keep_certain(self.content, message.content),
             reasoning=_keep_certain(self.reasoning, message.reasoning or "") or message.reasoning,
@@ -102,10 +102,10 @@ class PartialMessage:
 
 
 def _without_open_end(text: str) -> str:
-    """Return a text without an incomplete mark at its end and the white space before that, which may be removed."""
+    """Return a text without a possible beginning of a marker at its end, and without white space before it."""
     return OPEN_MARK.sub("", text).rstrip()
 
 
 def _keep_certain(certain: str, whole: str) -> str:
-    """Return the whole text, or the certain part alone if the parser's whole text does not begin with that."""
+    """Return the whole text, or only the certain part if the parsed text does not begin with it."""
     return whole if whole.startswith(certain) else certain

@@ -1,8 +1,8 @@
-"""The policy of an environment, made of a sampler: it records exactly what was sampled.
+"""The policy of an environment: it calls a sampler, and records the sampled tokens exactly.
 
-A trajectory's token sequence only grows: what the policy sampled stays as it was sampled, and observations are
-tokenized alone, in the form that the chat template gives them. A caller that rewrites the history begins a new branch,
-in which nothing of before is trained again.
+A trajectory's token sequence only grows: turns keep their sampled tokens, and observations are tokenized separately, in
+the chat template's format. A caller that rewrites the history begins a new branch, in which earlier tokens are not
+trained on again.
 """
 
 import logging
@@ -37,16 +37,16 @@ from rlightning.types.trajectory import (
 log = logging.getLogger(__name__)
 
 CONSTRAINED = "constrained_turns"
-"""Metric with the number of a trajectory's constrained turns, of trajectories that have such turns only."""
+"""Metric: the number of a trajectory's constrained turns; only of trajectories with such turns."""
 PART_BITS = 32
-"""Bits of a random stream's number for the turn in a part of a trajectory; the higher bits are the part's number."""
+"""Bits for the turn's number in the number of its random stream; the higher bits number the parts of a trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """The request to make a group: a prompt, how to sample, with the group's own seed, and the number of trajectories.
+    """The request for a group: a prompt, sampling settings with the group's seed, and the number of trajectories.
 
-    Those that a checkpoint ``saved`` (:meth:`RecordedGroup.save`) go on from there.
+    ``saved`` are the trajectories of a checkpoint (:meth:`RecordedGroup.save`), which continue from there.
     """
 
     prompt: Prompt
@@ -60,20 +60,20 @@ class RecordedPolicy:
 
     Args:
         number: of the trajectory in its group.
-        max_length: tokens of the longest sequence.
-        attempt: at the trajectory, from 0; each draws other random numbers.
-        clock: of the trajectory's deadlines; None: a new one.
+        max_length: maximum tokens of a sequence.
+        attempt: number of the attempt at the trajectory, from 0; each has other random numbers.
+        clock: of the trajectory's deadlines; None for a new one.
 
     Attributes:
-        attempt: that goes on, which a checkpoint keeps.
-        temperature: that all of its turns are sampled at in place of the prompt's or the run's; None: that one.
-        has_reached_limit: whether the last request was longer than a sequence may be.
-        failure: the first error of the sampler's, after which nothing of the trajectory is worth anything.
-        progress: what the environment has made of the trajectory so far, for one that runs out of time.
-        has_snapshots: whether the environment hands over states from which it can go on.
-        on_turn: called with each turn that has been sampled.
-        num_requested: turns that have been asked for.
-        num_constrained: turns whose distribution a request has changed otherwise than by the temperature.
+        attempt: number of the attempt, which a checkpoint saves.
+        temperature: of all of its turns, in place of the prompt's or the run's; None for theirs.
+        has_reached_limit: whether the last request exceeded the maximum length of a sequence.
+        failure: the sampler's first error, which makes the trajectory fail.
+        progress: the last preliminary outcome that the environment reported, used after a timeout.
+        has_snapshots: whether the environment reports states from which it can continue.
+        on_turn: called with each sampled turn.
+        num_requested: number of requested turns.
+        num_constrained: number of turns whose distribution a request changed in other ways than by the temperature.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RecordedPolicy:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a turn has been recorded, or a part was split off, which records its own."""
+        """Whether a turn has been recorded, or a part was split off."""
         return bool(self.recorder.turns or self._num_parts)
 
     @property
@@ -130,7 +130,7 @@ class RecordedPolicy:
     def split(self) -> "RecordedPolicy":
         """Return a policy that records a part of the trajectory separately, such as one of several agents.
 
-        It records on its own; ``recorder.extend`` makes that part of this trajectory.
+        ``recorder.extend`` appends that part to this trajectory.
         """
         part = RecordedPolicy(
             self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt
@@ -141,7 +141,7 @@ class RecordedPolicy:
         return part
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
-        """See :meth:`Policy.chat`."""
+        """Sample the policy's next turn in the chat (:meth:`Policy.chat`)."""
         recorder = self.recorder
         if recorder.branches:
             if tools is not None and list(tools) != (self._tools or []):
@@ -169,12 +169,12 @@ class RecordedPolicy:
         return Reply(turn.sample, turn.message) if self._tools else Reply(turn.sample)
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
-        """See :meth:`Policy.sample`."""
+        """Sample the policy's next turn from a token sequence (:meth:`Policy.sample`)."""
         (turn,) = await self.sample_turns(token_ids, self.sampling)
         return turn.sample
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
-        """See :meth:`Policy.ask`."""
+        """Sample an answer to a separate conversation, without recording it (:meth:`Policy.ask`)."""
         history = self.chat_format.render(messages)
         room = min(max_new_tokens or self.sampling.max_new_tokens, self.max_length - len(history))
         if room < 1:
@@ -190,13 +190,13 @@ class RecordedPolicy:
         return Reply(sample, self.chat_format.parse(sample.token_ids, None, prompt_ids=history))
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
-        """See :meth:`Policy.report`."""
+        """Store a preliminary outcome and state (:meth:`Policy.report`)."""
         self.progress = outcome
         if state is not None:
             self._kept = self.recorder.mark(), self._settings(), copy_plain(state, "the state")
 
     async def resume(self) -> object:
-        """See :meth:`Policy.resume`."""
+        """Continue a saved trajectory, and return its state (:meth:`Policy.resume`)."""
         self.has_snapshots = True
         saved, self._resumable = self._resumable, None
         if saved is None:
@@ -208,7 +208,7 @@ class RecordedPolicy:
     # Checkpoints
 
     def offer(self, saved: SavedTrajectory) -> None:
-        """Store a saved trajectory, which :meth:`resume` continues; without that call the trajectory starts anew."""
+        """Store a saved trajectory, which :meth:`resume` restores; if it is not called, the trajectory starts anew."""
         self._resumable = saved
 
     def load(self, saved: SavedTrajectory) -> None:
@@ -222,9 +222,9 @@ class RecordedPolicy:
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
-        """Return the trajectory, ended with ``outcome``, in plain types. Another thread may call this.
+        """Return the finished trajectory with ``outcome`` in plain types. Thread-safe.
 
-        Without an outcome it is returned as of its last state; None if no state was reported.
+        Without an outcome, return it as of its last reported state; None if no state was reported.
         """
         kept = self._kept if outcome is None else (self.recorder.mark(), self._settings(), None)
         if kept is None:
@@ -260,16 +260,16 @@ class RecordedPolicy:
         """Sample turns that all follow one history, and record them. Calls may run concurrently.
 
         Args:
-            token_ids: [L], the history. What goes on from the end of a branch extends it.
-            sampling: how. The run's seed stands for a stream of each turn's own.
-            num_samples: turns; each but the first begins a branch.
-            reason: why a branch begins if the history extends none; None: as far as the tokens tell.
-            observations: messages that the history ends with, for the trajectory's turns.
-            read: returns what a sample says, in their order; None: its text.
-            on_tokens: called with tokens as they are sampled, if the sampler has partial output.
+            token_ids: [L], the history. It extends a branch if it begins with all of the branch's tokens.
+            sampling: settings; the run's seed is replaced by one of each turn's own.
+            num_samples: number of turns; each but the first begins a branch.
+            reason: why a branch begins if the history extends none; None to infer it from the tokens.
+            observations: messages at the end of the history, to be recorded as turns.
+            read: parses a sample to a message; called in the samples' order. None for its text.
+            on_tokens: called with tokens as they are sampled, if the sampler supports it.
 
         Raises:
-            LimitReachedError: the history is as long as it may be.
+            LimitReachedError: the history has its maximum length.
         """
         room = self.max_length - len(token_ids)
         if room < 1:
@@ -310,7 +310,7 @@ class RecordedPolicy:
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
-        """Return the trajectory; its status is "truncated" if a limit on tokens cut it."""
+        """Return the trajectory; its status is "truncated" if a limit on tokens cut a turn."""
         prompt = self._request.prompt
         is_usual = self.temperature in (None, self.sampling.temperature)
         return Trajectory(
@@ -328,7 +328,7 @@ class RecordedPolicy:
 
 
 def total_reward(outcome: Outcome) -> float | None:
-    """Return the reward of an outcome, the mean of its traces' or the sum of its turns'; None without any."""
+    """Return an outcome's reward, or the mean over its traces, or the sum over its turns; None without any of these."""
     traces = read_traces(outcome.traces)
     if outcome.reward is not None:
         return outcome.reward
@@ -338,11 +338,11 @@ def total_reward(outcome: Outcome) -> float | None:
 
 
 def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:
-    """Log the error of an environment, and return the outcome of its failed trajectory, which counts as not sampled.
+    """Log an error of an environment, and return the outcome of the failed trajectory, which counts as not sampled.
 
     Args:
-        error: that its environment has raised, or a line that says what happened.
-        details: the error as the trajectory has it, such as with its traceback; "": the line.
+        error: the environment's exception, or a line about it.
+        details: error text for the trajectory, such as a traceback; "" for the line.
     """
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, cut_line(text))

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 SUPERVISOR = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox_process.py"))]
 GRACE = 30.0
-"""Seconds that the supervising process may run longer than its program, and may take to end."""
+"""Seconds by which the supervising process may outlast its program, and that it may take to exit."""
 PREFIX = "rlightning-sandbox-"
 PROBE_PROCESSES = 4
 PROBE = """
@@ -62,17 +62,17 @@ GUARANTEES = {
     "reads": ("no access to private files of the trainer's user", "files of the trainer's user can be read"),
     "processes": ("a limit on processes", "processes beyond the limit run for some 0.1 s"),
 }
-"""Guarantees that depend on the host, each with its text if the probe finds it to hold, and if not."""
+"""Guarantees that depend on the host, each with its text if the probe finds that it holds, and if not."""
 
 
 class SandboxResult(NamedTuple):
     """The result of running a program.
 
     Attributes:
-        stdout: its output; of one that is too long the first and last parts.
-        stderr: its errors, likewise.
-        exit_code: minus the signal's number if a signal ended it.
-        status: "finished", with any exit code; "timeout", by CPU or wall time; "memory", a MemoryError; "killed", by a
+        stdout: its output; the first and last parts if it is too long.
+        stderr: its error output, likewise.
+        exit_code: minus the signal's number if a signal ended the program.
+        status: "finished" with any exit code; "timeout" of CPU or wall time; "memory" for a MemoryError; "killed" by a
             signal or for too many processes.
     """
 
@@ -83,31 +83,31 @@ class SandboxResult(NamedTuple):
 
 
 class CodeRunner(Protocol):
-    """Runs programs: :class:`PythonSandbox`, or a service of the user's with stronger isolation."""
+    """Runs programs: a :class:`PythonSandbox`, or a user's service with stronger isolation."""
 
     async def run(self, code: str, stdin: str = "") -> SandboxResult:
         """Run a program. Raises an exception if the service fails, never for an error of the program."""
 
 
 class SandboxError(RuntimeError):
-    """The sandbox failed to run a program; the program is not the cause."""
+    """The sandbox failed to run a program, through no fault of the program."""
 
 
 class PythonSandbox:
     """Runs Python programs, each in its own process and folder, with limits and without network access.
 
-    A program's folder, and all processes that it started, are gone after its run, after a cancellation, and after the
-    trainer was killed. What holds depends on the host (:meth:`describe`); what does not hold is logged at the start.
+    A program's folder and processes are removed after its run, after a cancellation, and if the trainer is killed. Some
+    guarantees depend on the host (:meth:`describe`); those that do not hold are logged at the start.
 
     Args:
-        cpu_seconds: of each process.
-        memory_mb: address space of each process.
-        wall_seconds: of a program.
-        max_output_bytes: that are kept of each of its outputs; the rest is read and dropped as it comes.
-        max_file_mb: of a file; where mounts are possible, of all of the program's files.
-        max_processes: at once, threads included. Where the system does not refuse more, a program that has more is
-            killed.
-        python: the programs' interpreter; None: this process's.
+        cpu_seconds: maximum CPU time of each process.
+        memory_mb: maximum address space of each process.
+        wall_seconds: maximum duration of a program.
+        max_output_bytes: bytes that are kept of each output; the rest is read and dropped.
+        max_file_mb: maximum size of a file, or of all of the program's files if mounts are possible.
+        max_processes: maximum number of concurrent processes and threads. If the system cannot enforce it, a program
+            that exceeds it is killed.
+        python: the programs' interpreter; None for this process's.
 
     Raises:
         ConfigError: the interpreter cannot run a program.
@@ -149,7 +149,7 @@ class PythonSandbox:
         return self._isolation.describe()
 
     async def run(self, code: str, stdin: str = "") -> SandboxResult:
-        """Run a program; raises a SandboxError if it could not be run."""
+        """Run a program; raises a SandboxError if the sandbox fails."""
         with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
             request = make_request(code, stdin, self.python, folder, self._isolation, self._limits)
             process = await asyncio.create_subprocess_exec(
@@ -178,8 +178,8 @@ class Isolation(NamedTuple):
 
     Attributes:
         names: some of "user", "namespaces", "mounts".
-        is_counted: whether a program's processes can be counted apart from the trainer's.
-        holds: those of GUARANTEES that were found to hold.
+        is_counted: whether a program's processes can be counted separately from the trainer's.
+        holds: names of the GUARANTEES that hold.
     """
 
     names: tuple[str, ...]
@@ -196,9 +196,9 @@ class Isolation(NamedTuple):
 
 @lru_cache
 def probe(python: str) -> Isolation:
-    """Return the strongest isolation in which an interpreter can run a program here, and what a probe found.
+    """Return the strongest isolation in which an interpreter can run a program on this host, with probed guarantees.
 
-    Raises a ConfigError if it runs in none.
+    Raises a ConfigError if no isolation works.
     """
     reason = ""
     with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, socket.create_server(("127.0.0.1", 0)) as server:
@@ -231,7 +231,7 @@ def possible_isolations() -> Iterator[Isolation]:
 
 
 def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tuple[str, str]:
-    """Run the probe program in an isolation; returns its output, or why it could not run."""
+    """Run the probe program in an isolation; return its output and "", or "" and why it could not run."""
     limits: dict[str, float] = {"cpu_seconds": 5, "memory_mb": 1024, "wall_seconds": GRACE, "max_output_bytes": 4096}
     limits |= {"max_file_mb": 1, "max_processes": PROBE_PROCESSES}
     stdin = json.dumps({**asked, "is_counted": isolation.is_counted})
@@ -260,7 +260,7 @@ def make_request(
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Wait for a supervising process to exit after its request was closed; kill it after a grace period."""
+    """Wait until a supervising process whose request is closed has exited; kill it after a grace period."""
     try:
         await asyncio.wait_for(process.wait(), GRACE)
     except asyncio.TimeoutError:

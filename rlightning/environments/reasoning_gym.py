@@ -31,14 +31,14 @@ INSTRUCTIONS = "Write the final answer between <answer> and </answer>."
 class ReasoningGym(Environment):
     """Asks a generated question in place of the prompt, chosen by the prompt's index; the reward is the task's score.
 
-    An answer is what stands between the last tags ``<answer>``, or all of the text.
+    The answer is the text between the last ``<answer>`` tags, or all of the text.
 
     Args:
         dataset: name of the task, such as "chain_sum".
-        size: questions.
-        seed: of them.
-        instructions: that follow the question.
-        arguments: further ones of the task, such as how hard it is.
+        size: number of questions.
+        seed: of the questions.
+        instructions: text after the question.
+        arguments: additional arguments of the task, such as its difficulty.
     """
 
     def __init__(

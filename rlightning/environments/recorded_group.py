@@ -1,4 +1,4 @@
-"""The trajectories of one prompt: their recording policies, their deadlines, and the outcomes of their errors."""
+"""The trajectories of one prompt: their recording policies, their deadlines, and the handling of their errors."""
 
 import asyncio
 import logging
@@ -28,15 +28,15 @@ class RecordedGroup:
     """A :class:`~rlightning.environments.environment.PolicyGroup` that records the trajectories of a prompt.
 
     Args:
-        sampler, chat_format, request, max_length: as of :class:`RecordedPolicy`.
-        timeout: seconds that a trajectory may take; None: any time.
-        max_requeues: how often a trajectory that was lost with its worker is made again.
-        turn_timeout: seconds that one of its turns may take; None: any time.
+        sampler, chat_format, request, max_length: see :class:`RecordedPolicy`.
+        timeout: maximum seconds of a trajectory; None for no limit.
+        max_requeues: maximum number of repetitions of a trajectory that was lost with its worker.
+        turn_timeout: maximum seconds of a turn; None for no limit.
 
     Attributes:
-        num_requeues: of all trajectories.
-        first_failure: of them in a line, and its traceback; None without any.
-        started_at: when each began that runs, by its number, of the monotonic clock.
+        num_requeues: number of repetitions of all trajectories.
+        first_failure: the first error in one line, and its traceback; None without any.
+        started_at: start of each running trajectory, by its number, on the monotonic clock.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class RecordedGroup:
         self._policies = [self._make_policy(number) for number in range(request.num_trajectories)]
         self._ended: dict[int, Outcome] = {}
         self._known: dict[int, Outcome] = {}
-        """Outcomes, by number, of trajectories that ended in an earlier run and that no call has returned yet."""
+        """Outcomes, by number, of trajectories that ended in an earlier run and have not been returned yet."""
         self._num_parts = 0
-        """Calls of :meth:`sample_all` and :meth:`run_each`, each of which makes a part of all trajectories."""
+        """Number of calls of :meth:`sample_all` and :meth:`run_each`; each call makes one part of every trajectory."""
         for number, one in enumerate(saved):
             if one is not None:
                 self._load(number, one)
@@ -83,11 +83,11 @@ class RecordedGroup:
             self._ended[number], self._known[number] = deepcopy(outcome), outcome
 
     def save(self) -> list[SavedTrajectory | None]:
-        """Return the trajectories in plain types, for a checkpoint. Another thread may call it.
+        """Return the trajectories in plain types, for a checkpoint. Thread-safe.
 
         Returns:
-            Those under way as of the last state that their environment has handed over; None for one without any, which
-            is requeued. None of any in a second part: what is saved does not say which part it is of.
+            A running trajectory is returned as of the last state that its environment reported, and as None without
+            one; it is then requeued. In a second part all are None, since the saved data does not name the part.
         """
         found: list[SavedTrajectory | None] = []
         for number, sampler in enumerate(self._samplers):
@@ -98,12 +98,12 @@ class RecordedGroup:
 
     @property
     def loses_turns(self) -> bool:
-        """Whether a checkpoint would lose turns of a running trajectory, as its environment has no snapshots."""
+        """Whether a checkpoint would lose turns of a running trajectory, because its environment reports no states."""
         under_way = [self._policies[number] for number in list(self.started_at)]
         return any(policy.has_begun and not policy.has_snapshots for policy in under_way)
 
     async def sample_all(self) -> list[Outcome]:
-        """See :meth:`PolicyGroup.sample_all`."""
+        """Sample one turn for each trajectory in a single request (:meth:`PolicyGroup.sample_all`)."""
         self._num_parts += 1
         if self._num_parts == 1:  # what was loaded is another environment's
             self._samplers = [TimedSampler(self._sampler, None) for _ in self._samplers]
@@ -120,7 +120,7 @@ class RecordedGroup:
         run: Callable[[Policy], Awaitable[Outcome]],
         places: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
-        """See :meth:`PolicyGroup.run_each`."""
+        """Call ``run`` for each trajectory concurrently (:meth:`PolicyGroup.run_each`)."""
         self._num_parts += 1
 
         async def run_in_place(number: int) -> Outcome:
@@ -149,7 +149,7 @@ class RecordedGroup:
                 await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
 
     async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
-        """Make a trajectory, and again if it was lost; losses that it may have caused count against a budget."""
+        """Make a trajectory, and repeat it if its worker was lost; a budget limits losses that it may have caused."""
         num_caused = 0
         while True:
             policy = self._policies[number]
@@ -180,7 +180,7 @@ class RecordedGroup:
             return self.fail(f"it raised {describe_error(error)}")
         except Exception as error:
             if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
-                raise  # such as the sampler's: no trajectory can go on
+                raise  # an error of the sampler, say: no trajectory can go on
             if isinstance(error, TimeoutError) and (deadline.expired() or turn.expired()):
                 what, limit = ("It", self._timeout) if deadline.expired() else ("A turn", self._turn_timeout)
                 made = policy.progress or Outcome()
@@ -188,7 +188,7 @@ class RecordedGroup:
             return self.fail(error)
 
     def fail(self, error: Exception | str, details: str = "") -> Outcome:
-        """Return the outcome of a failed trajectory, see :func:`failed_outcome`, and keep the first error."""
+        """Record an error, and return the outcome of the failed trajectory (:func:`failed_outcome`)."""
         if self.first_failure is None and isinstance(error, Exception):
             self.first_failure = describe_error(error), "".join(traceback.format_exception(error))
         return failed_outcome(self._request.prompt, error, details)
@@ -208,7 +208,7 @@ class RecordedGroup:
 
 @asynccontextmanager
 async def _limit_turns(seconds: float | None, policy: RecordedPolicy) -> AsyncIterator[asyncio.Timeout]:
-    """Raise a TimeoutError if a turn of the policy's, or the time after the last turn, exceeds ``seconds``."""
+    """Raise a TimeoutError if a turn of the policy, or the time after the last turn, exceeds ``seconds``."""
     async with policy.clock.limit(seconds) as deadline:
 
         def begin_turn() -> None:

@@ -1,7 +1,7 @@
 """Records the turns and branches of a trajectory, with each token exactly as it was sampled.
 
-A request that goes on from the end of a branch extends it; any other begins a new branch, whose history is not trained
-again. Requests of one trajectory may be under way at the same time: a branch belongs to one of them until it has ended.
+A request whose history begins with all tokens of a branch extends the branch; any other request begins a new branch,
+whose history is not trained on again. Requests may be concurrent: each reserves its branch until it has ended.
 """
 
 from array import array
@@ -14,14 +14,14 @@ from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.types.trajectory import Branch, BranchReason, Sample, Turn, samples_of
 
 SHARED_TOKENS = 1024
-"""Tokens of two sequences that are compared at once: one by one would block the event loop that sessions share."""
+"""Tokens of two sequences that are compared at once; comparing one by one would block the shared event loop."""
 
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """A branch that is reserved for one request, which reads the tokens ``history`` [L] and is going to extend it.
+    """The reservation of a branch for one request, which samples after ``history`` [L] and extends the branch.
 
-    Without a branch it begins a new one, for that reason.
+    If ``branch`` is None, the request begins a new one, for ``reason``.
     """
 
     history: list[int]
@@ -30,7 +30,7 @@ class Reservation:
 
 
 class RecordedTurn(NamedTuple):
-    """A turn of the policy's: its sample, what that says, and where its tokens ``end`` in the branch that trains it."""
+    """A turn of the policy: its sample, its message, and the position ``end`` of its last token in its branch."""
 
     sample: Sample
     message: AssistantMessage
@@ -39,19 +39,19 @@ class RecordedTurn(NamedTuple):
 
     @property
     def token_ids(self) -> "array[int]":
-        """[L], the tokens of the branch up to the end of this turn."""
+        """[L], the tokens of the branch up to the turn's end."""
         return self.branch.token_ids[: self.end]
 
 
 class Mark(NamedTuple):
-    """The number of turns that a recorder had recorded at some time, and of tokens in each of its branches."""
+    """A point in a recording: the number of turns, and of tokens in each branch."""
 
     num_turns: int
     num_tokens: list[int]
 
 
 class Recorder:
-    """The branches of one trajectory, in the order in which they began, and its turns, in that in which they ended."""
+    """The branches of one trajectory in the order of their beginnings, and its turns in the order of their ends."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -59,18 +59,18 @@ class Recorder:
         self.turns: list[Turn] = []
         self._is_started = False
         self._reserved: set[int] = set()
-        """Identities (``id``) of branches that a request is about to extend."""
+        """``id`` of the branches that a request is about to extend."""
 
     def load(self, branches: Sequence[Branch], turns: Sequence[Turn]) -> None:
-        """Replace all that is recorded by these branches and turns."""
+        """Replace the recording by these branches and turns."""
         self.branches, self.turns, self._is_started = list(branches), list(turns), bool(branches)
 
     def mark(self) -> "Mark":
-        """Return the amount that is recorded now."""
+        """Return the current point in the recording."""
         return Mark(len(self.turns), [len(branch.token_ids) for branch in self.branches])
 
     def until(self, mark: "Mark") -> tuple[list[Branch], list[Turn]]:
-        """Return the branches and turns as they were at a mark. Another thread may call this."""
+        """Return the branches and turns as they were at a mark. Thread-safe."""
         branches = [branch.first(count) for branch, count in zip(self.branches, mark.num_tokens, strict=False)]
         return branches, self.turns[: mark.num_turns]
 
@@ -80,15 +80,15 @@ class Recorder:
         return samples_of(self.turns)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of the policy's turns and of branches, as metrics of the trajectory."""
+        """Return the numbers of turns and of branches, as metrics of the trajectory."""
         return {"turns": float(len(self.samples)), "branches": float(len(self.branches))}
 
     def reserve(self, history: Sequence[int], reason: BranchReason | None = None) -> Reservation:
         """Find the branch that a request extends, and reserve it until :meth:`record` or :meth:`release`.
 
         Args:
-            history: [L] token ids that the policy reads.
-            reason: why a new branch begins if none can be extended; None: as far as the tokens tell.
+            history: [L], the request's token ids.
+            reason: why a new branch begins if none can be extended; None to infer it from the tokens.
         """
         history = list(history)
         free = [branch for branch in self.branches if id(branch) not in self._reserved and _begins(history, branch)]
@@ -102,7 +102,7 @@ class Recorder:
         return Reservation(history, None, reason or self._find_reason(history))
 
     def release(self, reservation: Reservation) -> None:
-        """Cancel the reservation of a request that got no sample, so that others may extend its branch."""
+        """Cancel the reservation of a request that failed, so that other requests may extend its branch."""
         if reservation.branch is not None:
             self._reserved.discard(id(reservation.branch))
 
@@ -116,9 +116,9 @@ class Recorder:
         """Record samples of a request: the first one extends the reserved branch, each other one begins a branch.
 
         Args:
-            samples: all after its history.
-            observations: messages that the history ends with, which are no turns yet.
-            messages: what the samples say; None: their texts.
+            samples: alternatives after the request's history.
+            observations: messages at the end of the history that are not recorded yet.
+            messages: the parsed samples; None for their texts.
         """
         self.release(reservation)
         history, branch, reason = reservation.history, reservation.branch, reservation.reason
@@ -141,7 +141,7 @@ class Recorder:
     def extend(self, other: "Recorder", turns: Sequence[Turn] | None = None) -> None:
         """Append the branches and turns of another recorder, which must not record afterwards.
 
-        Its turns are as recorded, or ``turns``: the same in any order, with others between them.
+        ``turns`` replaces the other's turns by the same ones in any order, with other turns between them.
         """
         turns = other.turns if turns is None else turns
         places = {id(turn.sample): len(self.turns) + place for place, turn in enumerate(turns) if turn.sample}
@@ -155,7 +155,7 @@ class Recorder:
         self._is_started = self._is_started or other._is_started
 
     def _find_reason(self, history: list[int]) -> BranchReason:
-        """Return why a history begins a new branch, as far as its tokens show."""
+        """Return why a history begins a new branch, as inferred from its tokens."""
         known = [list(branch.token_ids) for branch in self.branches]
         if any(tokens[: len(history)] == history[: len(tokens)] for tokens in known):
             return "sampled_again"
@@ -166,7 +166,7 @@ class Recorder:
         return "history_edited" if edited else "started_over"
 
     def _is_retokenized(self, history: list[int], tokens: list[int], start: int) -> bool:
-        """Return whether a history has a branch's text in other tokens, which differ at ``start`` or later."""
+        """Return whether a history encodes a branch's text by other tokens, which differ from position ``start`` on."""
         while history[start : start + SHARED_TOKENS] == tokens[start : start + SHARED_TOKENS]:
             start += SHARED_TOKENS
         start = next(place for place in count(start) if history[place] != tokens[place])

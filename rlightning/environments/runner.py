@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT = 10.0
 """Maximum seconds for an environment to close."""
 REPORT_INTERVAL = 60.0
-"""Seconds before the first log line about a trajectory that is waited for, and between two of them."""
+"""Seconds before a running trajectory is first logged as slow, and between two such lines."""
 COLUMN = "environment"
-"""Column of a prompt set that names each row's environment, where a run has several."""
+"""Column of a prompt set that names each row's environment, if a run has several."""
 
 
 class HasEnvironmentNames(Protocol):
@@ -40,7 +40,7 @@ class HasEnvironmentNames(Protocol):
 
     @property
     def environment_names(self) -> dict[str, str]:
-        """The names of the run's environments, by the configuration key of each."""
+        """The environment names of the rows, each with its configuration key."""
 
 
 class EnvironmentRunner:
@@ -49,17 +49,17 @@ class EnvironmentRunner:
     Args:
         sampler: samples the policy's turns.
         tokenizer: the policy's.
-        prompt_format: of the prompts, whose chat template has these arguments in later turns too.
-        environments: one, or several by the names that prompts have in their column ``environment``; None: SingleTurn.
-        max_length: tokens of the longest sequence.
-        timeout: seconds that a trajectory may take; None: any time.
-        turn_timeout: seconds that one of its turns may take; None: any time.
-        max_requeues: how often a trajectory is made again whose worker process ended or hung.
+        prompt_format: of the prompts; its arguments of the chat template apply to later turns too.
+        environments: one, or several by the names in the prompts' column ``environment``; None for SingleTurn.
+        max_length: maximum tokens of a sequence.
+        timeout: maximum seconds of a trajectory; None for no limit.
+        turn_timeout: maximum seconds of a turn; None for no limit.
+        max_requeues: maximum number of repetitions of a trajectory whose worker process ended or hung.
 
     Attributes:
         loop: the event loop.
-        num_requeues: trajectories that were made again, since it was set to 0.
-        first_failure: of a trajectory, in a line, and its traceback, since it was set to None.
+        num_requeues: number of repeated trajectories since it was set to 0.
+        first_failure: first error since it was set to None: one line, and its traceback.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class EnvironmentRunner:
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
         """Start the trajectories of a prompt, and return at once; cancelling the future cancels them.
 
-        The future gives the trajectories once all have ended, or a RunError if no trajectory can go on.
+        The future returns the trajectories when all have ended, or raises a RunError that concerns all trajectories.
         """
         environment = find_environment(self._environments, request.prompt)
         group = RecordedGroup(
@@ -120,12 +120,12 @@ class EnvironmentRunner:
         return saved if any(saved) else None
 
     def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
-        """Cancel prompts, and return when they have no more requests at the sampler."""
+        """Cancel prompts, and wait until they have no more requests at the sampler."""
         if self._is_closed or not futures:
             return
         for future in futures:
             future.cancel()
-        with suppress(DeadlineExceededError):  # the loop may be blocked
+        with suppress(DeadlineExceededError):  # the loop may be blocked by user code
             self.loop.run(self._wait_for_cancelled(), timeout=2 * intervals.CANCEL_GRACE)
 
     def report_oldest(self) -> None:
@@ -172,12 +172,12 @@ class EnvironmentRunner:
         return [environments] if isinstance(environments, Environment) else list(environments.values())
 
     async def _wait_for_cancelled(self) -> None:
-        await asyncio.sleep(0)  # in which those start that have just been submitted
+        await asyncio.sleep(0)  # lets tasks start that have just been submitted
         await asyncio.sleep(0)
         cancelled = [task for task in self._running if task.cancelling() and task not in self._abandoned]
         if cancelled:
             _, pending = await asyncio.wait(cancelled, timeout=intervals.CANCEL_GRACE)
-            self._abandoned.update(pending)  # of environments that ignore that they are cancelled
+            self._abandoned.update(pending)  # their environments ignored the cancellation
 
     async def _attempt(self, request: GroupRequest, environment: Environment, group: RecordedGroup) -> list[Trajectory]:
         task = asyncio.current_task()
@@ -209,7 +209,7 @@ def read_outcomes(returned: object, num_trajectories: int) -> list[Outcome]:
 def check_environment_names(
     environments: Environment | Mapping[str, Environment] | None, named: Mapping[str, str]
 ) -> None:
-    """Raise a ConfigError for a name, by its configuration key in ``named``, of no environment of the run."""
+    """Raise a ConfigError if ``named`` (names by configuration key) has a name of no environment of the run."""
     for key, name in named.items():
         if not isinstance(environments, Mapping):
             raise ConfigError(f"{key}={name} has no effect: the run has no environments by name. Remove it.")
@@ -218,7 +218,7 @@ def check_environment_names(
 
 
 def find_environment(environments: Environment | Mapping[str, Environment], prompt: Prompt) -> Environment:
-    """Return the environment that a prompt names, or the run's only one; raises a ConfigError for another name."""
+    """Return the environment that a prompt names, or the run's only one; raises a ConfigError for an unknown name."""
     if isinstance(environments, Environment):
         return environments
     name = prompt.columns.get(COLUMN)

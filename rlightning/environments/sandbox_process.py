@@ -1,10 +1,10 @@
-"""Supervises one program of :mod:`~rlightning.environments.python_sandbox`; a process between it and the trainer.
+"""A process between the trainer and one program of :mod:`~rlightning.environments.python_sandbox`, which supervises it.
 
-It reads a request, a line of JSON, from its standard input, and writes the result to its standard output. The end of
-its input, as when the trainer was killed, ends the program. It is run by its path, in Python 3.10 or later without
-packages, so that it starts quickly.
+The process reads a request, a line of JSON, from its standard input, and writes the result to its standard output. The
+end of its input, as when the trainer was killed, ends the program. The file is run by its path, in Python 3.10 or later
+without packages, so that it starts quickly.
 
-    trainer -> this process -> program, and all that it starts
+    trainer -> this process -> program and its child processes
                             -> init of the program's process namespace, with which the namespace ends
 """
 
@@ -66,12 +66,12 @@ def run(
 
     Args:
         code, stdin, python: of the program.
-        folder: an empty one, which is removed.
-        isolation: some of "user", "namespaces", "mounts", as python_sandbox found them to work.
-        is_counted: whether the system counts the program's processes apart from others.
+        folder: an empty folder, which is removed in the end.
+        isolation: some of "user", "namespaces", "mounts"; python_sandbox has probed that they work.
+        is_counted: whether the system counts the program's processes separately from others.
         limits: by the names of PythonSandbox's arguments.
     """
-    # So that what the program leaves behind becomes a child of this process.
+    # Processes that the program leaves behind become children of this process.
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
     if "mounts" in isolation:
         os.rmdir(folder)
@@ -82,7 +82,7 @@ def run(
     if "mounts" in isolation:
         mount_folder(int(limits["max_file_mb"]))
         folder = MEMORY_FOLDER
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # so that the program cannot read this process's memory
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program must not read this process's memory
     try:
         process = start_program(code, stdin, python, Path(folder), is_counted, limits)
         return watch_program(process, init, limits, math.inf if is_counted else COUNT_INTERVAL)
@@ -154,7 +154,7 @@ def watch_program(
 
 
 class Output:
-    """The first and the last bytes of an output stream; half of the ``limit`` is for its end, where errors are."""
+    """The first and the last bytes of an output stream; half of ``limit`` is for the end, where errors usually are."""
 
     def __init__(self, limit: int) -> None:
         self.half = limit // 2
@@ -192,7 +192,7 @@ class Init:
         os.close(reader)
 
     def end(self) -> None:
-        """Kill every process of the namespace; returns when all have exited."""
+        """Kill every process of the namespace, and wait until all have exited."""
         os.close(self._writer)
         os.waitpid(self._pid, 0)
 
@@ -252,7 +252,7 @@ def limit(kind: int, soft: int, hard: int) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a child has exited, without reaping it, so that its process group's id is not reused."""
+    """Return whether a child has exited, without reaping it, so that the id of its process group is not reused."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -260,7 +260,7 @@ def count_tasks(pid: int) -> int:
     """Return how many threads a process and all of its descendants have."""
     total, waiting = 0, [str(pid)]
     while waiting:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             for task in Path(f"/proc/{waiting.pop()}/task").iterdir():
                 total += 1
                 waiting += (task / "children").read_text().split()
@@ -268,7 +268,7 @@ def count_tasks(pid: int) -> int:
 
 
 def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
-    """Kill the program and all that it started; returns when all have exited."""
+    """Kill the program and all that it started, and wait until all have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -276,7 +276,7 @@ def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
         init.end()
         return
     children = Path("/proc/thread-self/children")
-    while pids := [int(pid) for pid in children.read_text().split()]:  # in sessions of their own
+    while pids := [int(pid) for pid in children.read_text().split()]:  # those with sessions of their own
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:
@@ -284,7 +284,7 @@ def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
 
 
 def find_status(exit_code: int, stderr: str, cpu_seconds: float) -> str:
-    """Return why a program exited that this process did not kill."""
+    """Return the status of a program that exited without being killed by this process."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     is_over = exit_code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= cpu_seconds
     if exit_code == -signal.SIGXCPU or is_over:

@@ -9,11 +9,11 @@ from rlightning.types.trajectory import Outcome, Prompt
 class SelfCorrection(Environment):
     """Tells the policy when its answer is wrong and has it answer again; a correct answer ends the trajectory.
 
-    The environment gives no reward: reward functions see the last answer.
+    The environment gives no reward: reward functions score the last answer.
 
     Args:
-        answer_column: of the prompt set; an answer is right if it is this text, but for spaces around it.
-        verdict: what the policy is told of a wrong answer.
+        answer_column: column of the right answer, which the policy's text must equal except for surrounding spaces.
+        verdict: message to the policy after a wrong answer.
     """
 
     def __init__(self, answer_column: str = "answer", verdict: str = "That is wrong. Answer again.") -> None:

@@ -18,20 +18,21 @@ from rlightning.types.trajectory import Outcome, Prompt
 class SelfJudged(Environment):
     """Runs another environment and has the policy score each trajectory by a rubric, outside of the trajectory.
 
-    The reward is the environment's, if it gives one, and the weighted score. A trajectory that could not be judged
-    counts as not sampled: a conversation without room, an answer that was cut or that has no score.
+    The reward is the environment's, if it gives one, plus the weighted score. A trajectory counts as not sampled if it
+    cannot be judged: no room for the judge's answer, a cut answer, or one without a score.
 
     Args:
-        rubric: as of :class:`~rlightning.rewards.judge.Judge`, for this and the next five. Names in braces are
-            ``{prompt}``, ``{completion}`` (the policy's last turn), ``{full_text}``, ``{turns}``, and columns.
-        system: see there.
-        pattern: see there.
-        scores: see there.
-        lowest: see there.
-        highest: see there.
-        environment: makes the trajectories; None: a prompt is completed once.
-        weight: of the score, from 0 to 1, in the reward.
-        max_new_tokens: of the judge's answer; None: the run's.
+        rubric: as in :class:`~rlightning.rewards.judge.Judge`, which describes this and the next five arguments. Names
+            in braces are ``{prompt}``, ``{completion}`` (the policy's last turn), ``{full_text}``, ``{turns}``, and
+            columns.
+        system: the judge's system message.
+        pattern: finds the score in the judge's answer.
+        scores: numbers for the judge's words.
+        lowest: lowest valid score.
+        highest: highest valid score.
+        environment: makes the trajectories; None for SingleTurn.
+        weight: of the score in the reward, from 0 to 1.
+        max_new_tokens: maximum tokens of the judge's answer; None for the run's maximum.
     """
 
     runs_in_workers = False
@@ -62,7 +63,7 @@ class SelfJudged(Environment):
         await self.environment.check()
 
     async def close(self) -> None:
-        """Free what the environment holds."""
+        """Close the judged environment."""
         await self.environment.close()
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
@@ -100,7 +101,7 @@ class _JudgedGroup:
         self._group, self._judge = group, judge
 
     async def sample_all(self) -> list[Outcome]:
-        """See :meth:`PolicyGroup.sample_all`; each trajectory has its own request, and is then judged."""
+        """Sample a turn for each trajectory, with a request of its own, and judge it."""
 
         async def complete(policy: Policy) -> Outcome:
             await policy.chat()
@@ -113,7 +114,7 @@ class _JudgedGroup:
         run: Callable[[Policy], Awaitable[Outcome]],
         places: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
-        """See :meth:`PolicyGroup.run_each`."""
+        """Call ``run`` for each trajectory concurrently (:meth:`PolicyGroup.run_each`), and judge it."""
 
         async def run_and_judge(policy: Policy) -> Outcome:
             try:

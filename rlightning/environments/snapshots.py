@@ -1,4 +1,4 @@
-"""Trajectories under way as a checkpoint stores them: in plain types, which every checkpoint format supports."""
+"""Running trajectories in a checkpoint, as plain types, which every checkpoint format supports."""
 
 from collections.abc import Mapping
 from typing import TypedDict
@@ -11,7 +11,7 @@ from rlightning.python_values import JsonObject
 class SavedTrajectory(TypedDict, total=False):
     """A trajectory in a checkpoint: its branches and turns, and the settings of its policy.
 
-    The state is what its environment goes on from; the outcome is None while it is under way.
+    ``state`` is what its environment continues from; ``outcome`` is None while the trajectory is running.
     """
 
     trajectory: JsonObject

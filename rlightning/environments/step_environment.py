@@ -21,29 +21,29 @@ from rlightning.types.trajectory import Outcome, Prompt, Status
 METHODS = ("reset", "step")
 """Methods that the user's object must have; ``close`` is optional."""
 STATE = ("object", "observations", "rewards", "metrics")
-"""Parts of a state in a checkpoint."""
+"""Keys of a trajectory's state in a checkpoint."""
 RULE = "Define reset(prompt) and step(message), or gymnasium's."
 
 
 class StepEnvironment(Environment):
     """Runs an object with ``reset`` and ``step``, which may be async. Each trajectory makes and closes its own.
 
-    - ``reset(prompt)`` returns None, and the policy's first turn answers the prompt; or messages (a text is one of the
-      user's) that it answers in place of the prompt; or a tuple of either with gymnasium's ``info``.
-    - ``step(message)`` returns ``(observation, reward, done, info)``, or gymnasium's five; the observation is a text, a
-      message or a list of messages. Numbers in ``info`` become metrics of the trajectory.
-    - A ``reset`` that takes ``options`` is gymnasium's: it gets the prompt's index as its ``seed`` and the columns as
-      its ``options``, and ``step`` gets the text of the policy's turn alone.
-    - ``snapshot()``, if it has one, returns plain data, by which ``restore(state)`` has another object go on after its
-      own ``reset``: a trajectory that was under way when a checkpoint was written goes on after its last turn.
+    - ``reset(prompt)`` returns None, and the policy's first turn answers the prompt; or messages (a text is a user
+      message) that replace the prompt; or a tuple of either with gymnasium's ``info``.
+    - ``step(message)`` returns ``(observation, reward, done, info)``, or gymnasium's five values; the observation is a
+      text, a message or a list of messages. Numbers in ``info`` become metrics of the trajectory.
+    - A ``reset`` with a parameter ``options`` is gymnasium's: it gets the prompt's index as ``seed`` and the columns as
+      ``options``, and ``step`` gets only the text of the policy's turn.
+    - ``snapshot()``, which is optional, returns plain data, and ``restore(state)`` sets another object to it after its
+      ``reset``: a trajectory that was running at a checkpoint continues after its last turn.
 
-    The trajectory's reward is the sum of its turns' rewards; None if none of them is a number. What is not async runs
-    in a thread, the same one during a trajectory.
+    The trajectory's reward is the sum of its turns' rewards; None if none of them is a number. Methods that are not
+    async run in a thread, the same one for all of a trajectory.
 
     Args:
-        environment: the class or a function that returns an object of it, or the dotted path of either.
-        arguments: of it.
-        max_turns: of the policy, after which a trajectory is truncated.
+        environment: the class or a function that returns an object, or the dotted path of either.
+        arguments: of the class or function.
+        max_turns: maximum turns of the policy, after which a trajectory is truncated.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StepEnvironment(Environment):
         return make
 
     async def check(self) -> None:
-        """Raise a ConfigError if the class cannot be found, has no such methods, or does not take the arguments."""
+        """Raise a ConfigError if the class cannot be found, lacks a method, or does not accept the arguments."""
         try:
             inspect.signature(self._make).bind(**self.arguments)
         except TypeError as error:
@@ -82,7 +82,7 @@ class StepEnvironment(Environment):
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory with its own object, which is closed however the trajectory ends."""
+        """Make one trajectory with its own object, which is closed in the end in any case."""
         game = StepObject()
         try:
             await game.make(self._make, self.arguments)
@@ -133,7 +133,7 @@ async def save(game: StepObject, *parts: object) -> JsonObject | None:
 
 
 class Step(NamedTuple):
-    """The result of ``step``: the metrics are the numbers in ``info``, the status that of a trajectory that is over."""
+    """The result of ``step``: ``metrics`` are the numbers in ``info``, ``status`` that of an ended trajectory."""
 
     observation: object
     reward: float | None
@@ -142,7 +142,7 @@ class Step(NamedTuple):
 
 
 def make_outcome(rewards: Sequence[float | None], status: Status, metrics: Mapping[str, float]) -> Outcome:
-    """Return the outcome of a trajectory with these rewards of its turns; its own reward is their sum."""
+    """Return the outcome of a trajectory with these rewards of its turns, whose sum is its reward."""
     has_rewards = any(reward is not None for reward in rewards)
     turn_rewards = [reward or 0.0 for reward in rewards] if has_rewards else None
     reward = math.fsum(turn_rewards) if turn_rewards else None
@@ -174,7 +174,7 @@ def read_step(returned: object) -> Step:
 
 
 def read_messages(observation: object, method: str) -> list[Message]:
-    """Convert an observation (a text, a message, a list of messages) to messages; raises a TypeError for another."""
+    """Convert an observation (a text, a message, a list of messages) to messages; raises a TypeError otherwise."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     messages = [observation] if isinstance(observation, Mapping) else observation

@@ -1,4 +1,4 @@
-"""An object of the user's. Its sync methods may block and run in a thread, so that many trajectories run at once."""
+"""Runs a user's object, whose sync methods run in a thread, since they may block."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ async def await_user_code(work: Awaitable[T]) -> T:
 
 
 class SerialThread:
-    """A daemon thread that executes calls one after another; a hanging call does not keep the process from exiting."""
+    """A daemon thread that executes calls one after another; a hanging call does not keep the process alive."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Call a function in the thread, and await its result. Cancelling this does not stop the call."""
+        """Call a function in the thread, and await its result. Cancelling the await does not stop the call."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         context = copy_context()
@@ -71,7 +71,7 @@ class SerialThread:
 
 
 class StepObject:
-    """The user's object of one trajectory, ``made``, None before there is one.
+    """The user's object of one trajectory, in ``made``; None until it is constructed.
 
     Its async methods run on the event loop, all others in one thread.
     """
@@ -81,7 +81,7 @@ class StepObject:
         self._thread = SerialThread()
 
     async def make(self, make: Callable[..., object], arguments: Mapping[str, object]) -> None:
-        """Construct the object; on the event loop if it has an async method, as it may open resources there."""
+        """Construct the object; on the event loop if it has an async method, since it may open resources there."""
 
         def make_here() -> None:
             self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
@@ -118,7 +118,7 @@ class StepObject:
             ) from error
 
     async def close(self) -> None:
-        """Call the object's ``close``, if it has one, after the running call; an error is logged."""
+        """Call the object's ``close``, if it has one, after its running call; errors are logged."""
 
         def close_here() -> object:
             close = getattr(self.made, "close", None)
@@ -141,7 +141,7 @@ def is_async(function: Callable[..., object]) -> bool:
 
 
 async def call_function(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Call a function and return its result; one that is not async runs in its own thread, as it may block."""
+    """Call a function and return its result; a function that is not async runs in a thread, since it may block."""
     thread = SerialThread()
     try:
         returned = function(**arguments) if is_async(function) else await thread.run(lambda: function(**arguments))
@@ -151,7 +151,7 @@ async def call_function(function: Callable[..., object], arguments: Mapping[str,
 
 
 def read_state(state: object, *names: str) -> JsonObject:
-    """Validate a state that an environment reported; raises a TrajectoryLostError for another environment's."""
+    """Validate a state that an environment reported; raises a TrajectoryLostError if another environment did."""
     if not isinstance(state, Mapping) or set(state) != set(names):
         raise TrajectoryLostError("its snapshot is another environment's", is_cause=False)
     return dict(state)
@@ -162,7 +162,7 @@ async def _call_here(function: Callable[[], T]) -> T:
 
 
 class Closing:
-    """Closes objects after their trajectories; waits for each only briefly, as its methods may hang."""
+    """Closes objects after their trajectories; waits only briefly for each, since its methods may hang."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

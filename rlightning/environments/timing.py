@@ -13,9 +13,9 @@ from rlightning.types.trajectory import Sample
 
 
 class TimedSampler(TokenSampler):
-    """The sampler of one trajectory, which measures the seconds in which at least one request is under way.
+    """The sampler of one trajectory, which measures the seconds in which at least one request is running.
 
-    It goes on from the timings ``before``. The time for which the trajectory's ``clock`` is stopped does not count.
+    ``before`` are the timings so far. Time in which the trajectory's ``clock`` is stopped does not count.
     """
 
     def __init__(self, sampler: TokenSampler, before: Mapping[str, float] | None = None) -> None:
@@ -26,7 +26,7 @@ class TimedSampler(TokenSampler):
 
     @property
     def follows_schemas(self) -> bool:
-        """See :class:`~rlightning.rollout.sampler.StructuredSampler`."""
+        """Whether the sampler follows JSON schemas (:class:`~rlightning.rollout.sampler.StructuredSampler`)."""
         return follows_schemas(self._sampler)
 
     @property
@@ -68,7 +68,7 @@ class TimedSampler(TokenSampler):
 
     @contextmanager
     def _requesting(self) -> Iterator[None]:
-        """Count the seconds in which the context is open as those of a request."""
+        """Count the seconds within the context as those of a request."""
         if not self._num_requests:
             self._requested_at = monotonic()
         self._num_requests += 1
@@ -80,5 +80,5 @@ class TimedSampler(TokenSampler):
                 self._engine_seconds += monotonic() - self._requested_at
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
         return await self._sampler.score(token_ids)

@@ -1,8 +1,8 @@
 """The formats in which model families write tool calls and reasoning, and their parsers.
 
-Forms in which the arguments of calls are JSON are read here: Hermes's (Qwen2.5, Qwen3 and others), Llama 3's,
-Mistral's, DeepSeek's and gpt-oss's. The package ``renderers`` reads those with a grammar of their own. vLLM's parsers
-are not used: importing them changes torch's compiler settings and the environment variables of the trainer's process.
+This module parses formats with JSON arguments: those of Hermes (Qwen2.5, Qwen3 and others), Llama 3, Mistral, DeepSeek
+and gpt-oss. The package ``renderers`` parses those with their own grammar. vLLM's parsers are not used: importing them
+changes torch's compiler settings and the environment variables of the trainer's process.
 """
 
 import json
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 MAX_CALLS = 32
-"""Maximum number of tool calls of a turn that are read; the others together are one error."""
+"""Maximum number of tool calls that are parsed in a turn; further ones together are one error."""
 MAX_QUOTED = 200
-"""Maximum number of characters that an error for the policy quotes of an unreadable tool call."""
+"""Maximum characters of a malformed tool call that an error message quotes."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Family:
     """A group of models that write tool calls in the same format.
 
     Attributes:
-        markers: texts that its chat templates have, all of them.
-        renderers: of the package ``renderers``, that read the form, of which the first is taken that knows the
-            tokenizer; (): it is read here.
-        call_start: what the calls of a turn begin with; None: its parts are known only when it is whole.
-        find_calls: yields the calls in a text without reasoning; None: the package reads them, or channels have them.
+        markers: texts all of which a chat template of the family contains.
+        renderers: parsers of the package ``renderers``, of which the first that supports the tokenizer is used; () if
+            this module parses the format.
+        call_start: text with which calls begin; None if a turn can be parsed only when it is whole.
+        find_calls: yields the calls in a text without reasoning; None if the package or the channels provide them.
         has_channels: whether each part of a turn is a message with a header (:func:`split_channels`).
     """
 
@@ -54,8 +54,8 @@ class FoundCall:
 
     Attributes:
         text: JSON, as the policy wrote it.
-        is_closed: whether it came to its end.
-        name: of the tool, where that stands outside of the JSON.
+        is_closed: whether the call is complete.
+        name: of the tool, if it is outside of the JSON.
     """
 
     start: int
@@ -65,7 +65,7 @@ class FoundCall:
 
 
 class ToolCallError(ValueError):
-    """A tool call cannot be parsed; the message is shown to the policy."""
+    """A tool call cannot be parsed; the message is for the policy."""
 
 
 def find_hermes_calls(text: str) -> Iterator[FoundCall]:
@@ -114,7 +114,7 @@ DEEPSEEK_CALLS, DEEPSEEK_CALL, DEEPSEEK_ARGUMENTS, DEEPSEEK_END = (
 
 
 def find_deepseek_calls(text: str) -> Iterator[FoundCall]:
-    """Yield the calls of DeepSeek V3.1, a name and JSON, or of V3, ``function``, a name, and JSON in a code block."""
+    """Yield the calls of DeepSeek V3.1 (a name and JSON) or V3 (``function``, a name, and JSON in a code block)."""
     place = text.find(DEEPSEEK_CALLS)
     end = rf"({DEEPSEEK_END}|(?={DEEPSEEK_CALL})|\Z)"
     for found in re.finditer(rf"{DEEPSEEK_CALL}(.*?){DEEPSEEK_ARGUMENTS}(.*?){end}", text, re.DOTALL):
@@ -128,13 +128,13 @@ CHANNEL = re.compile(
     r"(<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
-"""A message of gpt-oss's: its header, its text, and what ends it. The prompt has the beginning of the first header."""
+"""Pattern of a message of gpt-oss: header, text and end. The first header begins in the prompt."""
 
 
 def split_channels(text: str) -> tuple[str | None, str, str, list[FoundCall]]:
     """Split a turn of messages with headers into reasoning, content, content with the calls, and the calls.
 
-    The header of a call names its tool (``to=functions.add``), any other its channel. A text without headers is one.
+    The header of a call names its tool (``to=functions.add``), other headers their channel.
     """
     messages = list(CHANNEL.finditer(text))
     if not messages and "<|channel|>" not in text:
@@ -214,10 +214,10 @@ def read_message(
     """Parse the text of a turn to a message.
 
     Args:
-        text: of a turn, without the token that ends it, but for one in channels.
-        family: that says how calls are written; None: there are none.
-        in_thought: whether the text begins inside of a thought.
-        has_tools: whether calls are read, rather than text.
+        text: of a turn, without its end token; in formats with channels including it.
+        family: format of the calls; None if there are none.
+        in_thought: whether the text begins inside the reasoning.
+        has_tools: whether calls are parsed; otherwise they stay text.
     """
     if family is not None and family.has_channels:
         reasoning, content, text, found = split_channels(text)
@@ -240,7 +240,7 @@ def read_message(
 
 
 class CallReader:
-    """Collects the tool ``calls`` of a turn, and the errors of those that cannot be parsed."""
+    """Collects the tool ``calls`` of a turn, and the errors of malformed ones."""
 
     def __init__(self) -> None:
         self.calls: list[ToolCall] = []
@@ -251,7 +251,7 @@ class CallReader:
         self._errors.append((len(self.calls), error))
 
     def finish(self, content: str, reasoning: str | None, num_written: int) -> AssistantMessage:
-        """Return the turn's message; ``num_written`` calls stood in its text, of which some may be too many."""
+        """Return the turn's message; its text contained ``num_written`` calls, perhaps more than ``MAX_CALLS``."""
         if num_written > MAX_CALLS:
             self.refuse(f"A turn has at most {MAX_CALLS} tool calls: {num_written - MAX_CALLS} more were not made.")
         places, errors = zip(*self._errors, strict=True) if self._errors else ((), ())
@@ -259,9 +259,9 @@ class CallReader:
 
 
 def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | None]:
-    """Split a text, perhaps from inside of a thought, into reasoning (None if there is none) and what follows.
+    """Split a text, which may begin inside the reasoning, into reasoning and content.
 
-    What follows is None if the reasoning has no end.
+    Reasoning is None if there is none; content is None if the reasoning does not end.
     """
     body = text.lstrip()
     if not (in_thought or body.startswith(OPEN_THOUGHT)):
@@ -271,7 +271,7 @@ def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | Non
 
 
 def read_call(found: FoundCall) -> tuple[str, str]:
-    """Parse a tool call to its name, and its arguments as JSON; raises a ToolCallError if it has none."""
+    """Parse a tool call to its name, and its arguments as JSON; raises a ToolCallError if it is malformed."""
     if not found.is_closed:
         raise ToolCallError("A tool call has no end.")
     call = load_json(found.text)
@@ -314,7 +314,7 @@ def _refuse_constant(name: str) -> None:
 class RenderersParser:
     """Parses sampled tokens with a parser of the package ``renderers``, which may be missing.
 
-    Raises a ConfigError if it refuses the tokenizer. It is told those arguments of the chat template that it knows.
+    Raises a ConfigError if it refuses the tokenizer. It gets those arguments of the chat template that it supports.
     """
 
     def __init__(self, tokenizer: "Tokenizer", family: Family, arguments: Mapping[str, object]) -> None:
@@ -326,7 +326,7 @@ class RenderersParser:
                 config = config_from_name(name)
                 known = {key: value for key, value in arguments.items() if key in type(config).model_fields}
                 self._renderer = create_renderer(tokenizer, config.model_copy(update=known))
-            except Exception as error:  # it asserts what it expects of tokenizers
+            except Exception as error:  # renderers assert what they expect of tokenizers
                 reason = cut_line(error)
             else:
                 return
@@ -357,7 +357,7 @@ class RenderersParser:
         return read.finish(parsed.content, parsed.reasoning_content or None, len(parsed.tool_calls))
 
     def _with_calls(self, parsed: "ParsedResponse", token_ids: Sequence[int]) -> str:
-        """Return the message with its tool calls as text, as there are no tools or the calls are malformed."""
+        """Return the message with its tool calls as text, if there are no tools or the calls are malformed."""
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
         text = text.removesuffix(self._tokenizer.eos_token or "")
         calls = None if self._call_start is None else self._call_start.search(text)

@@ -1,6 +1,6 @@
 """JSON schemas of tools, from type hints and docstrings of Python functions, and the validation of arguments.
 
-The schemas are those of ``transformers.utils.get_json_schema``, which workers of environments may not have.
+The schemas are those of ``transformers.utils.get_json_schema``; environments' workers may lack transformers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def describe_tool(function: Callable[..., object], what: str) -> Message:
-    """Return the JSON schema of a function in the form that chat APIs and chat templates take.
+    """Return the JSON schema of a function in the format of chat APIs and chat templates.
 
-    Raises a ConfigError if a docstring or type hint is missing, or JSON has no such type.
+    Raises a ConfigError if a docstring or type hint is missing, or a type does not exist in JSON.
     """
     description, about = read_docstring(inspect.getdoc(function) or "")
     name = function.__name__
@@ -80,7 +80,7 @@ def own_parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def describe_type(hint: object, what: str) -> Schema:
-    """Return the JSON schema of a type hint; raises a ConfigError if JSON has no such type."""
+    """Return the JSON schema of a type hint; raises a ConfigError if the type does not exist in JSON."""
     if hint is Any:
         return {}
     if hint in SIMPLE:
@@ -113,7 +113,7 @@ def describe_type(hint: object, what: str) -> Schema:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Parse a docstring of Google's style: its description, and those of its arguments."""
+    """Parse a Google-style docstring to its description, and the descriptions of its arguments."""
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if SECTION.match(line)] + [len(lines)]
     description = "\n".join(lines[: starts[0]]).strip()
@@ -170,7 +170,7 @@ def find_mistakes(schema: Schema, arguments: Mapping[str, object]) -> str | None
 
 
 def convert_numbers(schema: Schema, arguments: Mapping[str, object]) -> JsonObject:
-    """Return a call's arguments with floats such as 3.0 converted to int where the tool's parameter is one."""
+    """Return a call's arguments with floats such as 3.0 converted to int if the tool's parameter is an integer."""
     return {name: _convert(schema["properties"][name], value) for name, value in arguments.items()}
 
 

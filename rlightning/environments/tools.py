@@ -25,11 +25,11 @@ from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
 BROKEN = (ConnectionError, socket.gaierror, URLError, MemoryError, SandboxError)
-"""Exceptions of tools that the policy did not cause: they fail the trajectory, which then counts as not sampled."""
+"""Exceptions of tools that are not the policy's fault: the trajectory fails, and counts as not sampled."""
 BROKEN_NAMES = ("ConnectError", "ConnectionError")
-"""Ends of the names of such exceptions in HTTP libraries: httpx, requests, aiohttp and others."""
+"""Suffixes of the names of such exceptions in HTTP libraries: httpx, requests, aiohttp and others."""
 STATE = ("objects", "observations", "counts")
-"""Parts of a state in a checkpoint."""
+"""Keys of a trajectory's state in a checkpoint."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Tool:
 
 @dataclass
 class Counts:
-    """Counts of one trajectory; calls that could not be read are tool calls, and failures, too."""
+    """Counts of one trajectory; malformed calls count as tool calls and as failures."""
 
     turns: int = 0
     tool_calls: int = 0
@@ -56,32 +56,33 @@ class Counts:
 
 @dataclass
 class _Attempt:
-    """The state of one trajectory that its tool calls use: the objects by their class, and the counts so far."""
+    """The state of one trajectory that its tool calls use: the objects by their class, and counts."""
 
     objects: dict[type, StepObject] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
 
 
 class Tools(Environment):
-    """Lets the policy call functions until it writes a turn without calls; reward functions see that turn.
+    """Lets the policy call functions until it writes a turn without calls, which reward functions score.
 
-    A tool is a function with type hints and a docstring, async or not; what is not async runs in a thread of its own.
-    Or it is a class, whose public methods are tools: each trajectory makes its own object, calls the methods that are
-    not async in one thread, and closes it in the end, by its method ``close`` if it has one. A class that takes
-    ``prompt`` gets the trajectory's. Methods ``snapshot(self)`` and ``restore(self, state)`` are no tools: by them an
-    object goes on where another one was when a checkpoint was written.
+    A tool is a function with type hints and a docstring, async or not; a function that is not async runs in a thread.
+    Or it is a class whose public methods are tools: each trajectory makes its own object, runs methods that are not
+    async in one thread, and calls its method ``close`` in the end, if it has one. A class with a parameter ``prompt``
+    gets the trajectory's prompt. The methods ``snapshot(self)`` and ``restore(self, state)`` are no tools: they save an
+    object in a checkpoint, and restore it.
 
-    The calls of a turn run at once. One that cannot be read, names no tool, has wrong arguments, raises an exception or
-    takes too long gets the error as its answer.
+    The calls of a turn run concurrently. A call that is malformed, names no tool, has wrong arguments, raises an
+    exception or exceeds the timeout gets an error message as its result.
 
     Args:
         tools: functions and classes, or their dotted paths.
-        max_turns: of the policy, after which a trajectory is truncated.
-        max_failures: of calls, after more than which a trajectory is truncated.
-        tool_timeout: seconds of a call.
-        max_result_characters: of a call's answer, whose middle is left out beyond that.
-        broken_by: exceptions of tools, or their dotted paths, that fail the trajectory, beside those of lost
-            connections, of memory and of the sandbox; ``builtins.TimeoutError`` is that of ``tool_timeout`` too.
+        max_turns: maximum turns of the policy, after which a trajectory is truncated.
+        max_failures: maximum failed calls; a trajectory with more is truncated.
+        tool_timeout: maximum seconds of a call.
+        max_result_characters: maximum length of a call's result; the middle of a longer one is left out.
+        broken_by: exceptions of tools, or their dotted paths, that fail the trajectory, in addition to lost
+            connections, lack of memory and failures of the sandbox; ``builtins.TimeoutError`` includes
+            ``tool_timeout``.
     """
 
     has_tools = True
@@ -150,7 +151,7 @@ class Tools(Environment):
         return found
 
     async def check(self) -> None:
-        """Raise a ConfigError if a tool cannot be found, or its signature does not give a schema."""
+        """Raise a ConfigError if a tool cannot be found, or its signature gives no schema."""
         _ = self._tools, self._broken
 
     async def close(self) -> None:
@@ -158,7 +159,7 @@ class Tools(Environment):
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory, with its own objects of those tools that are classes."""
+        """Make one trajectory, with its own objects of the tools that are classes."""
         attempt, saved = _Attempt(), await policy.resume() if self._has_snapshots else None
         owners = dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None)
         try:
@@ -229,7 +230,7 @@ class Tools(Environment):
         return observations
 
     async def _call(self, call: ToolCall, attempt: _Attempt) -> str:
-        """Execute one call; returns its result, or an error message for the policy."""
+        """Execute one call; return its result, or an error message for the policy."""
         tool = self._tools.get(call.name)
         if tool is None:
             return self._fail(attempt, f"There is no tool {call.name}. {did_you_mean(call.name, self._tools)}")
@@ -241,7 +242,7 @@ class Tools(Environment):
         arguments = convert_numbers(parameters, arguments)
         try:
             return await asyncio.wait_for(self._run(tool, call.name, arguments, attempt), self.tool_timeout)
-        except asyncio.TimeoutError:  # in Python 3.10 it is none of Python's own
+        except asyncio.TimeoutError:  # in Python 3.10 it is not the built-in TimeoutError
             reason = f"{call.name} took more than {self.tool_timeout:g} s."
             if self._is_broken(TimeoutError()):
                 raise RuntimeError(reason) from None
@@ -257,7 +258,7 @@ class Tools(Environment):
         except Exception as error:
             if self._is_broken(error):
                 raise
-            return self._fail(attempt, describe_error(error))  # for the policy to read
+            return self._fail(attempt, describe_error(error))  # the policy reads the error
         return cut(write_result(result), self.max_result_characters)
 
     def _fail(self, attempt: _Attempt, reason: str) -> str:
@@ -266,7 +267,7 @@ class Tools(Environment):
 
 
 def find_tools(given: object, what: str) -> Iterator[Tool]:
-    """Yield the tool of a function, or of a class's methods; raises a ConfigError if a signature says too little."""
+    """Yield the tool of a function, or of each method of a class; raises a ConfigError without a schema."""
     if not isinstance(given, type):
         if not inspect.isroutine(given):
             raise ConfigError(f"{what} is a {type(given).__name__}, and no function or class. Name a function.")
@@ -288,7 +289,7 @@ def find_tools(given: object, what: str) -> Iterator[Tool]:
 
 
 def is_restorable(kind: type) -> bool:
-    """Return whether a class has ``snapshot`` and ``restore`` for checkpoints, which are no tools then."""
+    """Return whether a class has ``snapshot`` and ``restore`` for checkpoints; they are then no tools."""
     methods = [getattr(kind, name, None) for name in SNAPSHOT_METHODS]
     if not all(map(inspect.isroutine, methods)):
         return False
@@ -297,12 +298,12 @@ def is_restorable(kind: type) -> bool:
 
 
 def write_result(result: object) -> str:
-    """Convert the result of a tool to the text that the policy is shown: JSON, unless the result is a text."""
+    """Convert the result of a tool to text for the policy: a text stays, anything else becomes JSON."""
     if isinstance(result, str):
         return result
     try:
         return json.dumps(result, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):  # such as keys that are no texts
+    except (TypeError, ValueError, RecursionError):  # mappings with keys that are no strings, for example
         return str(result)
 
 

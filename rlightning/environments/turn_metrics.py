@@ -9,18 +9,18 @@ from rlightning.types import Trajectory
 
 @dataclass(slots=True)
 class TurnTotals:
-    """Sums over trajectories, without those that one request sampled without an environment.
+    """Sums over trajectories, except those of single turns that one request sampled.
 
     Attributes:
-        num_trajectories: that were made, whether or not they are trained on.
-        num_turns: of the policy.
-        num_tokens: that it sampled.
-        engine_seconds: in which a turn was requested.
-        environment_seconds: the others.
-        num_with_tools: of the trajectories, those whose environment counts calls of tools.
-        num_tool_calls: that the policy wrote in these.
-        num_tool_failures: of the calls, those that got an error.
-        prefix_cache: of the engines; nothing on other ranks than rank 0.
+        num_trajectories: number of trajectories, trained on or not.
+        num_turns: turns of the policy.
+        num_tokens: sampled tokens.
+        engine_seconds: seconds with a request at the engine.
+        environment_seconds: seconds without one.
+        num_with_tools: number of trajectories whose environment counts tool calls.
+        num_tool_calls: tool calls in these trajectories.
+        num_tool_failures: tool calls that got an error.
+        prefix_cache: counts of the engines; zero on ranks other than 0.
     """
 
     num_trajectories: int = 0

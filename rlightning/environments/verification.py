@@ -1,9 +1,8 @@
-"""Verifies that trajectories hold what was sampled: the sampler scores each branch again, in one prefill.
+"""Verifies that trajectories contain exactly what was sampled: the sampler scores each branch again, in one prefill.
 
-A token's log-probability, as it was recorded, is that of the context in which it was sampled. If the branch that it is
-trained in holds another one (a history that was tokenized anew, a turn that is missing, tokens that moved), the score
-is another one too. Sampling and prefill round differently, which is no error: how much that is, single-turn rollouts of
-the same prompts show, which nothing but the sampler has a part in.
+A token's recorded log-probability belongs to the context in which it was sampled. If its branch has another context (a
+history that was tokenized anew, a missing turn, shifted tokens), the score differs. Sampling and prefill round
+differently, which is no error: the size of this gap is measured on single-turn rollouts of the same prompts.
 """
 
 import asyncio
@@ -26,15 +25,15 @@ from rlightning.types.trajectory import Branch, Prompt, Sample, Trajectory
 log = logging.getLogger(__name__)
 
 LEAST_GAP = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""Nats, by what the sampler computes in, that are always allowed: they change importance ratios by 0.2% or less, and
-rounding may show in a few tokens alone, which single-turn rollouts happen not to have."""
+"""Mean gap in nats, by the sampler's dtype, that is always allowed: it changes importance ratios by 0.2% or less, and
+single-turn rollouts may happen to have smaller rounding errors."""
 MAX_RATIO = 3.0
-"""Largest allowed ratio of a mean gap to that of single-turn rollouts: longer contexts and other batches round more.
-Measured, 10 layers in bfloat16: 1.8 at 500 tokens, 1.0 in float32. Tokens in another context are off by tenths of a
-nat, 10 times and more."""
+"""Maximum ratio of a mean gap to that of single-turn rollouts, for larger rounding errors in longer contexts and other
+batches. Measured with 10 layers: 1.8 in bfloat16 at 500 tokens, 1.0 in float32. Tokens in a wrong context have gaps of
+tenths of a nat, 10 times as large or more."""
 CHANCE = 6.0
-"""Further shares of the limit that few tokens are allowed, over the root of their number: some differ by many times the
-mean, and may be all there are."""
+"""With n compared tokens, the limit is larger by the factor ``1 + CHANCE / sqrt(n)``: some tokens have gaps of many
+times the mean, and may be all there are."""
 NUM_SINGLE_TURNS = 16
 """Least number of single-turn samples that a step is compared with, besides those of earlier steps."""
 MAX_CONCURRENT = 32
@@ -42,7 +41,7 @@ MAX_CONCURRENT = 32
 
 
 class Gap(NamedTuple):
-    """Differences between two log-probabilities of the same tokens: absolute, in nats, and summed."""
+    """The sum of absolute differences, in nats, between two log-probabilities of the same tokens."""
 
     total: float = 0.0
     num_tokens: int = 0
@@ -65,11 +64,11 @@ class TrajectoryVerifier:
     """Compares the recorded log-probabilities of trajectories with those that the sampler computes again.
 
     Args:
-        max_length: tokens of the longest sequence.
-        dtype: what the sampler computes in.
+        max_length: maximum tokens of a sequence.
+        dtype: in which the sampler computes.
 
     Attributes:
-        single_turns: the gap of single-turn rollouts, of all steps so far.
+        single_turns: the gap of single-turn rollouts over all steps so far.
     """
 
     def __init__(self, sampler: TokenSampler, max_length: int, dtype: torch.dtype) -> None:
@@ -79,16 +78,16 @@ class TrajectoryVerifier:
         self.single_turns = Gap()
 
     async def verify(self, trajectories: Sequence[Trajectory], sampling: Sampling, version: int | None = None) -> Gap:
-        """Score trajectories again; those that other weights than the sampler's sampled in part are left out.
+        """Score trajectories again, except those with tokens of other weights than the sampler's.
 
         Args:
-            version: of the sampler's weights; None: of the newest tokens.
+            version: of the sampler's weights; None for that of the newest tokens.
 
         Returns:
-            The gap of all tokens that they train on.
+            The gap of all trained tokens.
 
         Raises:
-            VerificationError: it is not that of single-turn rollouts, in the mean.
+            VerificationError: the mean gap exceeds the limit.
         """
         if version is None:
             newest = (max(sample.weight_versions, default=-1) for one in trajectories for sample in one.samples)
@@ -132,7 +131,7 @@ class TrajectoryVerifier:
             )
 
     def _limit(self, gap: Gap) -> float:
-        """Return the largest mean gap that is allowed for this number of tokens."""
+        """Return the maximum mean gap that is allowed for this number of tokens."""
         single = self.single_turns
         chance = CHANCE * math.sqrt(1 / max(gap.num_tokens, 1) + 1 / max(single.num_tokens, 1))
         return max(self._least_gap, MAX_RATIO * (1 + chance) * single.mean)
@@ -162,7 +161,7 @@ class TrajectoryVerifier:
             return await self._sampler.sample(token_ids, own, num_samples=num_samples)
 
     async def _compare(self, branch: Branch) -> NDArray[np.float64]:
-        """Return the gap of each sampled token of a branch, up to the longest sequence of the sampler."""
+        """Return the gap of each sampled token of a branch, up to the sampler's maximum length."""
         room = self._max_length - 1  # an engine samples a token after what it scores
         async with self._places:
             scores = await self._sampler.score(list(branch.token_ids[:room]))
@@ -173,7 +172,7 @@ class TrajectoryVerifier:
 
 
 def check_verifiable(sampling: Sampling) -> None:
-    """Raise a ConfigError if sampling uses another distribution than the one by which the sampler scores."""
+    """Raise a ConfigError if tokens are sampled from another distribution than the one in which the sampler scores."""
     for name, value in _changed_settings(sampling).items():
         raise ConfigError(
             f"rollout.verify_trajectories needs log-probabilities of the model's own distribution, which rollout."
@@ -194,6 +193,6 @@ def _is_comparable(trajectory: Trajectory, sampling: Sampling, version: int) -> 
 
 
 def _beginning(trajectory: Trajectory) -> list[int]:
-    """Return the tokens that the policy was shown before its first turn."""
+    """Return the tokens before the policy's first turn."""
     branch = trajectory.branches[0]
     return list(branch.token_ids[: branch.is_sampled.index(1)])

@@ -1,4 +1,4 @@
-"""A worker process that makes the trajectories of another environment, many concurrently on one event loop."""
+"""A worker process that makes trajectories of another environment, many concurrently on one event loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def reraise_remote(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
-    """Convert a RemoteError that stands for an exception of class ``kind`` to that exception."""
+    """Convert a RemoteError of an exception of class ``kind`` to that exception."""
     try:
         yield
     except RemoteError as error:
@@ -39,38 +39,38 @@ def reraise_remote(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
 
 
 class RemotePolicy:
-    """A :class:`~rlightning.environments.environment.Policy` in the trainer's process, which records the trajectory."""
+    """Calls a :class:`~rlightning.environments.environment.Policy` of the trainer's process, which records."""
 
     def __init__(self, trainer: Peer, key: int) -> None:
         self._trainer, self._key = trainer, key
 
     async def open_session(self, *, wants_messages: bool) -> Fields:
-        """Return the URL and key by which an agent reaches the policy; for agents' workers alone."""
+        """Return the URL and key by which an agent calls the policy; only for agents' workers."""
         return list(await self._request("open_session", wants_messages))
 
     async def has_reached_limit(self) -> bool:
-        """Return whether the last request to the endpoint had no room for another turn."""
+        """Return whether the last request to the endpoint left no room for another turn."""
         return bool(await self._request("has_reached_limit"))
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
-        """See :meth:`Policy.chat`."""
+        """Sample the policy's next turn in the chat (:meth:`Policy.chat`)."""
         return _read_reply(await self._request("chat", None if tools is None else list(tools), *observations))
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
-        """See :meth:`Policy.ask`."""
+        """Sample an answer to a separate conversation, without recording it (:meth:`Policy.ask`)."""
         with reraise_remote(AskLimitError):
             return _read_reply(await self._request("ask", temperature, max_new_tokens, *messages))
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
-        """See :meth:`Policy.sample`."""
+        """Sample the policy's next turn from a token sequence (:meth:`Policy.sample`)."""
         return _read_sample(await self._request("sample", [int(token) for token in token_ids]))
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
-        """See :meth:`Policy.report`."""
+        """Send a preliminary outcome and state (:meth:`Policy.report`)."""
         await self._request("report", outcome_to_plain(outcome), state)
 
     async def resume(self) -> object:
-        """See :meth:`Policy.resume`."""
+        """Continue a saved trajectory, and return its state (:meth:`Policy.resume`)."""
         return await self._request("resume")
 
     async def _request(self, method: str, *arguments: object) -> Any:
@@ -111,7 +111,7 @@ class EnvironmentWorker:
         asyncio.get_running_loop().call_later(intervals.WORKER_POLL_INTERVAL, self._beat)
 
     async def _set_up(self, path: str, arguments: JsonObject, search_path: list[str]) -> None:
-        """Construct the environment; raises a ConfigError if it cannot be found, is none, or cannot be made."""
+        """Construct the environment; raises a ConfigError if its class cannot be found or used."""
         sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         kind = find_class(path)
         if not kind.runs_in_workers:
@@ -132,7 +132,7 @@ class EnvironmentWorker:
             ) from error
 
     async def _call(self, key: int, prompt: Fields) -> Fields:
-        """Make a trajectory; returns the fields of its outcome."""
+        """Make a trajectory, and return the fields of its outcome."""
         CALL.set(key)
         task = asyncio.ensure_future(self._run(Prompt(*prompt), RemotePolicy(self._trainer, key)))
         self._trajectories.add(task)
@@ -144,7 +144,7 @@ class EnvironmentWorker:
         try:
             outcome = await await_user_code(self._environment.run(prompt, policy))
         except LimitReachedError as error:
-            raise LimitReachedError(str(error)) from None  # it may be of a subclass
+            raise LimitReachedError(str(error)) from None  # may be a subclass, but the class's name is what is sent
         return check_outcome(outcome, f"{type(self._environment).__name__}.run()")
 
     async def _finish(self) -> None:
@@ -158,7 +158,7 @@ class EnvironmentWorker:
 
 
 def find_class(path: str) -> type[Environment]:
-    """Import an environment's class; raises a ConfigError if there is none of this dotted path."""
+    """Import an environment's class; raises a ConfigError if the dotted path does not name one."""
     what = f"environment.environment={path}"
     kind = import_object(path, what)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
@@ -169,5 +169,5 @@ def find_class(path: str) -> type[Environment]:
 
 
 def main() -> None:
-    """Make trajectories until the trainer's process ends this one."""
+    """Make trajectories until the trainer closes the connection."""
     asyncio.run(EnvironmentWorker().serve())

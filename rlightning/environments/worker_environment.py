@@ -1,4 +1,4 @@
-"""An environment that runs in worker processes, perhaps of another interpreter, while the policy does not."""
+"""An environment that runs in worker processes, perhaps in another interpreter; the policy stays in the trainer."""
 
 import asyncio
 import os
@@ -35,33 +35,34 @@ OLDEST_PYTHON = (3, 10)
 """Oldest Python version that a worker supports."""
 PROBE = "import sys; print('%d.%d' % sys.version_info[:2]); import {}"
 PROBE_TIMEOUT = 60.0
-"""Maximum seconds for an interpreter to start, from a slow disk too."""
+"""Maximum seconds for an interpreter to start, even from a slow disk."""
 UNSENDABLE = (TypeError, ValueError, OverflowError)
-"""Errors that are raised for data that is not plain."""
+"""Errors for data that cannot be sent to a worker."""
 
 
 class WorkerEnvironment(Environment):
     """Runs another environment in worker processes, which may crash, hang, and have other packages installed.
 
-    Each process has one event loop, and many trajectories on it. If it ends or hangs, another one takes its place, and
-    its trajectories are made again within a budget (``rollout.max_requeues``), or else count as not sampled. Processes
-    start with the first trajectories, or with :meth:`check`.
+    Each process runs many trajectories on one event loop. A process that ends or hangs is replaced, and its
+    trajectories are repeated within a budget (``rollout.max_requeues``), or count as not sampled. Processes start with
+    the first trajectories, or with :meth:`check`.
 
     Args:
-        environment: dotted path of its class, which is imported in the workers only.
+        environment: dotted path of its class, which only the workers import.
         arguments: of the class, in plain types.
-        num_workers: processes.
-        max_trajectories: of a process at once; others wait, and their time does not count yet.
-        python: path of the workers' interpreter, such as that of another virtual environment: Python 3.10 or later
-            with msgpack; None: this process's.
-        hang_timeout: seconds for which code may block a process's event loop.
-        max_memory_mb: that a process may have in memory, before it is ended; None: no limit.
-        max_output_mb: that a process may write to its output in a minute, before it is ended; None: no limit.
+        num_workers: number of processes.
+        max_trajectories: maximum number of concurrent trajectories of a process; the time of waiting ones does not
+            count.
+        python: path of the workers' interpreter, such as that of another virtual environment: Python 3.10 or later with
+            msgpack; None for this process's.
+        hang_timeout: maximum seconds for which code may block a process's event loop.
+        max_memory_mb: maximum resident memory of a process, which is killed above it; None for no limit.
+        max_output_mb: maximum output of a process in a minute, which is killed above it; None for no limit.
 
     Attributes:
-        name: of what the workers run, for errors.
-        key: and its value, which names it.
-        prefix: of the keys of its settings.
+        name: the environment's name in errors.
+        key: its configuration key and value, in errors.
+        prefix: of the configuration keys of its settings.
     """
 
     prefix = "environment"
@@ -115,11 +116,11 @@ class WorkerEnvironment(Environment):
             await found[1].close()
 
     async def run(self, prompt: Prompt, policy: Policy, methods: Mapping[str, Method] | None = None) -> Outcome:
-        """Make one trajectory in the least busy worker; its deadlines begin when that worker has a free place.
+        """Make one trajectory in the least loaded worker; its deadlines begin when the worker has room for it.
 
         Raises:
-            LimitReachedError: the trajectory has no room for a further turn.
-            RunError: no trajectory can go on.
+            LimitReachedError: the sequence has no room for another turn.
+            RunError: an error that concerns all trajectories.
             TrajectoryLostError: its worker ended or hung.
         """
         pool = self._get_pool()
@@ -133,7 +134,7 @@ class WorkerEnvironment(Environment):
                 outcome = outcome_from_plain(await call)
         except ConnectionLostError:
             outcome = Outcome(status="aborted", error="its workers were closed")
-        except RemoteError as error:  # of the environment's code
+        except RemoteError as error:  # raised by the environment's code
             if error.type_name == TrajectoryLostError.__name__:
                 raise TrajectoryLostError(error.message, error.traceback, is_cause=False) from error
             outcome = failed_outcome(prompt, str(error), error.traceback)
@@ -152,7 +153,7 @@ class WorkerEnvironment(Environment):
         return outcome
 
     def _get_pool(self) -> WorkerPool:
-        """Return the workers of the running event loop; raises a ConfigError if the interpreter cannot be used."""
+        """Return the running event loop's pool of workers; raises a ConfigError if the interpreter cannot be used."""
         loop = asyncio.get_running_loop()
         if self._pool is None or self._pool[0] is not loop:
             if self.python is not None:
@@ -189,7 +190,7 @@ class WorkerEnvironment(Environment):
         return line, details
 
     def _describe_start(self, error: ProcessStartError | OSError) -> ConfigError:
-        """Return why a worker did not start: its environment's own error where there is one."""
+        """Return why a worker did not start: its environment's own error if there is one."""
         cause = error.__cause__
         if isinstance(cause, RemoteError):
             is_mistake = cause.type_name == ConfigError.__name__
@@ -202,7 +203,7 @@ class WorkerEnvironment(Environment):
 def serve_policy(policy: Policy, errors: list[RunError]) -> dict[str, Method]:
     """Return the RPC methods by which a worker samples from the policy of its trajectory.
 
-    An error that no trajectory can go on with is added to ``errors``; the worker gets it too.
+    An error that concerns all trajectories is added to ``errors``, and raised in the worker too.
     """
 
     async def get(request: Awaitable[Made]) -> Made:
@@ -241,9 +242,9 @@ def check_interpreter(
 
     Args:
         python: its path.
-        oldest: version that can.
-        needs: module that it has to have.
-        install: arguments of pip that bring the module.
+        oldest: minimum Python version.
+        needs: module that it must be able to import.
+        install: arguments of ``pip install`` for the module.
     """
     what = f"environment.python={python}"
     command = [python, "-c", PROBE.format(needs)]
@@ -265,7 +266,7 @@ def check_interpreter(
 
 
 def own_search_path() -> list[str]:
-    """Return the folders on this process's import path that hold the user's own modules, for the workers to use."""
+    """Return the folders with the user's own modules on this process's import path, for the workers."""
     installed = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     paths = [Path(entry).absolute() for entry in sys.path]
     own = (path for path in paths if path.is_dir() and not INSTALLED.intersection(path.parts))

@@ -1,8 +1,8 @@
 """Measures the bytes of activations by running the model's code on fake tensors, which have no memory.
 
-A formula would have to follow what each architecture keeps. Here two and three layers of the model run forward and
-backward on fake tensors of a micro-batch's size, and every storage is counted from its making to its end. What the
-third layer adds is what each further one would.
+A formula would have to be adapted to each architecture. Instead, two and then three layers of the model run forward and
+backward on fake tensors of a micro-batch's size, and the bytes of all live storages are counted. Each further layer
+needs the difference between both.
 
 For its backward a layer of Qwen3 keeps, in bytes a token without checkpointing (``E`` hidden size, ``H`` query heads,
 ``K`` key/value heads, ``D`` head size, ``I`` intermediate size):
@@ -10,10 +10,10 @@ For its backward a layer of Qwen3 keeps, in bytes a token without checkpointing 
     16E (two norms and their results, in bfloat16; 22E under autocast, with what the linear layers cast)
     + 6HD + 6KD (queries' and keys' norms) + 4HD + 4KD + 4H (attention, its log-sum-exps) + 8I (feed-forward)
 
-and the norms' reciprocals. With torch 2.11 keys and values are repeated for the attention kernel: 8HD in place of
-4HD + 4KD. With checkpointing a layer keeps its input, E of the residual stream's type, and one at a time the rest.
-A compiled layer keeps less: the compiler computes again in the backward what is cheap to compute, such as norms,
-activation functions and casts. Which is which follows from the layer's graph, by the same partitioner.
+and the norms' reciprocals. With torch 2.11 keys and values are repeated for the attention kernel: 8HD in place of 4HD +
+4KD. With checkpointing each layer keeps its input, E of the residual stream's dtype, and one layer at a time all of
+this. A compiled layer keeps less, since the backward recomputes cheap operations such as norms, activation functions
+and casts; the compiler's partitioner, applied to the layer's graph, tells which.
 """
 
 import copy
@@ -51,10 +51,10 @@ CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes that the decoder's forward and backward take beside weights and gradients; may be fractions.
+    """Bytes of the decoder's forward and backward, without weights and gradients; may be fractions.
 
     Attributes:
-        kept: between forward and backward, the last hidden states included.
+        kept: between forward and backward, including the last hidden states.
         forward: at the peak of the forward pass.
         backward: at the peak of the backward pass.
         scoring: at the peak of a forward pass without gradient.
@@ -69,14 +69,14 @@ class ActivationBytes(NamedTuple):
 Bytes = NDArray[np.float64]
 """[4], in the order of :class:`ActivationBytes`."""
 KEPT, UPDATE, BACKWARD = (np.array(row, float) for row in ([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 1, 0]))
-"""Selections of :data:`Bytes` that a term adds to: kept alone; kept, forward and backward; backward alone."""
+"""The numbers in :data:`Bytes` that a term adds to: kept alone; kept, forward and backward; backward alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """How the decoder computes: its dtype, autocast, checkpointing, compilation and adapter.
 
-    With an adapter of a rank above 0 on the layers whose names end as its targets do, the weights are frozen.
+    With an adapter (rank above 0) the weights are frozen, and layers whose names end with a target are adapted.
     """
 
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class Decoder:
 def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) -> tuple[Bytes, Bytes]:
     """Return activations as a linear function of a micro-batch's tokens: [4] bytes at zero tokens, [4] a token.
 
-    The micro-batch has sequences of ``longest`` tokens; errors are those of :func:`measure_activations`.
+    The micro-batch has sequences of ``longest`` tokens; raises the errors of :func:`measure_activations`.
     """
     some, more = (np.array(measure_activations(config, decoder, longest * n, longest)) for n in (2, 4))
     slope = (more - some) / (2 * longest)
@@ -106,12 +106,11 @@ def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) ->
 def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> ActivationBytes:
     """Return the bytes of activations of the whole decoder, for sequences of ``longest`` tokens.
 
-    Those are the bytes of two layers of each kind, and what a third one adds to them as often as there are further
-    layers. Of compiled layers only what they keep is told apart; what is on top of that for a moment is taken for
-    eager.
+    Two layers of each kind are measured, and for each further layer the difference that a third one makes. For compiled
+    layers only the kept bytes are measured separately; temporary bytes are assumed to be the same as without compiling.
 
     Raises:
-        ConfigError: if the model's code cannot run without values, as some routing to experts cannot.
+        ConfigError: if the model's code needs tensors' values, as some routing to experts does.
     """
 
     def trace_layer(kind: int, decoder: Decoder) -> tuple[Bytes, Bytes]:
@@ -168,7 +167,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 @cache_by_config
 def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> int:
-    """Return the bytes that the only layer of a :func:`shrink`-ed configuration keeps for backward when compiled."""
+    """Return the bytes that the single layer of a :func:`shrink`-ed configuration keeps for backward when compiled."""
     given: dict[str, Any] = {}
     num_bytes = 0
 
@@ -200,7 +199,7 @@ def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, long
 
 
 def _storages(nodes: Iterable[object]) -> dict[int, int]:
-    """Return the bytes of the tensors that nodes of a graph stand for, by the storage's identity."""
+    """Return the bytes of the tensors in a graph's nodes, by the identity of their storage."""
     values = (node.meta.get("val") for node in nodes if isinstance(node, torch.fx.Node))
     storages = (value.untyped_storage() for value in values if isinstance(value, Tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
@@ -224,7 +223,7 @@ def _fake_model(
                     hold_as_computed(model, torch.bfloat16)
                 adapt(model, decoder.adapter_rank, decoder.adapter_targets)
             ids = torch.zeros(tokens, dtype=torch.long)
-            bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # of sequences of equal length
+            bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # sequences of equal length
             inputs = packed_inputs(ids, ids, bounds, length)
             with LiveBytes([*model.parameters(), *model.buffers(), ids, bounds]) as live:
                 yield model.eval(), inputs, live  # no dropout, as in training
@@ -243,7 +242,7 @@ class AdaptedLinear(nn.Module):
     """A linear layer with a LoRA adapter that computes as PEFT's does, but can be built on fake tensors.
 
     Args:
-        base: the layer, which is frozen.
+        base: the frozen layer.
         rank: of the adapter.
     """
 
@@ -276,8 +275,8 @@ AttentionInterface.register(CUDA_ATTENTION, partial(packed_attention, as_on_cuda
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operations allocate, until each storage is freed.
 
-    The storages of ``ignored`` tensors are not counted. ``now`` are the bytes alive, ``peak`` the most that
-    were since :meth:`restart`.
+    The storages of ``ignored`` tensors are not counted. ``now`` are the allocated bytes, ``peak`` their maximum since
+    :meth:`restart`.
     """
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
@@ -286,7 +285,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def restart(self) -> None:
-        """Reset the peak to the bytes that are alive now."""
+        """Reset the peak to the bytes that are allocated now."""
         self.peak = self.now
 
     # Typed as torch types it.
@@ -312,7 +311,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: object) -> Tensor:
-    """Replaces torch's grouped matrix product of experts on fake tensors, where the dtype is not bfloat16."""
+    """Stands in for torch's grouped matrix product of experts on fake tensors if the dtype is not bfloat16."""
     if right.ndim == 3:  # tokens times each expert's weights
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])  # the gradient of the weights
@@ -339,7 +338,7 @@ def layer_lists(text_config: PreTrainedConfig) -> dict[str, list[object]]:
 
 
 def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: int) -> PreTrainedConfig:
-    """Return a configuration with only the given layers, a rank's share of each, and a tiny vocabulary."""
+    """Return a configuration with only the given layers, one rank's part of each, and a tiny vocabulary."""
     small = copy.deepcopy(config)
     text_config: Any = small.get_text_config()  # each architecture's has attributes of its own
     heads, size = text_config.num_attention_heads, tensor_parallel_size

@@ -1,4 +1,4 @@
-"""Sentences that say what does not fit, and which key to change."""
+"""Sentences about what does not fit, and which key to change."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +7,7 @@ from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.parallel.device import GIB
 
 ROUND_TOKENS = 256
-"""Micro-batches are suggested in multiples of this."""
+"""Suggested sizes of micro-batches are multiples of this."""
 MOST_RANKS = 1024
 LEAST = "with model.gradient_checkpointing: auto and micro-batches of the longest sequence"
 MORE_ROOM = "spread it over more devices by rollout.engine.tensor_parallel_size, or give it its own (rollout.placement)"
@@ -22,7 +22,7 @@ def advise(plan: MemoryPlan) -> list[str]:
 
 
 def advise_update(plan: MemoryPlan) -> list[str]:
-    """Return the cheapest change that makes the update fit; nothing if it fits."""
+    """Return the cheapest change that makes the update fit; empty if it fits."""
     work, needed = plan.work, plan.update().total
     if needed <= plan.device_memory:
         return []
@@ -41,7 +41,7 @@ def advise_update(plan: MemoryPlan) -> list[str]:
 
 
 def _suggest_microbatch(plan: MemoryPlan) -> int:
-    """Return a size of micro-batch that fits and takes the longest sequence; 0 if none does."""
+    """Return the size of a micro-batch that fits and has room for the longest sequence; 0 if there is none."""
     longest, largest = plan.work.longest, plan.largest_microbatch()
     return max(largest // ROUND_TOKENS * ROUND_TOKENS, longest) if largest >= longest else 0
 

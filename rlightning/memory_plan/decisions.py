@@ -1,4 +1,4 @@
-"""Decisions of a run by its memory plan: which layers are checkpointed, and whether an engine can start."""
+"""Decisions of a run based on its memory plan: which layers are checkpointed, and whether an engine can start."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -21,11 +21,11 @@ from rlightning.protocols import HasData, HasPromptLimit, has
 from rlightning.types.batch_plan import BatchPlan
 
 ACTOR = "actor"
-"""The role that a :class:`~rlightning.memory_plan.work.Work` is about; what it is stands in module/roles.py."""
+"""The role that a :class:`~rlightning.memory_plan.work.Work` describes; see module/roles.py."""
 
 
 class PlannedRole(Protocol):
-    """The parts of a :class:`~rlightning.module.roles.ModelRole` that a plan uses; its package imports this one."""
+    """The parts of a :class:`~rlightning.module.roles.ModelRole` that a plan uses; that module imports this."""
 
     optimizer: AdamWSettings | None
     config: PreTrainedConfig | None
@@ -48,7 +48,7 @@ class PlannedModule(ConfiguredModule, Protocol):
 
     @property
     def max_model_length(self) -> int:
-        """Maximum number of tokens of a sequence, by the model's positions."""
+        """Maximum number of tokens of a sequence, by the model's position encoding."""
 
     def configure_roles(self) -> Mapping[str, PlannedRole]:
         """Return the models of the run by role."""
@@ -67,7 +67,7 @@ class AdaptedModule(Protocol):
 
 
 def read_run(trainer: Trainer, module: object) -> Work:
-    """Return the work of a run whose devices are set up; raises a ConfigError if it cannot be planned."""
+    """Return the work of a run whose devices are set up; raises a ConfigError for unsupported settings."""
     if not isinstance(module, PlannedModule) or module.plan is None:
         raise ConfigError(f"{type(module).__name__} has no plan of a step's batch")
     strategy, roles = trainer.strategy, dict(module.configure_roles())
@@ -102,7 +102,7 @@ def read_run(trainer: Trainer, module: object) -> Work:
 def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
     """Return the memory plan of a run on the trainer's CUDA device; see :func:`read_run`.
 
-    ``torch.cuda.set_per_process_memory_fraction`` makes the device smaller. An engine's share is of the whole one.
+    ``torch.cuda.set_per_process_memory_fraction`` reduces the plan's memory. An engine's share refers to all memory.
     """
     work, device = read_run(trainer, module), trainer.strategy.root_device
     total = torch.cuda.get_device_properties(device).total_memory
@@ -114,16 +114,16 @@ def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
 
 
 def check_engine(trainer: object, module: object) -> None:
-    """Raise a ConfigError if the engine cannot fit on the device even with all that can be offloaded.
+    """Raise a ConfigError if the engine cannot fit on the device even with maximum offloading.
 
-    It has the arithmetic, and the keys that would help.
+    The message has the arithmetic, and the keys that would help.
     """
     if not isinstance(trainer, Trainer) or trainer.strategy.root_device.type != "cuda":
         return
     try:
         plan = plan_run(trainer, module)
     except ConfigError:
-        return  # what has no plan is not foreseen
+        return  # without a plan there is nothing to foresee
     if advice := advise_engine(plan):
         phases = {"start": plan.start(), "sync": plan.sync(), "generate": plan.generate()}
         worst = max(phases, key=lambda phase: phases[phase].total)
@@ -133,10 +133,10 @@ def check_engine(trainer: object, module: object) -> None:
 def decide_checkpointing(trainer: Trainer, module: ConfiguredModule) -> tuple[int, str]:
     """Return how many layers ``gradient_checkpointing="auto"`` checkpoints on the CUDA device, and why.
 
-    All of them where the module is no :class:`PlannedModule`.
+    All layers if the module is no :class:`PlannedModule`.
 
     Raises:
-        ConfigError: if the update would not fit with all of them, with the arithmetic, and the keys that would help.
+        ConfigError: if the update would not fit with all layers; with the arithmetic, and the keys that would help.
     """
     try:
         plan = plan_run(trainer, module)

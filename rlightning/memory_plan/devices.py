@@ -18,7 +18,7 @@ DEVICES = {
     "L40S": 44.4,
     "RTX4090": 23.5,
 }
-"""GiB of some GPUs as PyTorch reports them, which is less than their names say."""
+"""Memory of some GPUs in GiB, as PyTorch reports it, which is less than in their names."""
 PEAK_FLOPS = {
     "A10": 125e12,
     "A100": 312e12,
@@ -33,17 +33,16 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "RTX 4090": 165.2e12,
 }
-"""Operations a second of dense matrix products in bfloat16 with float32 sums, by a part of the device's name.
+"""Operations a second of dense matrix products in bfloat16 with float32 accumulation, by a part of the device's name.
 
-From NVIDIA's data sheets, half of what these give "with sparsity": A10, A100, DGX B200 (a system of eight), GH200, H100
-(whose SXM, PCIe and NVL boards differ, and are told apart by name), H200, L4, L40S; and from the white paper of the Ada
-architecture for the RTX 4090.
+From NVIDIA's data sheets, half of the values "with sparsity": A10, A100, DGX B200 (a system of eight), GH200, H100
+(different for SXM, PCIe and NVL boards), H200, L4, L40S; for the RTX 4090 from the white paper of the Ada architecture.
 """
 UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 
 
 def split_device_memory(options: list[str]) -> tuple[str | None, list[str]]:
-    """Split off the option ``--device-memory``; raises a ConfigError if its value is invalid."""
+    """Remove the option ``--device-memory`` and return its value; raises a ConfigError if it is invalid."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, dest="size", nargs="?", const="")
     known, rest = parser.parse_known_args(options)
@@ -68,7 +67,7 @@ def read_device_memory(text: str) -> int:
 def peak_flops(device_name: str) -> float | None:
     """Return a device's peak FLOP/s in bfloat16; None for a device that is not in the table.
 
-    Its name is as ``torch.cuda.get_device_name()`` has it, such as "NVIDIA H100 80GB HBM3".
+    The name is that of ``torch.cuda.get_device_name()``, such as "NVIDIA H100 80GB HBM3".
     """
     if "MIG" in device_name.split():
         return None  # a part of the device

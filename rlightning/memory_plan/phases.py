@@ -1,4 +1,4 @@
-"""Computes the bytes on a rank's device in each phase of a step, on which all decisions about memory are based."""
+"""Computes the bytes on a rank's device in each phase of a step, the basis of all decisions about memory."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -15,22 +15,22 @@ from rlightning.rollout.vllm.memory import EngineMemory
 
 # Measured on an H200 (docs/measurements.md, "Memory of a GPU that actor and engine share").
 CONTEXT_BYTES = int(0.6 * GIB)
-"""Bytes of the trainer's CUDA context, which the driver takes besides PyTorch."""
+"""Bytes of the trainer's CUDA context, in addition to PyTorch's memory."""
 ENGINE_CONTEXT_BYTES = int(1.5 * GIB)
 """Bytes of an engine's CUDA context, libraries and CUDA graphs, which it keeps while it sleeps."""
 EMPTIED_CACHE_BYTES = int(0.6 * GIB)
-"""Bytes that PyTorch holds beyond its tensors after its cache was emptied."""
+"""Bytes that PyTorch reserves beyond its tensors after its cache was emptied."""
 FRESH_FRAGMENTATION = 0.06
-"""Fragmentation of a cache that was empty before, as a share of an update's transient bytes."""
+"""Fragmentation of a cache that was emptied before, as a share of an update's transient bytes."""
 FREE_SHARE = 0.1
-"""Share of the device's memory that an update leaves free where the number of checkpointed layers is chosen."""
+"""Share of the device's memory that an update should leave free if the number of checkpointed layers is chosen."""
 STATE, MODELS = frozenset({"optimizer_state"}), frozenset({"parameters", "frozen_models"})
 MOVES = (STATE, STATE | MODELS)
-"""Parts to offload to the host while an engine that lacks room is awake: the first set that is enough."""
+"""Sets of parts to offload while an engine that lacks room is awake; the first sufficient set is used."""
 
 
 def _part(kind: str = "", name: str = "") -> int:
-    """Return a field of PhaseBytes; "transient": freed within the phase; "engine": in the engine's share."""
+    """Return a field of PhaseBytes. Kind "transient": freed within the phase; "engine": in the engine's share."""
     part: int = field(default=0, metadata={"kind": kind, "name": name})
     return part
 
@@ -104,7 +104,7 @@ class MemoryPlan:
 
     @cached_property
     def trainer(self) -> TrainerMemory:
-        """The trainer's memory."""
+        """The memory of the trainer, without engines."""
         return TrainerMemory(self.work)
 
     @property
@@ -140,7 +140,7 @@ class MemoryPlan:
         return self.update_of(self.tokens, self.count_checkpointed_layers())
 
     def update_of(self, tokens: int, checkpointed_layers: int) -> PhaseBytes:
-        """Return the peak of an update, which is after a micro-batch's forward or in a layer's backward."""
+        """Return the peak of an update: after a micro-batch's forward or in a layer's backward, whichever is larger."""
         trainer = self.trainer
         activations = trainer.activations(tokens, checkpointed_layers)
         logits, workspace = trainer.logits_chunk(tokens, has_gradient=True), trainer.attention_workspace(tokens)
@@ -177,7 +177,7 @@ class MemoryPlan:
         return replace(parts, allocator_slack=int(FRESH_FRAGMENTATION * parts.transient))
 
     def sync(self) -> PhaseBytes:
-        """Return the peak of a weight sync, when an engine on the device holds weights, but no KV cache yet."""
+        """Return the peak of a weight sync, when an engine on the device has its weights but no KV cache yet."""
         parts = replace(self._resting(self.away() - MODELS), gathering_window=self.trainer.gathering_window())
         return parts if self.work.engine is None else replace(parts, engine_weights=self.engine.weights)
 
@@ -189,16 +189,16 @@ class MemoryPlan:
         return self._with_awake_engine(self._resting(away))
 
     def start(self) -> PhaseBytes:
-        """Return the peak of the engine's start, beside models that were just loaded and are not offloaded."""
+        """Return the peak of the engine's start, beside models that were just loaded and not offloaded."""
         return self._with_awake_engine(replace(self._models, optimizer_state=0, weight_bucket=0))
 
     def _resting(self, away: frozenset[str]) -> PhaseBytes:
-        """Return the trainer's bytes between two updates with an emptied cache; ``away`` names offloaded parts."""
+        """Return the trainer's bytes between two updates, with an emptied cache and without the parts ``away``."""
         return replace(self._models, allocator_slack=EMPTIED_CACHE_BYTES, **dict.fromkeys(away, 0))
 
     @cached_property
     def _models(self) -> PhaseBytes:
-        """The parts that all phases have, including all parts of an engine that cannot sleep."""
+        """Return the parts of all phases, including all parts of an engine that cannot sleep."""
         trainer, engine = self.trainer, self.work.engine
         parts = PhaseBytes(
             parameters=trainer.parameters(),
@@ -214,10 +214,10 @@ class MemoryPlan:
         engine, cache = self.engine, max(self.engine.kv_cache(self.device_memory), 0)
         return replace(parts, engine_weights=engine.weights, engine_activations=engine.activations, kv_cache=cache)
 
-    # What follows
+    # Settings derived from the sizes
 
     def count_checkpointed_layers(self) -> int:
-        """Return the number of checkpointed layers; "auto": the fewest that leave ``FREE_SHARE``, or all."""
+        """Return the number of checkpointed layers; for "auto" the fewest that leave ``FREE_SHARE`` free, or all."""
         wanted, num_layers = self.work.gradient_checkpointing, self.trainer.num_layers
         if wanted != "auto":
             return num_layers if wanted else 0
@@ -228,7 +228,7 @@ class MemoryPlan:
     def away(self) -> frozenset[str]:
         """Return the names of the parts that are offloaded to the host while the engine is awake.
 
-        ``OffloadDuringRollout`` moves its own in each step, ``MakeRoomForEngine`` as little besides as makes room.
+        ``OffloadDuringRollout`` offloads its parts in each step, ``MakeRoomForEngine`` as few others as possible.
         """
         own = self.work.moved_each_step
         if self.work.engine is None or not self.engine.can_sleep:
@@ -242,13 +242,13 @@ class MemoryPlan:
         return PhaseBytes(**{name: sizes[name] for name in self.away()})
 
     def largest_microbatch(self) -> int:
-        """Return the most tokens of a micro-batch that fits, with all layers checkpointed for "auto"; or 0."""
+        """Return the maximum tokens of a micro-batch that fits, with all layers checkpointed for "auto"; or 0."""
         checkpointed_layers = self.trainer.num_layers if self.work.gradient_checkpointing else 0
         sizes = range(1, (1 << 24) + 1)
         return bisect_right(sizes, self.device_memory, key=lambda n: self.update_of(n, checkpointed_layers).total)
 
     def longest_sequence(self) -> int:
-        """Return the longest sequence that fits a micro-batch, the suggested KV cache and the positions."""
+        """Return the length of the longest sequence that fits micro-batch, suggested KV cache and position encoding."""
         positions: int | None = read_setting(self.work.config, "max_position_embeddings")
         limits = [self.largest_microbatch(), positions or 1 << 30]
         if self.has_engine_share:
@@ -266,7 +266,7 @@ class MemoryPlan:
         return (self.device_memory - beside) * 100 // self.device_memory / 100
 
     def suggested_utilization(self) -> float | None:
-        """Return the share with which all sequences fit at full length, or all that is available; else None."""
+        """Return the share with which all sequences fit at full length, or else the available one; None without one."""
         engine = self.engine
         wanted = engine.weights + engine.activations + engine.max_sequences * engine.sequence
         share = min(-(-wanted * 100 // self.device_memory) / 100, self.available_utilization(), 0.95)

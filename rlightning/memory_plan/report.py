@@ -9,9 +9,9 @@ from rlightning.memory_plan.work import Parallelism
 from rlightning.parallel.device import GIB
 
 TITLES = {"score": "log-probs"}
-"""Column titles that differ from the name of their phase."""
+"""Column titles that differ from the name of the phase."""
 TOLERANCE = 0.04
-"""Share of the measured memory by which a plan may be too low (docs/plan.md)."""
+"""Share of the measured memory by which a plan may underestimate it (docs/plan.md)."""
 
 
 def format_plan(plan: MemoryPlan) -> str:
@@ -23,7 +23,7 @@ def format_plan(plan: MemoryPlan) -> str:
 
 
 def conclude(plan: MemoryPlan) -> str:
-    """Return whether the plan fits, and what to change if it does not fit or only just."""
+    """Return whether the plan fits, and what to change if it does not fit or barely fits."""
     advice, heading = advise(plan), []
     if not advice:
         advice = advise(replace(plan, device_memory=int((1 - TOLERANCE) * plan.device_memory)))
@@ -53,7 +53,7 @@ def describe_unknown(plan: MemoryPlan) -> str:
 
 
 def describe_spread(parallelism: Parallelism) -> str:
-    """Return a clause about the share of the models that each of several ranks holds; "" for a single rank."""
+    """Return a clause about how models are distributed over several ranks; "" for a single rank."""
     spread = {"single": "", "ddp": ", a copy each", "fsdp": f", shards of {parallelism.shard_size}"}[parallelism.kind]
     if parallelism.tensor_parallel_size > 1:
         spread += f", tensor-parallel over {parallelism.tensor_parallel_size}"
@@ -61,7 +61,7 @@ def describe_spread(parallelism: Parallelism) -> str:
 
 
 def describe_checkpointing(plan: MemoryPlan) -> str:
-    """Return the setting of checkpointing, and the number of layers that "auto" results in."""
+    """Return the setting of checkpointing, with the number of layers that "auto" chooses."""
     setting = plan.work.gradient_checkpointing
     if setting != "auto":
         return str(setting).lower()
@@ -112,7 +112,7 @@ def format_limits(plan: MemoryPlan) -> str:
 
 
 def describe_moved(plan: MemoryPlan) -> str:
-    """Return a line about what is offloaded to the host while the engine is awake; "" if nothing is."""
+    """Return a line about the parts that are offloaded to the host while the engine is awake; "" if there are none."""
     moved = plan.moved()
     names = " and ".join(moved.by_name())
     return f"the host's memory holds {names} ({moved.total / GIB:.1f} GiB)" if moved.total else ""

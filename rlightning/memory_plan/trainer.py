@@ -1,7 +1,7 @@
 """The trainer's memory on a rank's device.
 
-Letters: ``T`` tokens of a micro-batch, ``C`` those of a chunk of logits, ``E`` hidden size, ``V`` vocabulary, or a
-tensor-parallel rank's part of it.
+Letters: ``T`` tokens of a micro-batch, ``C`` tokens of a chunk of logits, ``E`` hidden size, ``V`` vocabulary, or the
+part of a tensor-parallel rank.
 """
 
 import math
@@ -23,7 +23,7 @@ from rlightning.parallel.gathering import GATHER_BYTES
 from rlightning.rollout.weights import plan_chunks
 
 SUPPORT_BYTES = 4 * 5
-"""Bytes of each token of a support in an update: its id, and four float32 tables; measured on a CPU were 3.3 tables."""
+"""Bytes of each token of a support in an update: its id, and four float32 values; on a CPU 3.3 values were measured."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TrainerMemory:
 
     @property
     def _held(self) -> int:
-        """Bytes of a rank's trained parameters (its shard, if they are sharded)."""
+        """Bytes of a rank's trained parameters, or of its shard of them."""
         return self.work.master_itemsize * sum(weights.held for weights, _ in self._trained)
 
     @property
@@ -91,14 +91,14 @@ class TrainerMemory:
     def _is_state_on_host(self) -> bool:
         return self.work.parallelism.cpu_offload != "none"
 
-    # What stays
+    # Memory that is held throughout
 
     def parameters(self) -> int:
         """Return the bytes of trained parameters."""
         return 0 if self._is_on_host else self._held
 
     def frozen_models(self) -> int:
-        """Return the bytes of frozen parameters: of other models, and of the base of an adapter."""
+        """Return the bytes of frozen parameters: those of other models, and of an adapter's base."""
         if self._is_on_host:
             return 0
         frozen = (role.config for role in self.work.others if role.optimizer_states is None)
@@ -124,7 +124,7 @@ class TrainerMemory:
         return sum(int(bytes_per_parameter(states, itemsize) * weights.held) for weights, states in self._trained)
 
     def moments_at_a_time(self) -> int:
-        """Return the bytes of moments that an optimizer step decodes or fetches to the device at once."""
+        """Return the bytes of the moments that an optimizer step decodes or copies to the device at a time."""
         if self._is_on_host:
             return 0
         number = 2 * self.work.master_itemsize
@@ -133,7 +133,7 @@ class TrainerMemory:
         return max((min(max(StoredMomentsAdamW.bytes_at_a_time, largest), most) for most, largest in sizes), default=0)
 
     def gradients(self) -> int:
-        """Return the bytes of gradients, and of the copies that a strategy keeps."""
+        """Return the bytes of gradients, and of copies that a strategy keeps."""
         parallelism = self.work.parallelism
         total = 0 if self._is_on_host else self._held
         if parallelism.has_gradient_buckets:
@@ -142,10 +142,10 @@ class TrainerMemory:
             total += 4 * sum(weights.layers + weights.root for weights, _ in self._trained)
         return total
 
-    # What comes and goes
+    # Memory of single phases
 
     def gathered_parameters(self) -> int:
-        """Return the bytes that FSDP gathers at once: embedding, output layer, and two or all layers."""
+        """Return the bytes that FSDP gathers at a time: embedding, output layer, and two layers or all."""
         parallelism = self.work.parallelism
         if parallelism.kind != "fsdp":
             return 0
@@ -165,7 +165,7 @@ class TrainerMemory:
         return plan_chunks(self.weights.shapes, dtype, rollout.bucket_bytes)[1]
 
     def gathering_window(self) -> int:
-        """Return the bytes of the buffer that gathers shards or decodes matrices for a weight sync."""
+        """Return the bytes of the buffer in which shards are gathered or matrices are decoded for a weight sync."""
         rollout, parallelism = self.work.rollout, self.work.parallelism
         if self.work.adapter is not None and self.work.adapter.quantize_base is not None:
             return self.weight_bucket() + self._decoding()
@@ -176,11 +176,11 @@ class TrainerMemory:
         return window if holders == 1 else int((1 + 1 / holders) * window)
 
     def logits_chunk(self, tokens: int, *, has_gradient: bool) -> int:
-        """Return the bytes of a chunk of logits [C, V], in the forward's dtype; its gradient overwrites it.
+        """Return the bytes of a chunk of logits [C, V], in the forward's dtype, which its gradient overwrites.
 
-        Beside them the last hidden states [T, E] that were picked, with their gradient, the output layer's gradient
-        [V, E] in float32, and under autocast its weights in bfloat16. At the end the gradient is cast where it has to
-        be, when the logits are gone. Truncated sampling adds the logits of the supports.
+        Included are the selected hidden states [T, E] with their gradient, the output layer's gradient [V, E] in
+        float32, and under autocast its weights in bfloat16. The gradient may be cast at the end, when the logits are
+        freed. Truncated sampling adds the logits of the supports.
         """
         work, head, text_config = self.work, self.weights.head, self.work.config.get_text_config()
         row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
@@ -198,8 +198,8 @@ class TrainerMemory:
     def layer_backward(self, activations: ActivationBytes) -> int:
         """Return the bytes of a layer's backward beyond the kept activations, without attention's workspace.
 
-        A tied embedding's gradient of the output layer waits until the last of the backward. FSDP has a layer's
-        gradients whole twice: as they were computed, and in float32 to be summed over the ranks.
+        With a tied embedding the output layer's gradient stays until the end of the backward. FSDP has a layer's full
+        gradients twice: as they were computed, and in float32 for the reduction over the ranks.
         """
         trained = self.adapter or self.weights
         waiting = self._head_itemsize * trained.head if trained.is_tied else 0
@@ -208,24 +208,24 @@ class TrainerMemory:
         return int(activations.backward - activations.kept) + waiting + whole + self._decoding()
 
     def _decoding(self) -> int:
-        """Return the bytes that a quantised base's matrix takes when it is decoded for forward and backward."""
+        """Return the bytes of a quantised base's matrix that is decoded for forward and backward."""
         layers = {} if self.work.adapter is None else self.work.adapter.quantized
         return COMPUTING_BYTES * max((math.prod(sizes) for sizes in layers.values()), default=0)
 
     def attention_workspace(self, tokens: int) -> int:
-        """Return the bytes of the queries' gradients [T, heads, head size], summed in float32 by the kernel."""
+        """Return the bytes of the queries' gradients [T, heads, head size], which the kernel accumulates in float32."""
         heads: int = self.work.config.get_text_config().num_attention_heads
         return 4 * tokens * head_size(self.work.config) * heads // self.work.parallelism.tensor_parallel_size
 
     @property
     def _head_itemsize(self) -> int:
-        """Bytes of a number in the output layer's gradient."""
+        """Bytes of an element of the output layer's gradient."""
         return 4 if self.work.is_autocast else self.work.compute_itemsize
 
     def activations(self, tokens: int, checkpointed_layers: int = 0) -> ActivationBytes:
         """Return the actor's activations for a micro-batch, with the first layers checkpointed.
 
-        The backward begins with the others, so its peak is theirs.
+        The backward begins with the other layers, which therefore determine its peak.
         """
         config, adapter = self.work.config, self.work.adapter
         traced = self._trace(config, tokens, is_checkpointed=checkpointed_layers == self.num_layers, adapter=adapter)

@@ -1,4 +1,4 @@
-"""The parts of a run that a memory plan depends on: models, batch, parallelism, engine."""
+"""The properties of a run that a memory plan depends on: models, batch, parallelism, engine."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ PRECISIONS: dict[str, Precision] = {
     "bf16-mixed": "bf16-mixed",
     "bf16-true": "bf16-true",
 }
-"""Precision by each name that Lightning accepts for it."""
+"""Lightning's precision by each name that it accepts."""
 
 
 def read_precision(name: object) -> Precision:
@@ -43,10 +43,10 @@ class RolloutMemory:
 
     Attributes:
         engine: on the rank's device; None if it has devices of its own.
-        bucket_bytes: of the buffer that weights are sent through (:func:`~rlightning.rollout.weights.plan_chunks`);
-            0 where they are gathered into their place.
-        itemsize: bytes of a weight that is sent.
-        max_support: tokens of the largest support that comes with a sampled token; 0 if sampling is not truncated.
+        bucket_bytes: of the buffer for sending weights (:func:`~rlightning.rollout.weights.plan_chunks`); 0 if they are
+            gathered directly into the sampler's weights.
+        itemsize: bytes of an element of the sent weights.
+        max_support: maximum tokens of a sampled token's support; 0 if sampling is not truncated.
     """
 
     engine: EngineMemory | None = None
@@ -57,12 +57,12 @@ class RolloutMemory:
 
 @runtime_checkable
 class PlannedRollout(Protocol):
-    """The callback that samples completions, as far as a plan uses it."""
+    """The parts of the callback that samples completions that a plan uses."""
 
     sampling: Sampling
 
     def plan_memory(self, work: "Work", max_prompt_tokens: int) -> RolloutMemory:
-        """Return the memory that sampling takes on a rank's CUDA device, for prompts up to this many tokens."""
+        """Return the memory of sampling on a rank's CUDA device, for prompts of up to ``max_prompt_tokens``."""
 
 
 @runtime_checkable
@@ -79,11 +79,11 @@ class Parallelism:
     """How the models are distributed over the ranks.
 
     Attributes:
-        kind: everything on one device, a copy on each, or shards.
-        ranks: in all.
+        kind: one device, a copy on each rank (DDP), or shards (FSDP).
+        ranks: number of all ranks.
         tensor_parallel_size: see :class:`~rlightning.parallel.FSDP` for this and the next four.
-        shard_size: data-parallel ranks that share one copy, all of them unless hybrid.
-        has_gradient_buckets: whether DDP keeps its buckets beside the gradients.
+        shard_size: number of data-parallel ranks that share one copy; all except in hybrid sharding.
+        has_gradient_buckets: whether DDP keeps buckets in addition to the gradients.
     """
 
     kind: Literal["single", "ddp", "fsdp"] = "single"
@@ -120,8 +120,8 @@ class RoleMemory:
 
     Attributes:
         name: of its role.
-        config: None if it is no Hugging Face model, of which nothing is known.
-        optimizer_states: how AdamW's moments are kept; None if the model is frozen.
+        config: None if it is no Hugging Face model, whose size is unknown.
+        optimizer_states: format of AdamW's moments; None if the model is frozen.
     """
 
     name: str
@@ -131,22 +131,22 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A run, as far as its memory depends on it.
+    """The properties of a run that its memory depends on.
 
     Attributes:
         config: the actor's.
-        adapter: what is trained of the actor, if its weights are frozen.
-        others: the models beside it.
-        batch: the arithmetic of a step.
+        adapter: the actor's adapter; None if its weights are trained.
+        others: models other than the actor.
+        batch: numbers of prompts, samples and tokens of a step.
         longest: tokens of the longest sequence, prompt and completion.
-        precision: Lightning's name for it.
-        gradient_checkpointing: whether the actor's activations are computed twice, in all layers or in as few as fit.
+        precision: by Lightning's name.
+        gradient_checkpointing: whether activations of the actor are recomputed in all layers, none, or as few as fit.
         is_compiled: whether layers are compiled.
-        optimizer_states: how the actor's moments are kept.
-        parallelism: how the models are spread over the ranks.
+        optimizer_states: format of the actor's moments.
+        parallelism: how the models are distributed over the ranks.
         is_own_reference: whether the actor without its adapter is the reference.
-        rollout: None without rollouts.
-        moved_each_step: parts that a callback moves to the host in each step.
+        rollout: memory of sampling; None without rollouts.
+        moved_each_step: parts that a callback offloads to the host in each step.
     """
 
     config: PreTrainedConfig
@@ -164,9 +164,9 @@ class Work:
     moved_each_step: frozenset[str] = frozenset()
 
     def beside(self, callbacks: Iterable[object], max_prompt_tokens: int) -> "Work":
-        """Return the work with the memory effects of callbacks, which sample completions or offload memory.
+        """Return the work with the memory effects of callbacks that sample completions or offload memory.
 
-        A ConfigError if the engines cannot be planned.
+        Raises a ConfigError if the engines cannot be planned.
         """
         listed = list(callbacks)
         moved = [one.moved_each_step for one in listed if isinstance(one, PlannedOffload)]
@@ -189,16 +189,16 @@ class Work:
 
     @property
     def compute_itemsize(self) -> int:
-        """Bytes of a number in matrix products."""
+        """Bytes of an element in matrix products."""
         return 4 if self.precision == "32-true" else 2
 
     @property
     def is_autocast(self) -> bool:
-        """Whether autocast casts weights layer by layer; FSDP gathers them in the forward's dtype instead."""
+        """Whether autocast casts weights layer by layer; FSDP instead gathers them in the forward's dtype."""
         return self.precision == "bf16-mixed" and self.parallelism.kind != "fsdp"
 
     @property
     def is_scored(self) -> bool:
-        """Whether log-probabilities are computed in passes of their own before the update."""
+        """Whether log-probabilities are computed by separate forward passes before the update."""
         has_frozen = self.is_own_reference or any(role.optimizer_states is None for role in self.others)
         return self.batch.optimizer_steps > 1 or has_frozen

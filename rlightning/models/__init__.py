@@ -1,4 +1,4 @@
-"""The Hugging Face policy: loading it, packed attention, log-probabilities without [T, V] logits, exporting it."""
+"""The Hugging Face policy: loading, packed attention, log-probabilities without [T, V] logits, and export."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a name on first access, because an engine's process needs no actor."""
+    """Import a name on first access, since an engine's process does not need the actor's code."""
     if name in __all__:
         return resolve_name(f"{__name__}.{_MODULES.get(name, 'policy')}:{name}")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""Adapters (LoRA): the user's settings, and the shapes that follow from them for a model, before weights are loaded."""
+"""Adapters (LoRA): the user's settings, and the shapes that follow from them and a model's configuration."""
 
 import logging
 import math
@@ -23,13 +23,13 @@ ALL_LINEAR = "all-linear"
 """The target of every linear layer of the model's blocks."""
 DEFAULT_RANK = 32
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Beginnings of PEFT's ``init_lora_weights`` with which an adapter belongs to a base of other values."""
+"""Prefixes of PEFT's ``init_lora_weights`` for adapters that need a modified base."""
 READ = {
     "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision", "task_type", "inference_mode",
     "auto_mapping", "peft_type", "peft_version",
 }  # fmt: skip
-"""The entries of an adapter's configuration that are understood, or say nothing about what it computes."""
+"""Keys of an adapter's configuration that are supported, or do not affect its computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,14 @@ class Adapter:
     """The user's settings of an adapter: it trains low-rank additions to frozen matrices (LoRA, arXiv:2106.09685).
 
     Attributes:
-        rank: of the additions; None is 32, or what the folder has.
-        alpha: the additions are scaled by ``alpha / rank``; None is twice the rank, or what the folder has.
-        target_modules: names of linear layers, or endings of names such as ``q_proj``; None is "all-linear", which is
-            all in the model's blocks, or what the folder has.
-        use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732); None is no, or what the folder has.
-        path: a folder of PEFT's to start from; None starts from additions of zero.
-        quantize_base: hold the frozen matrices of the model's blocks in 8 bits ("int8") or 4 ("nf4"), by torchao; None
-            holds them as they are computed with.
+        rank: of the additions; None for the folder's, or 32.
+        alpha: the additions are scaled by ``alpha / rank``; None for the folder's, or twice the rank.
+        target_modules: names of linear layers, or endings of names such as ``q_proj``; None for the folder's, or
+            "all-linear", which is all linear layers in the model's blocks.
+        use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732); None for the folder's, or no.
+        path: a folder in PEFT's format with initial values; None for additions of zero.
+        quantize_base: store the frozen matrices of the model's blocks in 8 bits ("int8") or 4 ("nf4"), by torchao; None
+            for the dtype of the computation.
     """
 
     rank: int | None = None
@@ -55,7 +55,7 @@ class Adapter:
     quantize_base: QuantizedBase | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings with which nothing could be learned."""
+        """Raise a ConfigError for settings with which nothing could be learned."""
         rank, alpha = self.rank, self.alpha
         names_some = self.target_modules is None or bool(self.target_modules)
         is_scale = alpha is None or 0 < alpha < math.inf
@@ -72,17 +72,17 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """An adapter whose settings have been resolved for a certain model.
+    """An adapter whose settings have been resolved for a model.
 
     Attributes:
         rank: see :class:`Adapter`.
         alpha: see :class:`Adapter`.
         use_rslora: see :class:`Adapter`.
-        modules: the name of each linear layer that is adapted, with its outputs and inputs.
-        targets: the same for PEFT's configuration, shorter.
-        start: a folder of PEFT's with the first values; None for none.
+        modules: numbers of outputs and inputs of each adapted linear layer, by name.
+        targets: shortened names of these layers, for PEFT's configuration.
+        start: a folder in PEFT's format with initial values; None without one.
         quantize_base: see :class:`Adapter`.
-        quantized: the name of each linear layer whose matrix is held as codes, with its outputs and inputs.
+        quantized: numbers of outputs and inputs of each quantised linear layer, by name.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class LoRA:
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, int]]]:
-        """The shapes of the adapter's weights, by the names that PEFT's files use."""
+        """The shapes of the adapter's weights, by their names in PEFT's files."""
         found: list[tuple[str, tuple[int, int]]] = []
         for name, (outputs, inputs) in self.modules.items():
             found.append((stored_name(name, "A"), (self.rank, inputs)))
@@ -148,8 +148,8 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
     """Return the adapter's settings for a model, from the model's configuration and the adapter's folder alone.
 
     Raises:
-        ConfigError: for layers that the model does not have or that cannot be adapted, and for a folder of another
-            base or of a kind that is not trained here.
+        ConfigError: for layers that the model does not have or that cannot be adapted, and for a folder of another base
+            or of an unsupported kind.
     """
     if adapter.quantize_base is not None:
         import_torchao(adapter.quantize_base)
@@ -215,7 +215,7 @@ def linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
 def match_targets(
     targets: str | Sequence[str], layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig
 ) -> dict[str, tuple[int, int]]:
-    """Return the linear layers that an adapter's targets name, each target by a full name or by its last part."""
+    """Return the linear layers that match an adapter's targets, each a full name or the end of one."""
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for target in wanted:
         if not any(is_match(name, target) for name in layers):
@@ -230,19 +230,19 @@ def match_targets(
 
 
 def is_match(name: str, target: str) -> bool:
-    """Return whether a module's name equals a target or ends with it, which is PEFT's rule for lists of targets."""
+    """Return whether a module's name equals a target or ends with it, PEFT's rule for lists of targets."""
     return name == target or name.endswith(f".{target}")
 
 
 def shorten(modules: Mapping[str, object], layers: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the shortest name endings that match these modules only; their full names if no endings do."""
+    """Return the shortest name endings that match only these modules; their full names if there are none."""
     ends = sorted({name.rpartition(".")[2] for name in modules})
     meant = {name for name in layers if name.rpartition(".")[2] in ends}
     return tuple(ends if meant == modules.keys() else modules)
 
 
 def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, int]]) -> LoRA:
-    """Return the adapter of a folder; refuse user settings that contradict it."""
+    """Return the adapter of a folder; raise a ConfigError if the user's settings contradict it."""
     peft, folder = import_peft(), Path(str(adapter.path)).expanduser()
     where = f"adapter.path='{folder}'"
     if not (folder / CONFIG_FILE).is_file():
@@ -284,7 +284,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
 
 
 def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, object]) -> None:
-    """Refuse variants of LoRA, which compute something else, and name the setting that makes the variant."""
+    """Raise a ConfigError that names the setting for a variant of LoRA with another computation."""
     for name, value in settings.items():
         if name not in READ and value != usual.get(name) and value not in (None, [], {}, False):
             raise ConfigError(f"{where} has {name}={cut_line(value)}, which is not trained here: plain LoRA alone is.")
@@ -297,7 +297,7 @@ def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, 
 
 
 def _check_base_name(where: str, base: str | None, model: str) -> None:
-    """Refuse an adapter whose base model has another name; only the last part counts, since folders may move."""
+    """Raise a ConfigError if an adapter's base has another name; only the last part counts: folders may move."""
     if base and Path(base).name != Path(model).name:
         raise ConfigError(
             f"{where} is an adapter of '{base}', and model='{model}' is another base. Name its own base in model, or "

@@ -1,4 +1,4 @@
-"""PEFT's adapter folders: the weights that they hold, and a digest of the base model."""
+"""PEFT's adapter folders: their weights, and a digest of the base model."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ from rlightning.models.files import find_weights
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_DIGEST = "base_digest"
-"""The entry of a file's metadata with the digest of the base that an adapter was trained on."""
+"""The key of a file's metadata for the digest of the base on which an adapter was trained."""
 
 
 def stored_name(module: str, factor: str) -> str:
-    """Return the name that PEFT's files use for a layer's low-rank factor "A" or "B"."""
+    """Return the name in PEFT's files of a layer's low-rank factor "A" or "B"."""
     return f"base_model.model.{module}.lora_{factor}.weight"
 
 
 def base_digest(model: str) -> str:
     """Return a digest that identifies a base model: of the first rows of each weight, by name.
 
-    However they are spread over files. "" of a model whose weights are in other files than safetensors.
+    It does not depend on how weights are divided into files. "" if the weights are not in safetensors files.
     """
     digest, files = hashlib.sha256(), find_weights(model)
     with ExitStack() as opened:
@@ -42,11 +42,11 @@ def base_digest(model: str) -> str:
 
 
 def check_files(shapes: Mapping[str, tuple[int, int]], folder: Path, model: str) -> None:
-    """Refuse a folder whose weights have other names or ``shapes`` than an adapter's, without reading the values.
+    """Check that a folder's weights have the names and ``shapes`` of an adapter, without reading the values.
 
     Raises:
-        ConfigError: names the first weight that is missing, of another shape or too many, or says that it was trained
-            on a base of other values.
+        ConfigError: names the first weight that is missing, unknown or of another shape; or the adapter was trained on
+            a base with other values.
     """
     where = f"adapter.path='{folder}'"
     try:

@@ -1,7 +1,7 @@
 """A policy with an adapter: PEFT's layers replace linear layers, and the base weights are frozen.
 
-A layer computes ``W x + s B A x``, with ``W`` of the base, ``A`` [r, in], ``B`` [out, r] and the scaling ``s``. The
-base keeps its names for all who ask for the weights of a model (:func:`~rlightning.parallel.sharding.named_weights`).
+A layer computes ``W x + s B A x``, with ``W`` of the base, ``A`` [r, in], ``B`` [out, r] and the scaling ``s``.
+:func:`~rlightning.parallel.sharding.named_weights` yields the base's weights under their original names.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ from rlightning.torch_internals import with_local_tensor
 NAME = "default"
 """Name of the adapter within PEFT's layers."""
 PERTURBATION = 0.2
-"""The size of a perturbed adapter's additions, as a share of the matrices that they are added to."""
+"""The norm of a perturbed adapter's additions, relative to the matrices to which they are added."""
 
 
 class AdaptedLinear(nn.Module):
@@ -45,8 +45,8 @@ class AdaptedLinear(nn.Module):
 def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> None:
     """Wrap the adapted linear layers in PEFT's layers, and freeze all other parameters.
 
-    The adapter's weights are on ``device``, "meta" for a policy that is sharded before it has memory, and have no
-    values yet (:func:`initialize_adapter`).
+    The adapter's weights are on ``device`` ("meta" for a policy that is sharded before memory is allocated), and are
+    not initialised (:func:`initialize_adapter`).
     """
     peft = import_peft()
     policy.requires_grad_(False)
@@ -60,7 +60,7 @@ def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> No
 
 
 def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
-    """Yield the adapted layers of a policy by their names in the base model; none without an adapter."""
+    """Yield the adapted layers of a policy by their names in the base model; nothing without an adapter."""
     for name, module in policy.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
@@ -70,7 +70,7 @@ def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
     """Set the adapter's initial values: those of its folder, or random numbers for ``A`` and zeros for ``B``.
 
-    All ranks call it, and get the same values on any number of them.
+    A collective; the values do not depend on the number of ranks.
     """
     stored = None if lora.start is None else read_weights(lora.start)
     if broken := find_not_finite((stored or {}).items()):
@@ -86,7 +86,7 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
 
 
 def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapter's weights, whole or sharded, by the names of PEFT's files."""
+    """Yield the adapter's weights, whole or sharded, by their names in PEFT's files."""
     for name, layer in adapted_layers(policy):
         yield stored_name(name, "A"), layer.lora_A[NAME].weight
         yield stored_name(name, "B"), layer.lora_B[NAME].weight
@@ -112,7 +112,7 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
     """Context in which layers multiply once by the merged matrix in the base's dtype, as engines with merged weights
     do.
 
-    The sum is rounded, which it is not in training.
+    The merged matrix is rounded, unlike in training.
     """
 
     def forward(layer: AdaptedLinear, x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -136,7 +136,7 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
 def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of base plus adapter by the base's names, one at a time.
 
-    Sharded ones stay sharded; all ranks call it, since ``A`` is gathered for them.
+    Sharded weights stay sharded; a collective, since ``A`` is gathered.
     """
     layers = dict(adapted_layers(policy))
     for name, weight in named_weights(policy):
@@ -145,9 +145,9 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Return functions that compute the weights which differ in form from the model's files, by the base's names.
+    """Return functions that compute the weights that are not stored as in the model's files, by the base's names.
 
-    That is a matrix with its adapter added, or the one that codes stand for. All ranks call them.
+    These are matrices with a merged adapter, and dequantised matrices. The functions are collectives.
     """
     coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
     computed: dict[str, Callable[[], Tensor]] = {
@@ -158,7 +158,7 @@ def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 @torch.no_grad()
 def merge(layer: AdaptedLinear) -> nn.Parameter:
-    """Return a layer's matrix with its adapter added, in float32, sharded as the base's is."""
+    """Return a layer's matrix with its adapter merged, in float32, sharded like the base's matrix."""
     base, a, b = layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     local = local_tensor(base.detach())
     whole = torch.empty(a.shape, dtype=torch.float32, device=local.device)
@@ -195,19 +195,19 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
 def perturbation_sizes(policy: nn.Module) -> list[float]:
     """Return for each ``B`` the noise scale at which ``s B A`` has ``PERTURBATION`` times the norm of the base.
 
-    A collective, of the shards of all ranks.
+    A collective over the shards of all ranks.
     """
     layers = [layer for _, layer in adapted_layers(policy)]
     sums: list[Tensor] = []
     counts: list[float] = []
     for layer in layers:
-        for weight in (layer.base_layer.weight, layer.lora_A[NAME].weight):  # one at a time: some are computed
+        for weight in (layer.base_layer.weight, layer.lora_A[NAME].weight):  # one at a time: access computes some
             shard = local_tensor(weight.detach())
             sums.append(shard.float().square().sum())
             counts.append(float(shard.numel()))
     parts = gather_objects((torch.stack(sums).double().tolist(), counts), name="sizes of weights")
     total, number = (torch.tensor([part[i] for part in parts], dtype=torch.float64).sum(0) for i in range(2))
-    means = (total / number).sqrt().clamp(min=1e-12).view(-1, 2).tolist()  # of the base and of A
+    means = (total / number).sqrt().clamp(min=1e-12).view(-1, 2).tolist()  # root mean squares of the base and of A
     return [
         PERTURBATION * base / (layer.scaling[NAME] * a * layer.lora_A[NAME].weight.shape[0] ** 0.5)
         for layer, (base, a) in zip(layers, means, strict=True)

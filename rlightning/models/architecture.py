@@ -1,7 +1,7 @@
-"""Checks that a Hugging Face model can be trained: first what its class declares, then how it computes.
+"""Checks that a Hugging Face model can be trained: first the features that its class declares, then its results.
 
-transformers hands any attention function to any model. Those that mix tokens in another way too (a recurrent state, a
-convolution, a bias on attention scores) would run, and let each packed sequence see the one before it.
+transformers passes any attention function to any model. Models that also mix tokens in other ways (a recurrent state, a
+convolution, a bias on attention scores) would run, but leak information between packed sequences.
 """
 
 import copy
@@ -35,16 +35,16 @@ from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 ROUNDING, HALF_ROUNDING = 1e-3, 0.05
-"""Allowed difference of two computations of one result, relative to its norm, in float32 and in bfloat16."""
+"""Allowed difference between two computations of the same result, relative to its norm, in float32 and in bfloat16."""
 BUILD_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that transformers raises for values in config.json that contradict each other, or that it does not know."""
+"""Errors that transformers raises for contradictory or unknown values in config.json."""
 _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as Qwen3 or Llama."
 
 
 def check_config(model: str, config: PreTrainedConfig) -> None:
-    """Refuse an architecture that declares a feature which packed sequences or fused log-probabilities do not support.
+    """Raise a ConfigError if an architecture declares a feature that packed sequences or fused log-probabilities lack.
 
-    The ConfigError says what; no weight need be loaded yet.
+    The message names the feature. Weights need not be loaded.
     """
     try:
         cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -88,7 +88,7 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
 def check_policy(model: str, policy: PreTrainedModel) -> None:
     """Run two short sequences packed and separately, and raise a ConfigError if the results differ.
 
-    Left out in half precision, whose rounding hides what is looked for, as that of TF32 would.
+    Skipped in half precision, whose rounding errors would hide a difference, and computed without TF32 for that reason.
     """
     config = policy.config
     head: Any = policy.get_output_embeddings()
@@ -128,7 +128,7 @@ def not_finite(model: str, names: Sequence[str]) -> ConfigError:
 def check_architecture(model: str, config: PreTrainedConfig) -> None:
     """Do the check of :func:`check_policy` on two small random layers of the same architecture, on the CPU.
 
-    For a model that is never whole in one place. The config is left as it is.
+    For a sharded model. The config is not modified.
     """
     check_policy(model, _build_small(config))
 
@@ -137,8 +137,8 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
 def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bool:
     """Return whether shared prefixes may be computed once, by comparing results and gradients on two small layers.
 
-    Not where tokens are mixed by something else than attention, such as convolutions and linear attention. On CUDA
-    bfloat16 is tried too, which has a kernel of its own.
+    False if tokens are mixed in other ways than by attention, such as convolutions and linear attention. On CUDA
+    bfloat16 is tested too, which has its own kernel.
     """
     dtypes = [torch.float32, torch.bfloat16] if device_type == "cuda" else [torch.float32]
     try:
@@ -153,7 +153,7 @@ def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bo
 
 
 def _gives_the_same(policy: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Return whether logits and gradients are equal up to rounding if shared prefixes are computed once."""
+    """Return whether logits and gradients with shared prefixes are equal up to rounding."""
     sequences = [torch.arange(3, 14), torch.tensor([3, 4, 5, 6, 7, 8, 40, 41]), torch.tensor([3, 4, 5, 50, 51, 52])]
     token_ids, lengths = torch.cat(sequences), [len(sequence) for sequence in sequences]
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -230,7 +230,7 @@ def _layer_types(config: PreTrainedConfig) -> set[str]:
 
 
 def _pack(*sequences: torch.Tensor) -> dict[str, object]:
-    """Return the arguments of a model's forward pass over token ids of several sequences."""
+    """Return the arguments of a model's forward pass for several packed sequences of token ids."""
     lengths = [len(sequence) for sequence in sequences]
     bounds = torch.tensor([0, *lengths], device=sequences[0].device).cumsum(0).int()
     positions = torch.cat([torch.arange(length, device=bounds.device) for length in lengths])
@@ -238,7 +238,7 @@ def _pack(*sequences: torch.Tensor) -> dict[str, object]:
 
 
 def _agree(got: torch.Tensor, expected: torch.Tensor, tolerance: float = ROUNDING) -> bool:
-    """Return whether two results differ by rounding only."""
+    """Return whether two results are equal up to rounding."""
     return bool((got - expected).norm() <= tolerance * expected.norm())
 
 

@@ -1,23 +1,22 @@
 """A model's sizes, numbers of weights and floating point operations, computed from its configuration alone.
 
 transformers has ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads`` and ``vocab_size`` for all models. The
-other sizes have other names in some, are left out by others, or differ from layer to layer.
+other sizes have various names, may be missing, or differ from layer to layer.
 
-A matrix product of [M, K] and [K, N] has ``2 M K N`` operations. What is not a matrix product (norms, activations,
-softmax, rotary positions) counts for nothing, nor does what is computed twice to save memory: these are the model's
-operations, whatever the hardware makes of them (PaLM, arXiv:2204.02311, appendix B). For a sequence of ``L`` tokens, of
-which the output layer predicts ``M``:
+A matrix product of [M, K] and [K, N] has ``2 M K N`` operations. Other operations (norms, activations, softmax, rotary
+positions) and recomputation are not counted, so that the numbers do not depend on the implementation (PaLM,
+arXiv:2204.02311, appendix B). For a sequence of ``L`` tokens, for ``M`` of which the output layer is computed:
 
     forward  = 2 W L + 2 E V M + sum over layers of 2 H (Dk + Dv) S(L)
     training = 3 forward
 
-``W``: weights of all matrices that a token goes through in the layers; of experts the active ones. The embedding is
-looked up and takes none. ``E V``: hidden size and vocabulary, that is the output layer, tied or not. ``H, Dk, Dv``:
-query heads, and the sizes of a key and a value. ``S(L)``: pairs of a token and one that it sees, itself included; that
-is ``L (L + 1) / 2``, and with a window of ``w < L`` tokens ``w (w + 1) / 2 + (L - w) w``.
+``W``: weights of all matrices by which a token is multiplied in the layers, with only active experts; not the
+embedding, which is a lookup. ``E V``: hidden size times vocabulary, of the output layer, tied or not. ``H, Dk, Dv``:
+query heads, and the sizes of a key and a value. ``S(L)``: pairs of a token and a token that it attends to, itself
+included: ``L (L + 1) / 2``, and with a window of ``w < L`` tokens ``w (w + 1) / 2 + (L - w) w``.
 
-A backward pass makes two products for each of the forward's: one for what went in, one for the weights. With an adapter
-there is none for the frozen base's weights, and of ``P`` weights of the adapter:
+A backward pass has two products for each of the forward's: for the gradients of inputs and of weights. With an adapter
+the second is left out for the frozen base. With ``P`` weights of the adapter:
 
     training = 2 (2 W L + 2 E V M) + 3 (2 P L + sum over layers of 2 H (Dk + Dv) S(L))
 """
@@ -44,13 +43,13 @@ INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "df
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NUM_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 USUAL_FACTOR = 4
-"""Ratio of the feed-forward's size to the hidden size, where the configuration gives no size."""
+"""Ratio of the feed-forward size to the hidden size, if the configuration does not have the size."""
 
 
 def cache_by_config(
     function: Callable[Concatenate[PreTrainedConfig, P], R],
 ) -> Callable[Concatenate[PreTrainedConfig, P], R]:
-    """Cache a function's results by the contents of a model configuration and by its other, hashable arguments."""
+    """Cache a function's results by the content of a model's configuration and by its other, hashable arguments."""
     results: dict[Hashable, R] = {}
 
     @wraps(function)
@@ -75,7 +74,7 @@ def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def read_setting(config: PreTrainedConfig, name: str, default: object = None) -> Any:
-    """Return a value of a model's configuration whose name not all architectures have."""
+    """Return a value of a model's configuration that not all architectures have."""
     return getattr(config.get_text_config(), name, default)
 
 
@@ -93,7 +92,7 @@ def num_key_value_heads(config: PreTrainedConfig) -> int:
 def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> int:
     """Return how many numbers the KV cache holds per token and layer, on one tensor-parallel rank.
 
-    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one compressed vector, whole on each rank.
+    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one compressed vector, replicated on each rank.
     """
     latent = read_setting(config, "kv_lora_rank")
     if latent:
@@ -133,7 +132,7 @@ def num_active_experts(config: PreTrainedConfig) -> int:
 
 
 def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether a config sets a value of this name, the same for all layers."""
+    """Return whether a config sets this value, the same for all layers."""
     try:
         return read_setting(config, name) is not None
     except RuntimeError:  # transformers' answer where layers differ and have configs of their own
@@ -168,14 +167,14 @@ class Weights:
 
     Attributes:
         total: of the model.
-        held: of them on a rank, the one that has most where they do not divide.
-        layer: of the largest layer, a tensor-parallel rank's part of it.
-        layers: of all layers, a tensor-parallel rank's part of them.
-        root: of the rest (embedding, last norm, output layer), a tensor-parallel rank's part of it.
-        head: of the output layer, a tensor-parallel rank's part of it.
+        held: on the rank with the most weights.
+        layer: of the largest layer, on a tensor-parallel rank.
+        layers: of all layers, on a tensor-parallel rank.
+        root: of embedding, last norm and output layer, on a tensor-parallel rank.
+        head: of the output layer, on a tensor-parallel rank.
         largest: of the largest tensor.
         is_tied: whether the output layer is the embedding.
-        shapes: names and full shapes, in the order in which they are sent to an engine.
+        shapes: names and full shapes, in the order in which weights are sent to an engine.
     """
 
     total: int
@@ -191,10 +190,10 @@ class Weights:
 
 @cache_by_config
 def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, shard_size: int = 1) -> Weights:
-    """Count a model's weights, and how many of them a rank holds.
+    """Count a model's weights, and those on a rank.
 
-    ``tensor_parallel_size`` ranks split each layer, after the plan that transformers ships with the model;
-    ``shard_size`` ranks share what is left, each a part of every tensor's first dimension (FSDP2).
+    ``tensor_parallel_size`` ranks split each layer, by transformers' plan for the model; ``shard_size`` ranks split the
+    first dimension of every remaining tensor (FSDP2).
     """
     policy = build_empty(config)
     plan = (config.get_text_config().base_model_tp_plan or {}) if tensor_parallel_size > 1 else {}
@@ -247,7 +246,7 @@ class ModelFlops:
         matrices: ``W``.
         head: ``E V``.
         pair: ``2 H (Dk + Dv)``, of one layer.
-        windows: numbers of layers by their window in tokens; None is a layer that sees all.
+        windows: numbers of layers by their window in tokens; None for full attention.
     """
 
     matrices: int
@@ -260,8 +259,8 @@ class ModelFlops:
 
         Args:
             lengths: [N], tokens of each sequence.
-            predicted: [N], how many of them the output layer is computed for; None is all.
-            adapter_weights: ``P``, all that is trained then; 0 without an adapter.
+            predicted: [N], number of tokens for which the output layer is computed; None for all.
+            adapter_weights: ``P``, the only trained weights then; 0 without an adapter.
         """
         lengths = lengths.double()
         predicted = lengths if predicted is None else predicted.double()
@@ -275,7 +274,7 @@ class ModelFlops:
 def sequence_flops(
     config: PreTrainedConfig, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0
 ) -> Tensor:
-    """Return :meth:`ModelFlops.sequences` of the model with this configuration."""
+    """Return :meth:`ModelFlops.sequences` for the model of a configuration."""
     return model_flops(config).sequences(lengths, predicted, adapter_weights=adapter_weights)
 
 

@@ -1,4 +1,4 @@
-"""Writes the policy as a Hugging Face folder: rank 0 writes, gathering the shards of all ranks."""
+"""Writes the policy as a Hugging Face folder: rank 0 writes, with the shards of all ranks gathered."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ from rlightning.parallel.gathering import gather_into, split_by_bytes
 from rlightning.parallel.sharding import base_name, is_adapter_weight
 
 MAX_FILE_BYTES = 4 << 30
-"""Maximum bytes of a safetensors file, and so of host memory on the writing rank; a larger tensor has its own file."""
+"""Maximum bytes of a safetensors file, and of host memory on the writing rank; a larger tensor has its own file."""
 WRITER = 0
 """The rank that writes."""
 
@@ -45,18 +45,18 @@ def save_policy(
 ) -> None:
     """Write a Hugging Face folder with checksums under a temporary name, then rename it, so that ``path`` is complete.
 
-    All ranks call it, whether the policy is sharded or each has a whole one; rank 0 writes. It holds one file's tensors
-    on the host, and no rank gathers more at a time than :func:`~rlightning.parallel.gathering.gather_into` says.
+    A collective, also for a policy that is not sharded; rank 0 writes. Rank 0 needs host memory for one file's tensors,
+    and each rank the device memory of :func:`~rlightning.parallel.gathering.gather_into`.
 
     Args:
         policy: the model.
-        tokenizer: goes into the same folder.
-        path: of the folder, which is replaced if it is there. Rank 0's counts.
-        dtype: of the weights in the folder, but for buffers, which keep theirs; None is the policy's own.
-        max_file_bytes: above it the weights are split over several files, as transformers does.
+        tokenizer: written to the same folder.
+        path: of the folder, on rank 0; an existing folder is replaced.
+        dtype: of the weights in the folder, except buffers, which keep their own; None for the policy's.
+        max_file_bytes: maximum size of a file; further weights are written to other files, as by transformers.
 
     Raises:
-        WeightError: a weight is not finite; what is at ``path`` stays.
+        WeightError: a weight is not finite; an existing folder stays.
     """
     dtype = (torch_dtype(dtype) if isinstance(dtype, str) else dtype) or policy.dtype
     check_finite(policy.named_parameters(), f"The model is not saved to {path}")
@@ -82,11 +82,11 @@ def save_policy(
 def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones once; sharded if the policy is.
 
-    Of a policy with an adapter those of the base.
+    For a policy with an adapter, those of the base.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass some are still gathered, in the dtype of the forward
+            module.reshard()  # some are still gathered after a forward pass, in the dtype it computed in
     tied_names = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
     tied_names -= {name for name, _ in policy.named_parameters()}
     ignored = tied_names | keys_left_out(policy)
@@ -104,9 +104,10 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _is_stored_converted(policy: PreTrainedModel) -> bool:
-    """Return whether files store some weights in another form than transformers runs, such as one tensor an expert.
+    """Return whether files store some weights in another form than transformers computes with, such as one tensor an
+    expert.
 
-    The way back needs all of them together.
+    The conversion back needs all weights together.
     """
     conversions = weight_conversions(policy)
     if conversions is None:
@@ -123,15 +124,15 @@ def _gather(
     plain = [name for name in weights if name not in computed]
     gather_into([full[name] for name in plain], [weights[name] for name in plain], destination=WRITER)
     for name in (name for name in weights if name in computed):
-        gather_into([full[name]], [computed[name]().detach()], destination=WRITER)  # one at a time: in float32
+        gather_into([full[name]], [computed[name]().detach()], destination=WRITER)  # one at a time: computed in float32
     return full
 
 
 def save_adapter(policy: PreTrainedModel, lora: LoRA, base: str, tokenizer: Tokenizer, path: Path) -> None:
     """Write a policy's adapter as PEFT does, with checksums, and rename it at the end; collective, rank 0 writes.
 
-    A WeightError if a weight is not finite; what is at ``path`` stays then. ``base`` is the folder or name of the model
-    that it is added to.
+    Raises a WeightError if a weight is not finite; an existing folder stays then. ``base`` is the folder or name of the
+    base model.
     """
     weights = {name: weight.detach() for name, weight in adapter_parameters(policy)}
     check_finite(weights.items(), f"The adapter is not saved to {path}")
@@ -158,7 +159,7 @@ def _write_weights(
     folder: Path,
     max_bytes: int,
 ) -> None:
-    """Gather and write the weights batch by batch, under the names and in the form of transformers' files."""
+    """Gather and write the weights in batches, under the names and in the form of transformers' files."""
     files: list[list[str]] = []
     for batch in batches:
         full = _gather(policy, {name: weights[name] for name in batch}, dtypes, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A model's weight files: which file holds which weight, their dtype, and whether they match config.json."""
+"""A model's weight files: which file contains which weight, their dtype, and whether they match config.json."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ _BIN = "pytorch_model.bin"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROWS = 4096
-"""Number of rows of two matrices that are compared at a time."""
+"""Number of rows of two matrices that are compared at once."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -40,7 +40,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def find_weights(model: str) -> dict[str, Path]:
     """Return the safetensors file of each weight, by the weight's name; an empty dict for other file formats.
 
-    As transformers does, it takes a single file before an index of several.
+    Like transformers, it prefers a single file to an index of several.
     """
     single = find_file(model, _SINGLE)
     try:
@@ -64,7 +64,7 @@ def find_weights(model: str) -> dict[str, Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each weight from the index of a model in several files; ValueError for an invalid index."""
+    """Return the file of each weight from the index of a model with several files; a ValueError if invalid."""
     try:
         content = json.loads(path.read_text())
     except (RecursionError, ValueError) as error:
@@ -89,9 +89,9 @@ def find_file(model: str, name: str) -> Path | None:
 
 
 def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
-    """Return the floating-point dtype of most of the stored weights, whatever config.json says.
+    """Return the floating-point dtype of most of the stored weights, ignoring config.json.
 
-    None if no number in these files (:func:`find_weights`) is in float64, float32, bfloat16 or float16.
+    None if the files (:func:`find_weights`) contain no tensor in float64, float32, bfloat16 or float16.
     """
     sizes: Counter[torch.dtype] = Counter()
     for path in sorted(set(files.values())):
@@ -120,10 +120,10 @@ def find_names(model: str) -> set[str]:
 def check_folder(model: str, config: PreTrainedConfig) -> None:
     """Check that a local folder's files match its config.json, before weights are loaded or an engine starts.
 
-    Says how many stored layers are beyond those of config.json.
+    Logs the number of stored layers that config.json does not have.
 
     Raises:
-        ConfigError: if the output layer is missing, or is not the embedding where it should be.
+        ConfigError: if the output layer is missing, or differs from the embedding to which it should be tied.
     """
     check_head(model, config, find_weights(model))
     names, policy = find_names(model), build_empty(config)
@@ -142,7 +142,7 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
 def check_export(model: str) -> None:
     """Verify a folder that SaveHF has written by its checksums, on rank 0; folders without checksums pass.
 
-    The ConfigError names the first file that is missing, or not what was written.
+    Raises a ConfigError that names the first missing or damaged file.
     """
     try:
         verify_manifest(Path(model))
@@ -172,9 +172,9 @@ def _tell_of_unused_layers(model: str, policy: PreTrainedModel, names: Iterable[
 
 
 def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) -> None:
-    """Refuse files with a separate output layer if config.json says that it is tied to the embedding.
+    """Raise a ConfigError for a separate output layer in the files that config.json ties to the embedding.
 
-    transformers would use the stored layer, a sharded policy and vLLM the embedding. An equal copy is no contradiction.
+    transformers would use the stored layer, but a sharded policy and vLLM the embedding. An equal copy is accepted.
     """
     if not config.get_text_config().tie_word_embeddings:
         return

@@ -11,9 +11,9 @@ from rlightning.parallel.sharding import local_tensor
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], consequence: str) -> None:
-    """Refuse weights, whole or sharded, that contain NaN or infinity on any rank; collective.
+    """Check weights, whole or sharded, for NaN and infinity on all ranks; collective.
 
-    The WeightError, which all ranks raise, begins with ``consequence``, a clause, and names the first of them.
+    All ranks raise a WeightError that begins with the clause ``consequence``, and names the first such weight.
     """
     own = next(iter(find_not_finite(weights)), None)
     found = [name for name in gather_objects(own, name="weights are finite") if name is not None]

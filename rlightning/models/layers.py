@@ -2,10 +2,9 @@
 
     hooks of FSDP (gather, cast) -> checkpoint -> compiled forward
 
-A layer is compiled once for all layers of its kind, all numbers of tokens and all numbers of sequences: the forward of
-its class is traced, with parameters as inputs. Checkpointing lies around that, so the layers that are checkpointed
-and those that are not share the compiled code; FSDP's hooks lie outside of both, so a layer's weights are gathered once
-in the backward.
+One compilation serves all layers of a kind, all numbers of tokens and all numbers of sequences: the forward of the
+layers' class is traced, with parameters as inputs. Checkpointing wraps the compiled forward, so that checkpointed and
+other layers share the code; FSDP's hooks wrap both, so that a layer's weights are gathered only once in the backward.
 """
 
 import functools
@@ -26,8 +25,8 @@ from rlightning.errors import ConfigError
 BACKEND = "inductor"
 """Backend of ``torch.compile``."""
 OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
-"""Inductor's options, where its version has them. Otherwise it decides by the number of tokens how a norm's backward is
-fused, and has code of its own for each of several ranges."""
+"""Inductor's options, if its version has them. Without this one the fusion of a norm's backward depends on the number
+of tokens, and different code is compiled for several ranges."""
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
 def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
     """Return whether layers should be compiled, and the reason for the log.
 
-    A ConfigError if that is ``wanted`` and cannot be; None of it is where it pays, on CUDA.
+    ``wanted`` None means only on CUDA. Raises a ConfigError if it is True but impossible.
     """
     obstacle = compiler_obstacle(device)
     if tensor_parallel_size > 1:
@@ -62,7 +61,7 @@ def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_si
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for a device; None if it can."""
+    """Return why nothing can be compiled for a device; None if compiling is possible."""
     variable, names = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
     if any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
         return None
@@ -85,7 +84,7 @@ def user_cache() -> Path:
 def compile_layers(policy: PreTrainedModel) -> None:
     """Compile each layer on its first call; must come before :func:`checkpoint_layers`.
 
-    The policy has packed attention, and is whole or sharded, on the meta device or a real one.
+    The policy must have packed attention. It may be whole or sharded, on any device, including meta.
     """
     cache_folder()
     # It would cut a layer's graph at the borders of DDP's buckets. Gradients are reduced between layers as it is.
@@ -98,9 +97,9 @@ def compile_layers(policy: PreTrainedModel) -> None:
 
 
 def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
-    """Let the first ``count`` layers save only their inputs and recompute the rest in the backward pass.
+    """Make the first ``count`` layers save only their inputs and recompute the rest in the backward pass.
 
-    The last layers' activations are the first that the backward lets go of, so those of the first layers pay most.
+    The backward frees the last layers' activations first, so that checkpointing the first layers saves the most.
     """
     for layer in list(decoder_layers(policy))[:count]:
         # There is no dropout whose random numbers would have to be drawn again.

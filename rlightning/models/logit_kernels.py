@@ -1,8 +1,7 @@
 """Triton versions of :mod:`~rlightning.models.output_layer`'s functions on a chunk's logits, one program per token.
 
-Each reads a row once, in blocks. The first keeps the largest logit so far and scales the sums anew when it grows
-(online softmax, arXiv:1805.02867), with the sum that the entropy needs beside that of the softmax. The second writes
-the gradient where the logits were.
+Each reads a row once, in blocks. The first keeps the largest logit so far and rescales the sums for softmax and entropy
+when it grows (online softmax, arXiv:1805.02867). The second overwrites the logits with their gradient.
 
 Letters: ``C`` tokens of a chunk, ``V`` vocabulary.
 """
@@ -85,7 +84,7 @@ def _summarize(  # type: ignore[no-untyped-def]
     found,
     num_tokens,
     num_logits,
-    inverse_temperature,  # one for all, or where those of the tokens are
+    inverse_temperature,  # a number, or a pointer to one for each token
     softcap,
     has_temperatures: tl.constexpr,
     has_softcap: tl.constexpr,
@@ -132,7 +131,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
     grads_logprob,
     grads_entropy,
     num_logits,
-    inverse_temperature,  # one for all, or where those of the tokens are
+    inverse_temperature,  # a number, or a pointer to one for each token
     softcap,
     has_temperatures: tl.constexpr,
     has_softcap: tl.constexpr,

@@ -17,12 +17,12 @@ from rlightning.types import RolloutBatch
 
 @runtime_checkable
 class ShardedPolicy(Protocol):
-    """A policy loaded by models/sharded_policy.py."""
+    """A policy from models/sharded_policy.py."""
 
     def compute_packed_logprobs(
         self, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """The function :func:`compute_packed_logprobs`, for which FSDP gathers weights as it does for forward()."""
+        """Compute :func:`compute_packed_logprobs`; FSDP gathers weights for this method as for forward()."""
 
 
 def packed_logprobs(
@@ -33,13 +33,12 @@ def packed_logprobs(
     Args:
         model: a causal language model loaded with :data:`~rlightning.models.attention.PACKED_ATTENTION`.
         batch: on the model's device.
-        temperature: logits are divided by it, as the sampler did; those of a prompt with a temperature of its own by
-            that.
+        temperature: divides the logits, as in the sampler; replaced by a prompt's own temperature.
         needs_entropy_grad: whether the entropies are differentiated.
 
     Returns:
-        [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled. Both of the distributions that
-        ``batch.supports`` truncate, where there are any.
+        [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled. Both are those of the
+        distributions truncated by ``batch.supports``, if there are any.
     """
     if isinstance(model, ShardedPolicy):
         return model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)

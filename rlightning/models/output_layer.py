@@ -3,18 +3,19 @@
     forward    a chunk's hidden states -> logits [C, V] -> a normalizer, a target's logit and an entropy a token
     backward   the same logits anew -> their gradient, in their place -> [C, E], and its part of the sum [V, E]
 
-``top_p``, ``top_k`` and ``min_p`` leave a token's distribution a support, which was fixed when the token was sampled
-(DeepSeek-V3.2's "keep sampling mask", arXiv:2512.02556). With S that support and x the scaled logits of any policy:
+``top_p``, ``top_k`` and ``min_p`` truncate a token's distribution to a support, which is fixed when the token is
+sampled (DeepSeek-V3.2's "keep sampling mask", arXiv:2512.02556). With the support S and the scaled logits x of any
+policy:
 
     log p[t] = x[t] - log sum_{v in S} exp(x[v])        H = -sum_{v in S} p[v] log p[v]
 
-and logits outside of S have no gradient. The products are the same; [C, K] of a chunk's logits are an output, too.
+and logits outside of S have no gradient. The supports' logits [C, K] of each chunk are returned for this.
 
-With tensor parallelism the weight is cut over the vocabulary, and ``V`` is a rank's part of it: each rank finds the
-three numbers and the supports' logits among its own, and then they are merged.
+With tensor parallelism the weight is split over the vocabulary, and ``V`` is a rank's part of it: each rank computes
+the three numbers and the supports' logits of its part, and the results are merged.
 
-Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabulary, ``G`` ranks that share it,
-``K`` tokens of the largest support.
+Letters: ``M`` tokens, ``C`` tokens of a chunk, ``E`` hidden size, ``V`` vocabulary, ``G`` ranks that share it, ``K``
+tokens of the largest support.
 """
 
 import functools
@@ -34,21 +35,20 @@ from rlightning.models.layers import compiler_obstacle
 from rlightning.parallel.gathering import local_box
 
 CHUNK_BYTES = 5 << 28
-"""A chunk's logits have at most so many, in the dtype of the matrix product.
+"""Maximum bytes of a chunk's logits, in the dtype of the matrix product.
 
-It is all that a chunk takes on a GPU: what the kernels (logit_kernels.py) compute in float32 between reading the logits
-and writing a few numbers a token, or a gradient in their place, stays in registers. Elsewhere float32 copies come on
-top.
+On a GPU a chunk needs no other memory: the kernels (logit_kernels.py) compute in float32 in registers, and write a few
+numbers a token, or the gradient in place of the logits. On other devices float32 copies are needed in addition.
 """
 FLOOR = -1e30
-"""Logit of a token that does not exist: below every other logit, but finite, so that minus itself it is 0."""
+"""Logit of a token that does not exist: below every other logit, but finite, so that ``x - x`` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
     """The arguments of :func:`chunked_logprobs`, and ``group``, the ranks that split the vocabulary, if any do.
 
-    ``kept`` are the supports' places in this rank's part of it, [M, K], or outside.
+    ``kept`` [M, K] are the supports' indices in this rank's part of the vocabulary, or outside of it.
     """
 
     temperature: float | Tensor
@@ -70,19 +70,19 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, one chunk of tokens at a time.
 
-    The backward pass computes each chunk's logits again, so no more than one chunk's are ever held. Products are in the
-    dtype of ``hidden``, or autocast's; all sums, that of the weight's gradient over the chunks among them, in float32.
+    The backward pass recomputes each chunk's logits, so that only one chunk's are in memory. Products are in the dtype
+    of ``hidden``, or autocast's; sums, including the weight's gradient over the chunks, in float32.
 
     Args:
         hidden: [M, E], the same on all ranks that share the vocabulary.
-        weight: [V, E], the output layer's; a DTensor if it is cut over the vocabulary, as
-            :func:`~rlightning.models.tensor_parallel.parallelize` does.
+        weight: [V, E], the output layer's; a DTensor if split over the vocabulary, as by
+            :func:`~rlightning.models.tensor_parallel.parallelize`.
         targets: [M] int64.
-        temperature: logits are divided by it; one for all, or [M] above 0.
-        softcap: logits are squashed to this size by tanh first (Gemma 2, arXiv:2408.00118, section 2).
+        temperature: divides the logits; one for all, or [M] above 0.
+        softcap: bound on logits, applied first by tanh (Gemma 2, arXiv:2408.00118, section 2).
         needs_entropy_grad: whether the entropies are differentiated.
-        supports: [M, K], the tokens that each distribution is truncated to, filled up with -1; a row of nothing else is
-            of one that is not. None: of none.
+        supports: [M, K], the tokens to which each distribution is truncated, filled up with -1; a row of only -1 is not
+            truncated. None if none is.
 
     Returns:
         [M] log-probabilities and [M] entropies in nats, float32, or float64 for float64 ``hidden``.
@@ -110,7 +110,7 @@ def chunked_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probabilities [M] and entropies [M] of whole distributions, and the logits [M, K] of the supports."""
+    """Log-probabilities [M] and entropies [M] of untruncated distributions, and the logits [M, K] of the supports."""
 
     @staticmethod
     def forward(
@@ -168,21 +168,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _find_places(kept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the supports' logits are, and which of them this rank has; 0 for others: each [C, K]."""
+    """Return the indices of the supports' logits, 0 for other ranks', and which ones this rank has: each [C, K]."""
     is_here = (kept >= 0) & (kept < logits.shape[1])
     return kept.where(is_here, 0).long(), is_here
 
 
 def chunk_tokens(row_bytes: int) -> int:
-    """Return the tokens of a chunk for a row of so many bytes: a power of two, to fill the tiles of a matrix product.
+    """Return the number of tokens in a chunk for rows of this size: a power of two, to fill a matrix product's tiles.
 
-    4,096 for 151,936 bfloat16 logits: their product with the weight then keeps 128 of an H100's 132 processors busy.
+    For example 4,096 for 151,936 bfloat16 logits, with which 128 of an H100's 132 processors are busy.
     """
     return 1 << max(CHUNK_BYTES // row_bytes, 1).bit_length() - 1
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of tokens and their logits [C, V]; all chunks reuse the same memory."""
+    """Yield slices of tokens and their logits [C, V]; all chunks use the same memory."""
     num_tokens = len(hidden)
     size = min(chunk_tokens(len(weight) * hidden.dtype.itemsize), num_tokens)
     memory = hidden.new_empty(size, len(weight))
@@ -202,24 +202,24 @@ def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | N
 def summarize_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the statistics of each token's logits that log-probability and entropy are computed from.
+    """Return statistics of each token's logits, from which log-probability and entropy are computed.
 
     Args:
         logits: [C, V].
-        targets: [C]; those outside of 0 to V - 1 are another rank's.
+        targets: [C]; a target outside of 0 to V - 1 belongs to another rank.
         temperature: one for all, or [C].
         softcap: see :func:`chunked_logprobs`.
 
     Returns:
-        Each [C]: the logarithm of the sum of their exponentials, the target's logit (0 if it is not here), and the
-        entropy of their softmax.
+        Each [C]: the log-sum-exp of the logits, the target's logit (0 if it is another rank's), and the entropy of
+        their softmax.
     """
     normalizer, entropy = normalize(scale_logits(logits, temperature, softcap))
     return normalizer, pick_logits(logits, targets, temperature, softcap), entropy
 
 
 def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return the scaled logit of each target, [C]; 0 if another rank holds it."""
+    """Return the scaled logit of each target, [C]; 0 if it is another rank's."""
     num_logits = logits.shape[-1]
     is_here = (targets >= 0) & (targets < num_logits)
     picked = logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0]
@@ -240,8 +240,8 @@ def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the ranks' statistics of their parts of the vocabulary into those of all logits, each [M].
 
     Args:
-        parts: [G, 3, M], of :func:`summarize_logits`. An entropy is that of which part it will be, and then the
-            part's own.
+        parts: [G, 3, M], from :func:`summarize_logits`. The total entropy is that of the choice of a part, plus the
+            mean of the parts' own entropies.
     """
     if len(parts) == 1:
         normalizer, picked, entropy = parts[0]
@@ -264,8 +264,8 @@ def differentiate_logits(
 ) -> None:
     """Overwrite logits with the gradient of the outputs of :func:`chunked_logprobs` with respect to them.
 
-    With p the softmax of the scaled logits x, that of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
-    ``-p[v] (log p[v] + H)``. Arguments are [C], but for the logits [C, V]; normalizer and entropy are those of all
+    With the softmax p of the scaled logits x, the gradient of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
+    ``-p[v] (log p[v] + H)``. Arguments are [C], except for the logits [C, V]; normalizer and entropy are those over all
     ranks' logits.
     """
     scaled = scale_logits(logits, temperature, softcap)
@@ -303,7 +303,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     elif total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # there is no such product on the CPU: one of bfloat16 is rounded before it is added
+    else:  # not on the CPU, where a product in bfloat16 is rounded before it is added
         total.add_(left @ right)
 
 
@@ -317,7 +317,7 @@ def _of_chunk(temperature: float | Tensor, own: slice) -> float | Tensor:
 
 
 def _gather(found: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather a [3, M] tensor of each of G ranks: [G, 3, M]."""
+    """Gather a [3, M] tensor from each of G ranks: [G, 3, M]."""
     if group is None:
         return found[None]
     parts = found.new_empty(group.size(), *found.shape)
@@ -330,7 +330,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _kernels(logits: Tensor) -> ModuleType:
-    """Return the module whose logit functions to use, by dtype and device: the Triton kernels or this one."""
+    """Return the module with the logit functions for a dtype and device: the Triton kernels or this one."""
     if logits.dtype != torch.float64 and _has_triton(logits.device):
         from rlightning.models import logit_kernels
 

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal language model as a policy."""
+"""Loads a Hugging Face causal language model as a policy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +28,11 @@ from rlightning.models.remote_code import read_config, read_tokenizer
 
 
 def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read a model's configuration, which shows mistakes before the expensive loading of weights.
+    """Read and check a model's configuration, before weights are loaded.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
-        trust_remote_code: whether code that the model brings may run. What is trusted once is known from then on.
+        trust_remote_code: whether the model's own code may run; once trusted, later loads in this process use it.
 
     Raises:
         ConfigError: if there is none, if it needs code that is not trusted, or its architecture cannot be trained.
@@ -66,7 +66,7 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """Read a model's tokenizer; ``trust_remote_code`` as for :func:`load_config`.
 
-    A ConfigError if there is none, or it needs code that is not trusted.
+    Raises a ConfigError if there is none, or it needs code that is not trusted.
     """
     try:
         tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -83,7 +83,7 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def remove_dropout(config: PreTrainedConfig) -> None:
-    """Set all dropout rates to 0, because a policy's log-probabilities must be deterministic."""
+    """Set all dropout rates to 0, since a policy's log-probabilities must be deterministic."""
     text_config = config.get_text_config()
     for name, value in vars(text_config).items():
         if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
@@ -92,18 +92,18 @@ def remove_dropout(config: PreTrainedConfig) -> None:
 
 @contextmanager
 def without_loading_bar() -> Iterator[None]:
-    """Context in which transformers shows no progress bar for loading weights; the hub still shows downloads."""
+    """Context in which transformers shows no progress bar for loading weights; downloads still have one."""
     if not is_progress_bar_enabled():
         yield
         return
     shows_downloads = not are_progress_bars_disabled()
-    disable_progress_bar()  # the hub's too
+    disable_progress_bar()  # disables the hub's progress bars, too
     if shows_downloads:
         enable_progress_bars()
     try:
         yield
     finally:
-        if shows_downloads:  # who wants none of the hub's wants none of these
+        if shows_downloads:  # shown again only if the user shows the hub's
             enable_progress_bar()
 
 
@@ -112,10 +112,10 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
-        dtype: of the parameters; float32 masters by default, whatever the folder holds.
+        dtype: of the parameters, independent of the files' dtype.
 
     Raises:
-        ConfigError: if its weights are not all there, or its architecture cannot attend over packed sequences.
+        ConfigError: if weights are missing, or attention over packed sequences is not supported.
     """
     config = load_config(model)
     remove_dropout(config)
@@ -129,7 +129,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
                 dtype=dtype,
                 attn_implementation=PACKED_ATTENTION,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                ignore_mismatched_sizes=True,  # refused below, with the names of the weights
             )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
@@ -153,8 +153,8 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
     """Store the matrices of a frozen model in autocast's dtype, so that no forward pass has to cast them.
 
-    That gives the same results from half the memory. The matrices are the weights of linear layers and of the token
-    embedding (:func:`narrow_residuals`). Other weights, such as norms and position embeddings, keep their own dtype.
+    The results are the same, with half the memory. The matrices are the weights of linear layers and of the token
+    embedding (:func:`narrow_residuals`). Other weights, such as norms and position embeddings, keep their dtype.
     """
     embedding = policy.get_input_embeddings()
     cast: set[nn.Parameter] = set()
@@ -167,9 +167,9 @@ def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def narrow_residuals(policy: PreTrainedModel) -> None:
-    """Under autocast, keep the residual stream in its dtype, as FSDP's mixed precision and vLLM do.
+    """Under autocast, keep the residual stream in autocast's dtype, as FSDP's mixed precision and vLLM do.
 
-    Without this it has the embeddings' float32, which costs twice the memory and traffic between layers.
+    Otherwise it has the embeddings' float32, with twice the memory and memory traffic between layers.
     """
 
     def cast(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:

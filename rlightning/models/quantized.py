@@ -1,11 +1,11 @@
-"""A frozen base in 8 or 4 bits: linear layers hold torchao's codes and dequantise their matrix for each use.
+"""A frozen base in 8 or 4 bits: linear layers store torchao's codes and dequantise their matrix for each use.
 
-    int8   a code of 8 bits a number, and a scale a row
-    nf4    a code of 4 bits a number, one of 16 values that a normal distribution has, and a scale for every 64 numbers
+    int8   an 8-bit code for each number, and a scale for each row
+    nf4    a 4-bit code for each number, of 16 quantiles of a normal distribution, and a scale for every 64 numbers
            (QLoRA, arXiv:2305.14314)
 
-The matrix is not kept, nor is it for the backward: both compute it. What it is rounded to is what files and engines are
-given, so that an engine that holds it in bfloat16 computes with the same numbers.
+Forward and backward each dequantise the matrix, which is not kept. Files and engines get the dequantised matrix, so
+that an engine in bfloat16 computes with the same numbers.
 """
 
 from types import ModuleType
@@ -22,20 +22,20 @@ from rlightning.parallel.sharding import CodedLinear, base_name
 
 QuantizedBase = Literal["int8", "nf4"]
 NF4_BLOCK = 64
-"""Numbers in a block, which shares one scale."""
+"""Numbers in a block, which have a common scale."""
 NF4_SCALES = 256
-"""Scales that torchao rounds together, if a matrix has so many."""
+"""Scales that torchao quantises together, if a matrix has as many."""
 COMPUTING_BYTES = 8
-"""Maximum bytes for each number of a matrix while it is decoded, the decoded matrix included."""
+"""Maximum bytes for each number of a matrix during dequantisation, including the result."""
 
 
 class QuantizedLinear(CodedLinear):
     """A linear layer whose matrix [out, in] is stored as quantised codes.
 
     Args:
-        codes: int8 [out, in], or uint8 with two codes of 4 bits in each, the first in its upper half.
-        scales: [blocks, 1], of as many numbers each, in the matrix's order.
-        values: [16] that the codes of 4 bits stand for; None: those of 8 bits are numbers.
+        codes: int8 [out, in], or uint8 with two 4-bit codes in each, the first in the upper half.
+        scales: [blocks, 1], one for each block of numbers, in the matrix's order.
+        values: [16] values of the 4-bit codes; None for 8-bit codes, which are the values.
         shape: of the matrix.
         dtype: of the matrix.
         bias: the layer's.
@@ -63,7 +63,7 @@ class QuantizedLinear(CodedLinear):
 
     @property
     def weight(self) -> nn.Parameter:
-        """See :class:`~rlightning.parallel.sharding.CodedLinear`."""
+        """The matrix, dequantised at each access."""
         matrix = dequantize(self.codes, self.scales, self.values, self.in_features, self.dtype)
         return nn.Parameter(matrix, requires_grad=False)
 
@@ -82,7 +82,7 @@ class QuantizedLinear(CodedLinear):
 
 
 class _Product(torch.autograd.Function):
-    """Computes ``x W^T``, and saves the codes for the backward pass instead of W."""
+    """Computes ``x W^T``, and saves the codes rather than W for the backward pass."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class _Product(torch.autograd.Function):
 
 
 def dequantize(codes: Tensor, scales: Tensor, values: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [out, in] of the codes; the arguments are those of :class:`QuantizedLinear`."""
+    """Return the matrix [out, in] of the codes; for the arguments see :class:`QuantizedLinear`."""
     if values is None:
         numbers = codes.to(scales.dtype)
     else:
@@ -112,7 +112,7 @@ def dequantize(codes: Tensor, scales: Tensor, values: Tensor | None, columns: in
 def quantize_layers(policy: PreTrainedModel, names: set[str], kind: QuantizedBase, device: torch.device) -> None:
     """Replace linear layers by :class:`QuantizedLinear`, one at a time; the policy may be on the host.
 
-    They are computed and held on ``device``. ``names`` are those in a model without an adapter.
+    The codes are computed and stored on ``device``. ``names`` are the layers' names in a model without an adapter.
     """
     for name, module in list(policy.named_modules()):
         if type(module) is nn.Linear and base_name(f"{name}.weight").removesuffix(".weight") in names:

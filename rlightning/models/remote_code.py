@@ -1,6 +1,6 @@
 """Models with Python code of their own (``auto_map`` in config.json), which runs only if the user trusts it.
 
-transformers would ask at the terminal in the middle of a run.
+transformers itself would ask at the terminal during a run.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ TRUST = "trust_remote_code"
 
 
 class _TrustsRemoteCode(Protocol):
-    """A module that says whether its model may run Python code of its own."""
+    """A module that declares whether its model's own Python code may run."""
 
     @property
     def trust_remote_code(self) -> bool: ...
@@ -29,7 +29,7 @@ def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     """Read a model's configuration; its own code, once trusted, is used by all later loads in this process.
 
     Raises:
-        ConfigError: it needs code of its own, which is not trusted.
+        ConfigError: the model needs its own code, which is not trusted.
         OSError, ValueError: transformers cannot read it.
     """
     config: PreTrainedConfig = _load(AutoConfig.from_pretrained, model, "config.json", trust_remote_code)
@@ -52,7 +52,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def trusts_remote_code(module: object) -> bool:
-    """Return whether a module allows its model's own code; False if the module does not say."""
+    """Return whether a module allows its model's own code; False if the module has no such attribute."""
     return has(module, _TrustsRemoteCode) and module.trust_remote_code
 
 

@@ -56,8 +56,8 @@ def _longrope_factor(ratio: float, original: int) -> float:
 def _longrope_borders(config: PreTrainedConfig) -> list[int]:
     """Return the length above which transformers switches LongRoPE's frequencies for a whole batch, if any.
 
-    LongRoPE (arXiv:2402.13753) has two sets. transformers chooses by the longest sequence that it is given, and so by
-    what a sequence is packed with; vLLM by the longest that the engine may ever see.
+    LongRoPE (arXiv:2402.13753) has two sets of frequencies. transformers chooses by the longest sequence of a batch, so
+    that a result depends on the other sequences; vLLM chooses by the engine's maximum length.
     """
     ropes = [rope for rope in scaled_ropes(config) if rope["rope_type"] == "longrope"]
     borders = [rope.get("original_max_position_embeddings") for rope in ropes]

@@ -2,8 +2,8 @@
 
     config.json -> modules on the meta device -> tensor parallelism -> fully_shard -> each rank reads its own slices
 
-No rank ever holds the whole model, on the device or on the host. A layer's weights are gathered when it runs and let go
-of afterwards.
+No rank ever has the whole model in device or host memory. A layer's weights are gathered when it runs and freed
+afterwards.
 """
 
 import logging
@@ -48,12 +48,11 @@ def load_sharded_policy(
 ) -> PreTrainedModel:
     """Load a policy as :func:`~rlightning.models.load_policy` does, but each rank reads and holds only its shards.
 
-    All ranks have to call it. The policy's weights are there and on the device; its parameters are DTensors. With an
-    adapter they are frozen, and the adapter's are DTensors too.
+    A collective. The parameters are DTensors on the device. With an adapter they are frozen, and the adapter's
+    parameters are DTensors too.
 
     Raises:
-        ConfigError: if its weights are not all there, or its architecture cannot attend over packed sequences or be
-            split as asked.
+        ConfigError: if weights are missing, or packed attention or the tensor-parallel size is not supported.
     """
     config = load_config(model)
     remove_dropout(config)
@@ -112,7 +111,8 @@ def add_packed_logprobs(policy: PreTrainedModel) -> None:
 def release_without_gradient(policy: nn.Module) -> None:
     """Free gathered weights after a forward pass that no backward pass follows.
 
-    They would be what ``parameters()`` returns, and be used once more after an optimizer step has changed the shards.
+    Otherwise ``parameters()`` would return them, and they would be used again after an optimizer step has changed the
+    shards.
     """
     if not torch.is_grad_enabled():
         for module in policy.modules():
@@ -123,8 +123,8 @@ def release_without_gradient(policy: nn.Module) -> None:
 def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
     """Recompute buffers that no file holds, such as the frequencies of rotary embeddings, on ``device``.
 
-    transformers itself builds every model without memory first, so its classes know how to do this. The policy has
-    memory for its buffers, but nothing in it.
+    transformers' classes can do this, since transformers itself builds models without memory first. The policy's
+    buffers are allocated, but uninitialised.
     """
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -145,7 +145,7 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
     """Fill the policy's allocated parameters and saved buffers from its files; collective.
 
     Raises:
-        ConfigError: on every rank, if its weights are not all there, of other shapes or not finite.
+        ConfigError: on every rank, if weights are missing, have other shapes or are not finite.
     """
     files = find_weights(model)
     check_head(model, policy.config, files)
@@ -168,7 +168,7 @@ def is_converted(policy: PreTrainedModel) -> bool:
 
 
 def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """Read this rank's part of each weight, and nothing else, into place."""
+    """Read only this rank's part of each weight into its tensor."""
     for path in sorted(set(files.values())):
         names = [name for name in targets if files[name] == path]
         try:
@@ -188,8 +188,8 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
 def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
     """Have rank 0 load the whole model with transformers and send each rank its part, weight by weight.
 
-    For weights whose names or shapes in the file are not the module's, which transformers converts as it loads them,
-    and for formats other than safetensors.
+    For files whose names or shapes differ from the module's, which transformers converts while loading, and for formats
+    other than safetensors.
     """
     is_first = dist.get_rank() == 0
     failure: str | None = None

@@ -31,7 +31,7 @@ _VOCABULARY = {"embedding_rowwise"}
 
 
 def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> None:
-    """Refuse a model that cannot be split over ``size`` ranks; the ConfigError names the broken rule."""
+    """Raise a ConfigError that names the violated rule if a model cannot be split over ``size`` ranks."""
     if size == 1:
         return
     plan = read_setting(config, "base_model_tp_plan")
@@ -53,8 +53,8 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
 def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the policy's matrices over ``mesh`` as DTensors; activations between layers stay replicated.
 
-    The policy is on the meta device, checked by :func:`check_tensor_parallel`; the mesh has one dimension, this rank's
-    tensor-parallel group.
+    The policy must be on the meta device, and checked by :func:`check_tensor_parallel`; the mesh has one dimension,
+    this rank's tensor-parallel group.
     """
     parallelize_module(policy.base_model, mesh, plan_styles(policy))
     cut_vocabulary(policy, mesh)
@@ -63,8 +63,8 @@ def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
 def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Give each rank a range of rows of embedding and output layer; the last rank has fewer if they do not divide.
 
-    Outside of log-probabilities, which read a rank's part as it is
-    (:func:`~rlightning.models.output_layer.chunked_logprobs`), the output layer gives all logits, as ever.
+    :func:`~rlightning.models.output_layer.chunked_logprobs` uses a rank's part of the output layer; otherwise the layer
+    returns all logits.
     """
     embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding) and head is not None
@@ -81,7 +81,7 @@ def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
 def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
     """Return the tensor-parallel style of each module to be split, by its name within the base model.
 
-    A ConfigError if the plan leaves something out that is between cut modules.
+    Raises a ConfigError if the plan leaves out a module between split modules.
     """
     plan = policy.config.get_text_config().base_model_tp_plan
     assert plan is not None
@@ -97,10 +97,10 @@ def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
 
 
 def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
-    """Refuse parameters between split layers that the plan leaves out, such as a norm of the heads.
+    """Raise a ConfigError for parameters between split layers that the plan leaves out, such as a norm of the heads.
 
-    Each rank would use all of such a parameter on its part of the activations, and have a part of its gradient.
-    ``planned`` are the names of the modules that are to be cut, within the base model.
+    Each rank would apply the whole parameter to its part of the activations, and compute only a part of its gradient.
+    ``planned`` are the names of the modules to split, within the base model.
     """
     parents = {name.rpartition(".")[0] for name in planned}
     for name, _ in policy.base_model.named_parameters():

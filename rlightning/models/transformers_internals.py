@@ -1,4 +1,4 @@
-"""Private names of transformers, where it has no public ones; tests/test_library_internals.py looks for each."""
+"""Private names of transformers that have no public equivalent; tests/test_library_internals.py checks each."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,12 +15,12 @@ def is_stateful(kind: "type[PreTrainedModel]") -> bool:
 
 
 def supports_sdpa(kind: "type[PreTrainedModel]") -> bool:
-    """Return whether torch's attention computes what a model's does."""
+    """Return whether a model's attention can be computed by torch's scaled_dot_product_attention."""
     return bool(kind._supports_sdpa)
 
 
 def supports_attention_backend(kind: "type[PreTrainedModel]") -> bool:
-    """Return whether a model takes an attention function of another's."""
+    """Return whether a model accepts an external attention function."""
     return bool(kind._supports_attention_backend)
 
 
@@ -30,13 +30,13 @@ def keys_left_out(policy: "PreTrainedModel") -> set[str]:
 
 
 def weight_conversions(policy: "PreTrainedModel") -> Sequence[object] | None:
-    """Return how the weights were changed as they were loaded; None for a model that was not loaded from files."""
+    """Return how the weights were converted while loading; None for a model that was not loaded from files."""
     found: Sequence[object] | None = vars(policy).get("_weight_conversions")
     return found
 
 
 def initialize_buffers_of(policy: "PreTrainedModel", module: nn.Module) -> None:
-    """Compute the buffers of one of a policy's modules anew, and leave its parameters as they are."""
+    """Recompute the buffers of one of a policy's modules, without changing its parameters."""
     for weight in module.parameters(recurse=False):
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
     policy._init_weights(module)

@@ -1,4 +1,4 @@
-"""RLModule, the module that takes the training steps, and the parts that it is built from."""
+"""RLModule, which runs the training steps, and its parts."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ __all__ = ["RLModule"]
 
 
 def __getattr__(name: str) -> object:
-    """Import RLModule on first access, because parts of this package do not need torch and transformers."""
+    """Import RLModule on first access, since parts of this package do not need torch and transformers."""
     if name == "RLModule":
         from rlightning.module.rl_module import RLModule
 

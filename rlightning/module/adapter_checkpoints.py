@@ -1,4 +1,4 @@
-"""Checkpoints of an actor with an adapter: they hold the adapter's weights and a digest of the frozen base."""
+"""Checkpoints of an actor with an adapter: they contain the adapter's weights and a digest of the frozen base."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -22,17 +22,17 @@ def is_base_weight(name: str) -> bool:
 
 
 def without_base(state: Mapping[str, T]) -> dict[str, T]:
-    """Return a module's state dict without the weights of the frozen base, which the model's folder holds."""
+    """Return a module's state dict without the weights of the frozen base, which are in the model's folder."""
     return {name: value for name, value in state.items() if not is_base_weight(name)}
 
 
 def with_base(state: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
-    """Return a checkpoint's state dict with the base weights that the module has loaded added to it."""
+    """Return a checkpoint's state dict with the module's weights of the frozen base added."""
     return {name: value for name, value in own.items() if is_base_weight(name)} | dict(state)
 
 
 def describe_base(lora: LoRA, model: str) -> dict[str, object]:
-    """Return what a checkpoint stores about its adapter and the adapter's base model."""
+    """Return the description of an adapter and its base model that a checkpoint stores."""
     return {
         "rank": lora.rank,
         "scaling": lora.scaling,
@@ -43,7 +43,7 @@ def describe_base(lora: LoRA, model: str) -> dict[str, object]:
 
 
 def check_resumed(saved: Mapping[str, object] | None, lora: LoRA | None, model: str) -> None:
-    """Refuse to resume from a checkpoint of another adapter or base; None stands for a run that trains all weights."""
+    """Raise a ConfigError if a checkpoint has another adapter or base; None stands for a run without an adapter."""
     if saved is None and lora is None:
         return
     if saved is None or lora is None:

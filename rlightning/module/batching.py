@@ -1,16 +1,16 @@
 """Distribute the ranks' trajectories over mini-batches and micro-batches so that each rank has about equal work.
 
-Every rank samples and rewards prompts of its own. Lengths differ, and a rank with more work would let the others wait
-in the update; tensor-parallel neighbours must compute on the same batch. So whole groups move::
+Every rank samples and rewards its own prompts. Lengths differ, and in the update the other ranks would wait for one
+with more work; the ranks of a tensor-parallel group need the same batch. Hence whole groups are exchanged::
 
     rank 0: groups 0 1     ->  data-parallel rank 0 (ranks 0 and 1): groups 0 3
     rank 1: groups 2 3     ->  data-parallel rank 1 (ranks 2 and 3): groups 1 2 ...
 
-Groups are numbered through in the order of ranks, which is the order that one process would have them in: what is made
-from the numbers (minibatches) does not depend on the number of ranks.
+Groups are numbered over all ranks in the order of ranks, the same as in a single process, so that minibatches, which
+depend on the numbers, do not depend on the number of ranks.
 
-A minibatch is what one optimizer step sees, over all ranks: a list of groups. A micro-batch is what one forward pass
-sees: a list of this rank's sequences.
+A minibatch is the data of one optimizer step over all ranks: a list of groups. A micro-batch is the data of one forward
+pass: a list of this rank's sequences.
 """
 
 import heapq
@@ -30,9 +30,9 @@ from rlightning.types.shared_prefixes import Prefixes, find_prefixes
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
 MIN_SHARED = 0.2
-"""Least share of a sequence's tokens that others have too for these tokens to be computed once for all."""
+"""Least share of a sequence's tokens that a shared prefix must have to be computed once for all sequences."""
 MIN_GAIN = 0.95
-"""Maximum time of an update, as a share of its time before, for which groups are moved once more."""
+"""Groups are moved again only if this reduces the time of an update to this share of it, or less."""
 
 
 def balance(
@@ -47,10 +47,10 @@ def balance(
 
     Args:
         batch: this rank's trajectories, on the CPU.
-        costs: of each sequence [N]; its tokens by default.
-        num_minibatches: that the groups are assigned to, each of which is balanced.
-        seed: of the assignment (:func:`assign_minibatches`).
-        tensor_parallel_size: so many neighbouring ranks get the same trajectories.
+        costs: returns the cost of each sequence [N]; by default its number of tokens.
+        num_minibatches: number of minibatches, each of which is balanced.
+        seed: of the assignment to minibatches (:func:`assign_minibatches`).
+        tensor_parallel_size: number of consecutive ranks that get the same trajectories.
 
     Returns:
         This rank's share, on the CPU; its ``group_ids`` are numbers in ``range(groups of all ranks)``, ascending.
@@ -76,7 +76,7 @@ def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, t
     :func:`balance`.
 
     Args:
-        batch: what :func:`balance` gave this rank.
+        batch: this rank's result of :func:`balance`.
         costs: [N], of each sequence.
 
     Returns:
@@ -104,9 +104,9 @@ def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, t
 def reassign_groups(
     costs: Sequence[float], minibatches: Sequence[Sequence[int]], before: Sequence[int], num_ranks: int
 ) -> list[int]:
-    """Return the rank of each group as :func:`assign_groups` does, or the current ranks if moving saves too little.
+    """Return a new rank for each group by :func:`assign_groups`, or the current ranks if moving saves too little.
 
-    Groups that cost nothing stay where they are.
+    Groups without cost stay on their rank.
     """
     assigned = assign_groups(costs, minibatches, num_ranks)
     owner = [new if cost else old for cost, new, old in zip(costs, assigned, before, strict=True)]
@@ -115,7 +115,7 @@ def reassign_groups(
 
 
 def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner: Sequence[int]) -> float:
-    """Return the cost of the busiest rank, for which the others wait, summed over the minibatches."""
+    """Return the cost of the most loaded rank, summed over the minibatches."""
     total = 0.0
     for minibatch in minibatches:
         load: defaultdict[int, float] = defaultdict(float)
@@ -126,7 +126,7 @@ def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner
 
 
 def _move(batch: Batch, owner: Tensor, tensor_parallel_size: int) -> Batch:
-    """Send each trajectory [M] to the ranks of its new data-parallel rank; return those received, in order of group."""
+    """Send each trajectory [M] to the ranks of its new data-parallel rank; return those received, by group."""
     shares_by_rank = {}
     for data_parallel_rank in set(owner.tolist()) if batch.num_trajectories else ():
         share = batch.select((owner == data_parallel_rank).nonzero()[:, 0])
@@ -150,7 +150,7 @@ def _move(batch: Batch, owner: Tensor, tensor_parallel_size: int) -> Batch:
 def assign_minibatches(num_groups: int, num_minibatches: int, seed: int, num_epochs: int = 1) -> list[list[list[int]]]:
     """Assign the groups of all ranks to minibatches at random, with a new assignment for each epoch.
 
-    It follows from the arguments alone, so that all ranks get the same, and so do balance and update.
+    The result depends only on the arguments, so that it is the same on all ranks, and in balance and update.
 
     Returns:
         For each epoch its minibatches, each a list of groups.
@@ -164,11 +164,11 @@ def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Ge
 
     Args:
         num_groups: of all ranks.
-        num_minibatches: at most the number of groups are made.
-        generator: decides which groups go together; equal on all ranks.
+        num_minibatches: number of minibatches; fewer if there are fewer groups.
+        generator: of the random order; in the same state on all ranks.
 
     Returns:
-        Groups in ``range(num_groups)``, a list a minibatch; every group in exactly one.
+        For each minibatch a list of groups in ``range(num_groups)``; every group is in exactly one.
     """
     order = torch.randperm(num_groups, generator=generator).tolist() if num_minibatches > 1 else list(range(num_groups))
     count = min(num_minibatches, num_groups)
@@ -183,13 +183,13 @@ def minibatch_seed(weight_version: int) -> int:
 def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
     """Return a rank for each group: in each minibatch, the most expensive group first, to the rank with the least work.
 
-    Of ranks that are level the one with the least work over all minibatches is taken, so that no rank stays without
-    a group as long as there are enough.
+    Between ranks with equal work in the minibatch, the one with the least work over all minibatches is chosen, so that
+    every rank gets a group if there are enough.
 
     Args:
         costs: [G], of each group.
-        minibatches: groups, a list a minibatch.
-        num_ranks: data-parallel ones.
+        minibatches: a list of groups for each minibatch.
+        num_ranks: number of data-parallel ranks.
 
     Returns:
         [G] ranks.
@@ -207,7 +207,7 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
 
 
 def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
-    """Return the prefixes that sequences of a batch on the CPU share, 0 if below :data:`MIN_SHARED` of a sequence."""
+    """Return the prefixes that sequences of a batch on the CPU share; 0 if below :data:`MIN_SHARED` of a sequence."""
     order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
     return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
 
@@ -215,7 +215,7 @@ def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
 def join_families(
     prefixes: Prefixes, lengths: Sequence[int], max_tokens: int, path_share: float
 ) -> tuple[list[list[int]], list[float]]:
-    """Join sequences whose common prefix is so long that one micro-batch should compute it once.
+    """Group sequences into families with a long common prefix, which one micro-batch computes once.
 
     Args:
         prefixes: of all sequences.
@@ -224,7 +224,7 @@ def join_families(
         path_share: what a shared token takes of the memory of one that is computed, where its key and value are copied.
 
     Returns:
-        Sequences, a list a family, in the order of their first ones; and the tokens that each family takes.
+        For each family a list of sequences, in the order of first sequences; and the effective tokens of each family.
     """
     families: list[list[int]] = []
     tokens: list[float] = []
@@ -246,18 +246,18 @@ def split_microbatches(
 ) -> list[list[int]]:
     """Pack sequences into as few micro-batches as the token limit allows, of about equal cost.
 
-    The longest sequence goes first, each into the cheapest of the micro-batches that have room for it
-    (longest-processing-time rule); one more is opened only when a sequence fits nowhere.
+    Sequences are assigned in order of decreasing length, each to the cheapest micro-batch with room for it
+    (longest-processing-time rule); a new one is opened only if there is no room.
 
     Args:
         lengths: [N], in tokens.
-        max_tokens: no micro-batch holds more, except one of a single longer sequence.
-        costs: [N], of each sequence, which grow with its length; its tokens unless given. Attention makes a long
-            sequence more expensive than several short ones of as many tokens.
-        at_least: make as many, though tokens ask for fewer, as far as there are sequences.
+        max_tokens: of a micro-batch, except one of a single longer sequence.
+        costs: [N], of each sequence, increasing with its length; None for its tokens. Attention makes a long sequence
+            more expensive than several short ones with the same total number of tokens.
+        at_least: least number of micro-batches, if there are as many sequences.
 
     Returns:
-        Sequence indices, a list a micro-batch.
+        For each micro-batch a list of sequence indices.
     """
     costs = lengths if costs is None else costs
     bins: list[list[int]] = [[] for _ in range(max(at_least, math.ceil(sum(lengths) / max_tokens)))]
@@ -274,6 +274,6 @@ def split_microbatches(
         bins[index].append(sequence)
         heapq.heapreplace(cheapest, (cost + costs[sequence], tokens + length, index))
         for one in too_full:
-            if one[1] + shortest <= max_tokens:  # others have room for no sequence any more
+            if one[1] + shortest <= max_tokens:  # the other micro-batches are full
                 heapq.heappush(cheapest, one)
     return [sorted(one) for one in bins if one]

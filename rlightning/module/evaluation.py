@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from rlightning.data import ValidationSet
 
 PASS_REWARD = 1.0
-"""Least unweighted reward of the first reward function with which a completion passes."""
+"""Least unweighted reward of the first reward function for a completion to pass."""
 
 
 class _HasValidationPrompts(Protocol):
-    """A data module that has read the validation sets; a controller's worker does not read them."""
+    """A data module with the validation sets; in a controller's worker they are not read."""
 
     @property
     def validation_prompts(self) -> Sequence[Sequence[Prompt]] | None: ...
 
 
 def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
-    """Metrics of one validation batch, as means over its trajectories and prompts.
+    """Return metrics of one validation batch, as means over its trajectories and prompts.
 
     Args:
-        batch: with rewards; a reward of NaN counts as 0, and as not passed. It may be empty, on a rank without a share
-            of the last prompts: then all values are 0, and weigh nothing.
-        num_samples: trajectories a prompt; a group of fewer, of which some were not sampled, has no pass@k above them.
+        batch: with rewards; a reward of NaN counts as 0, and as not passed. An empty batch, on a rank without a share
+            of the last prompts, gives zeros, which have no weight.
+        num_samples: trajectories of each prompt. A group in which fewer were sampled has no pass@k for larger k.
 
     Returns:
         reward, length (tokens), truncated (share), and pass@k for k = 1, 2, 4, ... up to ``num_samples``.
@@ -64,17 +64,17 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
 
 
 class EvaluationSteps(UpdateModule):
-    """An UpdateModule whose validation and test reward sampled completions, and whose prediction returns them.
+    """An UpdateModule that samples and rewards completions in validation and test, and returns them in prediction.
 
     Attributes:
         count_timeouts: whether trajectories that have run out of time count as sampled.
-        rewarder: of the reward functions.
-        generator: completes prompts; the callback that owns the engine sets it.
-        validation_failures: of the validation that runs, by the set's number.
+        rewarder: calls the reward functions.
+        generator: completes prompts; set by the rollout callback.
+        validation_failures: counts of failed rewards in the current validation, by the set's index.
     """
 
     batch_type: type[RolloutBatch] = RolloutBatch
-    """The class of the batches; a subclass of it has further fields, which travel with the batch."""
+    """The class of the batches; a subclass has additional fields, which are moved with the batch."""
     count_timeouts: bool
     rewarder: RewardRunner
     generator: Generator | None = None
@@ -97,7 +97,7 @@ class EvaluationSteps(UpdateModule):
         self.on_validation_epoch_start()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the number of rollout steps, which is the loggers' x-axis, once for all sets.
+        """Log the number of rollout steps, the loggers' x-axis, once for all sets.
 
         Raises:
             RewardError: the rewards of too large a share of a set failed, over all ranks.
@@ -127,12 +127,12 @@ class EvaluationSteps(UpdateModule):
         raise NotImplementedError
 
     def select_sampled(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return a batch of the trajectories that count as sampled; no others enter the loss, a baseline or a mean."""
+        """Return a batch of the trajectories that count as sampled; the others enter no loss, baseline or mean."""
         counted = [m for m, one in enumerate(batch.trajectories) if self._is_sampled(one)]
         return batch if len(counted) == batch.num_trajectories else batch.select(counted)
 
     def _is_sampled(self, trajectory: Trajectory) -> bool:
-        """Return whether a trajectory ended by itself, at a limit, or, with ``count_timeouts``, by a timeout."""
+        """Return whether a trajectory ended by itself, by a limit on tokens or turns, or, if counted, a timeout."""
         return trajectory.status in ("finished", "truncated", *(("timeout",) if self.count_timeouts else ()))
 
     @property
@@ -140,7 +140,7 @@ class EvaluationSteps(UpdateModule):
         """Return the rollout callback, which samples the completions.
 
         Raises:
-            ConfigError: there is nothing.
+            ConfigError: there is no rollout callback.
         """
         if self.generator is None:
             raise ConfigError(
@@ -167,7 +167,7 @@ class EvaluationSteps(UpdateModule):
         )
 
     def _count_failures(self, chosen: "ValidationSet", dataloader_idx: int) -> FailureCount:
-        """Return the counter of a validation set's failed rewards, which is made on first use."""
+        """Return the counter of a validation set's failed rewards, which is created on first use."""
         data: object = self.trainer.datamodule  # type: ignore[attr-defined]
         sets = data.validation_prompts if has(data, _HasValidationPrompts) else None
         num_samples = len(sets[dataloader_idx]) * chosen.samples_per_prompt if sets else sys.maxsize

@@ -1,7 +1,7 @@
-"""A module's arguments as plain values in a checkpoint, from which ``load_from_checkpoint`` makes the module again.
+"""A module's arguments as plain values in a checkpoint, from which ``load_from_checkpoint`` constructs the module.
 
 A dataclass, such as a :class:`~rlightning.rewards.RewardFunction`, becomes a mapping of ``class_path`` and
-``init_args``, as in YAML; a reward function becomes its dotted path; a secret a reference to the environment.
+``init_args``, as in YAML; a reward function its dotted path; a secret a reference to an environment variable.
 """
 
 import inspect
@@ -56,13 +56,13 @@ def to_plain(arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def make_module(cls: type[Module], values: Mapping[str, object], given: Mapping[str, object], where: str) -> Module:
-    """Make a module from the plain arguments that :func:`to_plain` returned.
+    """Construct a module from the plain arguments that :func:`to_plain` returned.
 
     Args:
         cls: the module's class.
-        values: of a checkpoint, by name.
-        given: arguments in place of these.
-        where: what they are from, for errors.
+        values: arguments in a checkpoint, by name.
+        given: arguments that replace these.
+        where: the checkpoint's name in errors.
 
     Raises:
         ConfigError: an argument is missing, a secret is not in the environment, or a class cannot be found.
@@ -79,7 +79,7 @@ def make_module(cls: type[Module], values: Mapping[str, object], given: Mapping[
 
 
 def _required(cls: type) -> list[str]:
-    """Return the parameters without a default, of a class and of the bases to which it passes its ``**kwargs``."""
+    """Return the required parameters of a class, and of the bases to which it passes its ``**kwargs``."""
     own = _parameters(cls)
     defaults = {name: default for kind in reversed(cls.__mro__) for name, default in _parameters(kind).items()}
     names = [name for name in hints_of(cls) or own if defaults.get(name) is inspect.Parameter.empty]
@@ -87,7 +87,7 @@ def _required(cls: type) -> list[str]:
 
 
 def _parameters(kind: type) -> dict[str, object]:
-    """Return the defaults of the parameters that a class's own ``__init__`` takes by name."""
+    """Return the named parameters of a class's own ``__init__``, with their defaults."""
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]  # type: ignore[misc]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}

@@ -31,14 +31,14 @@ OF_SECTIONS = {
     "engines_idle swap_pause running finished",
     "val": "<set>/reward <set>/pass@<k> <set>/length <set>/truncated <set>/loss",
 }
-"""Names of metrics by section, the part before the first slash; ``<placeholders>`` as in docs/metrics.md."""
+"""Names of metrics by section (the part before the first slash); ``<placeholders>`` as in docs/metrics.md."""
 
 
 def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:
     """Return the names of all metrics that a run can log, before the run starts.
 
     Returns:
-        Names, with a ``<placeholder>`` for numbers and moments; None where a class of the user's may log others.
+        Names, with a ``<placeholder>`` for numbers and moments; None if a user's class may log others.
     """
     data: object = trainer.datamodule  # type: ignore[attr-defined]
     sources = [module, data, *callbacks_of(trainer)]

@@ -1,4 +1,4 @@
-"""Metrics of a training step, reduced over micro-batches and ranks. docs/metrics.md says what each of them means."""
+"""Metrics of a training step, reduced over micro-batches and ranks. docs/metrics.md explains them."""
 
 from collections.abc import Callable, Mapping
 from math import comb
@@ -26,7 +26,7 @@ class RunningMeans:
 
     @torch.no_grad()
     def add(self, values: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
-        """Add values, each [T] or [M], by metric name; only those that ``mask`` selects, if it is given."""
+        """Add values, each [T] or [M], by metric name; only those that ``mask`` selects, if given."""
         for name, value in values.items():
             chosen = value.double() if mask is None else torch.where(mask, value.double(), 0)
             count = chosen.new_full((), value.numel()) if mask is None else mask.sum()
@@ -65,10 +65,10 @@ def rollout_metrics(
     """Return a rollout's metrics of rewards, signal, lengths and branches; a NaN reward is one that failed.
 
     Args:
-        batch: with rewards, before failed or signal-less ones were taken out.
-        all_sum: over the ranks, each of which has trajectories of its own.
-        all_max: over the ranks.
-        compared: [M] rewards by which a group has a signal; None: ``batch.rewards``.
+        batch: with all rewards, including those that failed or give no signal.
+        all_sum: sums over the ranks, each of which has its own trajectories.
+        all_max: takes the maximum over the ranks.
+        compared: [M] rewards that decide whether a group has a signal; None for ``batch.rewards``.
     """
     assert batch.rewards is not None
     compared = batch.rewards if compared is None else compared
@@ -101,8 +101,8 @@ def _groups_without_signal(batch: RolloutBatch, rewards: Tensor) -> Tensor:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k: the chance that one of ``k`` samples passes, if ``c`` of ``n`` passed.
+    """Return the unbiased estimate of pass@k, the probability that at least one of ``k`` samples passes.
 
-    ``1 - C(n-c, k) / C(n, k)`` (arXiv:2107.03374, eq. 1).
+    ``1 - C(n-c, k) / C(n, k)`` if ``c`` of ``n`` samples passed (arXiv:2107.03374, eq. 1).
     """
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)

@@ -1,8 +1,8 @@
-"""Lightning's callbacks that follow a metric, for modules that step their optimizer themselves.
+"""Lightning's callbacks that monitor a metric, for modules with manual optimization.
 
-Under manual optimization Lightning's ``ModelCheckpoint`` ignores ``train_time_interval``, and chooses by the value that
-the validation before has left. :func:`adapt_monitoring` gives such callbacks the classes here, in place: what a user
-holds stays the same object. A metric counts only in the step that logged it.
+With manual optimization Lightning's ``ModelCheckpoint`` ignores ``train_time_interval``, and uses the metric's value of
+an earlier validation. :func:`adapt_monitoring` changes the class of such callback objects to those of this module,
+which use a metric only in the step that logged it.
 """
 
 import logging
@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 
 class _StandsForModule(Protocol):
-    """A controller's module, which replaces the module that the user configured."""
+    """A controller's module, which stands in for the module that the user configured."""
 
     @property
     def configured(self) -> object: ...
 
 
 def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
-    """Give each ``ModelCheckpoint`` and ``EarlyStopping`` its class of this module; what a user overrode stays."""
+    """Change the class of each ``ModelCheckpoint`` and ``EarlyStopping`` to this module's; a user's overrides stay."""
     for callback in callbacks:
         for base, own in ((ModelCheckpoint, StepCheckpoint), (EarlyStopping, StepEarlyStopping)):
             kind = type(callback)
@@ -60,7 +60,7 @@ def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
 
 
 def check_monitors(trainer: Trainer, module: "EvaluationSteps") -> None:
-    """Refuse a metric that the run cannot log, where all that logs is known: before an engine starts."""
+    """Raise a ConfigError for a monitored metric that the run cannot log, if all metrics are known in advance."""
     names = find_names(trainer, module)
     if names is None:
         return
@@ -73,13 +73,13 @@ def check_monitors(trainer: Trainer, module: "EvaluationSteps") -> None:
 
 
 def has_validation(trainer: Trainer) -> bool:
-    """Whether this fit validates at all."""
+    """Whether this fit runs validations."""
     batches = trainer.num_val_batches
     return bool(trainer.enable_validation) and sum(batches if isinstance(batches, list) else [batches]) > 0
 
 
 class _Monitor:
-    """Knows of a metric whether this step has logged it, and whether any step does."""
+    """Tracks whether the current step has logged the monitored metric, and whether any step does."""
 
     monitor: Any  # a name, or None: Lightning's two classes differ
     _validated_step = -1
@@ -87,11 +87,11 @@ class _Monitor:
     _is_known = False
 
     def _generate_state_key(self, **kwargs: object) -> str:
-        """Keep the name under which Lightning's checkpoints hold the state of the class that the user listed."""
+        """Return the key of the state in Lightning's checkpoints, as for the class that the user listed."""
         return f"{_name_of(self)}{kwargs!r}"
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Refuse a metric that a whole step, with all of its callbacks, has not logged."""
+        """Raise a ConfigError for a metric that a whole step, with all of its callbacks, has not logged."""
         if self._has_trained and not self._is_known:
             self._check_name(trainer, pl_module)
 
@@ -113,7 +113,7 @@ class _Monitor:
             self._validated_step = trainer.global_step
 
     def _is_logged(self, trainer: Trainer) -> bool:
-        """Whether the metric, if there is one, is of this step."""
+        """Whether the monitored metric, if there is one, was logged in this step."""
         if self.monitor in (None, "epoch", "step"):
             return True
         if self._validated_step == trainer.global_step:
@@ -122,7 +122,7 @@ class _Monitor:
 
 
 def _name_of(callback: object) -> str:
-    """The class that the user listed."""
+    """The name of the class that the user listed."""
     kind = type(callback)
     return kind.__qualname__ if kind.__module__ != __name__ else kind.__mro__[2].__qualname__
 
@@ -132,13 +132,13 @@ def _unknown(callback: object, monitor: str, metrics: Iterable[str]) -> str:
 
 
 def _training_metrics(trainer: Trainer) -> set[str]:
-    """Names of what this epoch's training steps log."""
+    """Names of the metrics that this epoch's training steps log."""
     names = {metric.meta.name for _, metric in epoch_results(trainer).valid_items()}
     return {f"{name}{fork}" for name in names for fork in ("", "_step", "_epoch")}
 
 
 def logs_at_epoch_end(trainer: Trainer, module: object) -> bool:
-    """Whether code of the user's may log a metric at an epoch's end for the first time."""
+    """Whether a user's code may log a metric for the first time at an epoch's end."""
     configured = module.configured if has(module, _StandsForModule) else module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     own = [type(c) for c in callbacks if not type(c).__module__.startswith(("lightning.", "rlightning."))]
@@ -148,30 +148,29 @@ def logs_at_epoch_end(trainer: Trainer, module: object) -> bool:
 
 
 class StepCheckpoint(_Monitor, ModelCheckpoint):
-    """A ``ModelCheckpoint`` that saves by steps or time, with a metric of that step, and always the last state.
+    """A ``ModelCheckpoint`` that saves by steps or time, with a metric of that step, and always saves the last state.
 
-    A save that is due in a step without the monitored metric is made at the next validation. The last state is saved
-    at the end of the run and before SIGTERM or Ctrl-C ends it, unless ``save_top_k=0`` without ``save_last`` forbids
-    all saves.
+    If a save is due in a step without the monitored metric, it happens at the next validation. The last state is saved
+    at the end of the run and before SIGTERM or Ctrl-C ends it, except with ``save_top_k=0`` and without ``save_last``.
     """
 
     _is_due = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the time from here; what this run goes on from is saved already."""
+        """Start the time interval; the state from which this run continues is already saved."""
         super().on_train_start(trainer, pl_module)
         self._last_global_step_saved = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Save after each n-th step, or once the time is over."""
+        """Save after every n-th step, or when the time interval is over."""
         self._has_trained = True
         self._is_due |= self._is_triggered(trainer)
         self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after a validation, where not at the epoch's end, and what has waited for it."""
+        """Save after a validation, except at an epoch's end, including a save that waited for the metric."""
         self._note_validation(trainer)
         if not is_nothing_to_save(self, trainer) and not self._should_save_on_train_epoch_end(trainer):
             self._is_due |= self._is_epoch_due(trainer)
@@ -199,7 +198,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         super().on_exception(trainer, pl_module, exception)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the best checkpoints, as many of them as ``save_top_k`` says now."""
+        """Restore the best checkpoints, at most ``save_top_k`` of them."""
         super().load_state_dict(state_dict)
         if self.monitor is not None and 0 < self.save_top_k <= len(self.best_k_models):
             best_first = sorted(
@@ -268,7 +267,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
             self.save_last = chosen
 
     def _keeps_last_state(self, trainer: Trainer) -> bool:
-        """Whether the last state is for this callback to save: by its own arguments, or as no other one does."""
+        """Whether this callback saves the last state: its arguments ask for it, or no other callback saves it."""
         if self._saves_all_ends:
             return True
         others = [c for c in trainer.checkpoint_callbacks if isinstance(c, StepCheckpoint) and c is not self]
@@ -286,7 +285,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Called when a step has logged its metrics."""
+        """Check the metric after a step that has logged it."""
         self._has_trained = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -295,13 +294,13 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
         super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the metric at an epoch's end, also where no validation will."""
+        """Check the metric at an epoch's end, even if no validation follows."""
         if not is_checked_at_epoch_end(self, trainer) and not has_validation(trainer):
             self._run_early_stopping_check(trainer)
         super().on_train_epoch_end(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting, up to this run's ``patience``."""
+        """Restore the count, limited to this run's ``patience``."""
         patience = self.patience
         super().load_state_dict(state_dict)
         self.patience = patience

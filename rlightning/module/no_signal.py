@@ -1,4 +1,4 @@
-"""Steps without a learning signal in any completion: the update may be skipped, and too many in a row end the run."""
+"""Counts consecutive steps in which no completion gives a learning signal; too many end the run."""
 
 import logging
 
@@ -11,10 +11,10 @@ class StepsWithoutSignal:
     """Counts consecutive steps without a learning signal.
 
     Args:
-        limit: so many in a row end the run.
+        limit: number of consecutive steps that ends the run.
 
     Attributes:
-        number: in a row, up to the last step.
+        number: of consecutive steps so far.
     """
 
     def __init__(self, limit: int) -> None:
@@ -29,12 +29,12 @@ class StepsWithoutSignal:
 
         Args:
             step: counted from 1.
-            num_sampled: completions of it, refills included, over all ranks.
-            num_kept: of these, those that can be learned from.
-            is_told: whether this rank says that the step is skipped.
+            num_sampled: number of its completions, with refills, over all ranks.
+            num_kept: number of completions with a learning signal.
+            is_told: whether this rank logs that the step is skipped.
 
         Raises:
-            ConfigError: it is one too many.
+            ConfigError: the limit is reached.
         """
         self.number = 0 if num_kept else self.number + 1
         line = (

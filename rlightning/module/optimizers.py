@@ -32,7 +32,7 @@ SCHEDULE_KEYS = tuple(field.name for field in fields(LRSchedulerConfig))
 
 
 def checked(configure_optimizers: Callable[..., object]) -> Callable[..., object]:
-    """Wrap ``configure_optimizers`` so that its return value is checked: Lightning would fail with a KeyError, or
+    """Wrap ``configure_optimizers`` so that its return value is checked: Lightning would raise a KeyError, or fail
     later.
     """
 
@@ -90,7 +90,7 @@ def _check_keys(entry: Mapping[str, object], known: Sequence[str], required: str
 
 
 def _without_nones(found: object) -> object:
-    """Return the value without schedules that are None, which Lightning would treat as schedules."""
+    """Return the value without schedules that are None, which Lightning would try to use."""
     if isinstance(found, dict):
         return {key: value for key, value in found.items() if key != "lr_scheduler" or value is not None}
     if type(found) is list:
@@ -101,12 +101,12 @@ def _without_nones(found: object) -> object:
 def prepare_optimizers(
     network: nn.Module, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, max_steps: int = -1
 ) -> None:
-    """Refuse optimizers that the module cannot step by hand, and schedule the parameter groups added since.
+    """Check that the module can step the optimizers, and apply the schedules to parameter groups that were added later.
 
     Raises:
-        ConfigError: for an optimizer that needs a closure or sparse gradients, a schedule that needs a metric, that
-            ends before the run or has no frequency, a parameter in two optimizers, and optimizers without any
-            parameter of ``network``.
+        ConfigError: for an optimizer that needs a closure or sparse gradients, a schedule that needs a metric, ends
+            before the run or has no frequency, a parameter in two optimizers, and optimizers without a parameter of
+            ``network``.
     """
     for optimizer in optimizers:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -168,9 +168,9 @@ def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> No
 
 
 def drop_untrained(network: nn.Module, optimizers: Sequence[LightningOptimizer], named: set[str]) -> None:
-    """Delete gradients that no optimizer uses: they would accumulate over steps and count in the gradient norm.
+    """Delete gradients that no optimizer uses, which would accumulate over steps and count in the gradient norm.
 
-    A warning names their parameters, but for those that are in ``named``, which gets them.
+    A warning names their parameters, except those in ``named``, to which they are added.
     """
     held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     left = {p for p in network.parameters() if p.grad is not None and p not in held}
@@ -189,7 +189,7 @@ def drop_untrained(network: nn.Module, optimizers: Sequence[LightningOptimizer],
 
 
 def wrapped_optimizers(module: LightningModule) -> list[LightningOptimizer]:
-    """Return ``module.optimizers()`` as a list: Lightning returns a single one bare."""
+    """Return ``module.optimizers()`` as a list; Lightning does not wrap a single one in a list."""
     found = module.optimizers()
     return found if isinstance(found, list) else [found]
 
@@ -197,8 +197,8 @@ def wrapped_optimizers(module: LightningModule) -> list[LightningOptimizer]:
 def step_optimizers(wrapped: Sequence[LightningOptimizer], *, is_last: bool) -> None:
     """Step all optimizers, and clear the gradients.
 
-    Lightning counts the steps of its own wrappers. The first one, the actor's, steps with the rollout's last step, so
-    that ``max_steps`` counts rollouts.
+    Lightning counts the steps of its wrappers. The first one, the actor's, is stepped only in the rollout's last
+    optimizer step, so that ``max_steps`` counts rollouts.
     """
     for number, optimizer in enumerate(wrapped):
         (optimizer if is_last and number == 0 else optimizer.optimizer).step()
@@ -206,7 +206,7 @@ def step_optimizers(wrapped: Sequence[LightningOptimizer], *, is_last: bool) -> 
 
 
 def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) -> None:
-    """Step each schedule after every rollout, or after each n-th if its ``frequency`` is n."""
+    """Step each schedule after every rollout, or after every n-th if its ``frequency`` is n."""
     for config in schedules:
         if num_rollouts % config.frequency == 0:
             config.scheduler.step()  # type: ignore[call-arg]  # one by a metric has been refused
@@ -216,9 +216,9 @@ def learning_rates(optimizers: Sequence[LightningOptimizer]) -> dict[str, float]
     """Return the optimizers' learning rates by metric name.
 
     Returns:
-        ``optim/lr``, that of the first group; where there are several optimizers, groups with a ``name`` or different
-        rates, also each group's, as ``optim/lr/<name>``, by default its number over all optimizers,
-        which also follows a name that groups of different rates have.
+        ``optim/lr``, the rate of the first parameter group. With several optimizers, named groups or different rates
+        also ``optim/lr/<name>`` for each group. The name defaults to the group's number over all optimizers, and the
+        number is appended if groups of the same name have different rates.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     named = [(str(group.get("name", number)), float(group["lr"])) for number, group in enumerate(groups)]

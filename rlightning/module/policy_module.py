@@ -1,4 +1,4 @@
-"""PolicyModule: a Lightning module that holds a Hugging Face language model, its optimizer and its weights."""
+"""PolicyModule: a Lightning module with a Hugging Face language model, its optimizer and the export of its weights."""
 
 import logging
 import os
@@ -63,38 +63,38 @@ from rlightning.types.shared_prefixes import Prefixes, share_prefixes
 log = logging.getLogger(__name__)
 
 OPTIMIZER_KEYS = tuple(field.name for field in fields(AdamWSettings))
-"""The arguments of a module that say how its actor is trained."""
+"""The arguments of a module that configure the actor's optimizer."""
 
 
 class PolicyModule(Ranks, SavedModule):
     """Loads and optimizes the actor, exports its weights, and computes its log-probabilities.
 
-    The configuration and the tokenizer are read at once, which is cheap and shows mistakes; the weights are loaded in
+    The configuration and the tokenizer are read at once, which finds mistakes early; the weights are loaded in
     :meth:`configure_model`, when Lightning has set up its devices.
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
         lr: AdamW's learning rate.
-        weight_decay: AdamW's; norms and biases do not decay.
-        betas: AdamW's.
+        weight_decay: AdamW's weight decay, which excludes norms and biases.
+        betas: AdamW's betas.
         warmup_steps: rollout steps over which the learning rate rises from 0.
-        lr_schedule: what it does afterwards, down to 0 at ``max_steps``.
-        max_grad_norm: gradients are scaled down to this global norm.
-        optimizer_states: how AdamW's moments are kept between steps: 8, 4 or 2 bytes a parameter (docs/optimizer.md).
-        gradient_checkpointing: compute activations twice, for memory: in all layers, in none, or in as few as leave
-            room for a micro-batch ("auto"; none where that is not known, as on the CPU).
-        compile: whether layers are compiled by torch.compile, which takes a while at the first step; None is on CUDA.
-        share_prefixes: compute tokens that sequences of a micro-batch begin with alike once, where those are a fifth of
-            its tokens or more, see docs/performance.md. Results are the same up to rounding. Off by default, as its
-            speed on GPUs has not been measured yet.
-        adapter: train low-rank additions (LoRA) in place of the weights, see :class:`~rlightning.models.Adapter` and
+        lr_schedule: the schedule after the warm-up; except for "constant" it falls to 0 at ``max_steps``.
+        max_grad_norm: global norm to which gradients are clipped.
+        optimizer_states: format of AdamW's moments between steps: 8, 4 or 2 bytes a parameter (docs/optimizer.md).
+        gradient_checkpointing: recompute activations in the backward pass, in all layers or in none; "auto" for the
+            fewest layers that leave room for a micro-batch (none if that is unknown, as on the CPU).
+        compile: whether layers are compiled by torch.compile, which makes the first step slow; None for only on CUDA.
+        share_prefixes: compute a common prefix of a micro-batch's sequences once, if it is at least a fifth of the
+            tokens, see docs/performance.md. Results are the same up to rounding. Off by default, since its speed on
+            GPUs has not been measured yet.
+        adapter: train a low-rank adapter (LoRA) in place of the weights, see :class:`~rlightning.models.Adapter` and
             docs/adapters.md; needs the package peft.
-        trust_remote_code: whether Python code that a model brings (``auto_map`` in its config.json) may run, in the
-            trainer and in the engine. A model that needs such code is refused otherwise.
+        trust_remote_code: whether a model's own Python code (``auto_map`` in its config.json) may run, in trainer and
+            engine. Otherwise a model that needs such code is refused.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Wrap a subclass's ``configure_optimizers`` so that its return value is checked."""
+        """Wrap a subclass's ``configure_optimizers``, to check its return value."""
         super().__init_subclass__(**kwargs)
         if METHOD in vars(cls):
             setattr(cls, METHOD, checked(vars(cls)[METHOD]))
@@ -121,7 +121,7 @@ class PolicyModule(Ranks, SavedModule):
         self.lr, self.weight_decay, self.betas = to_python((lr, weight_decay, betas))
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
         self.optimizer_states: OptimizerStates = optimizer_states
-        self.actor_optimizer()  # which refuses what cannot be meant
+        self.actor_optimizer()  # raises if the optimizer's settings contradict each other
         self.automatic_optimization = False
         self.model_path = model = os.path.expanduser(model)
         check_export(model)
@@ -142,7 +142,7 @@ class PolicyModule(Ranks, SavedModule):
     def configure_roles(self) -> dict[str, ModelRole]:
         """Return the run's models by role name; an override extends the result of ``super()``.
 
-        The trained ones become attributes of the module, each by its role's name.
+        Each trained network becomes an attribute of the module, under its role's name.
         """
         return {ACTOR: ModelRole(load=self.load_actor, optimizer=self.actor_optimizer(), config=self.model_config)}
 
@@ -151,7 +151,7 @@ class PolicyModule(Ranks, SavedModule):
         return AdamWSettings(**{name: vars(self)[name] for name in OPTIMIZER_KEYS})
 
     def configure_model(self) -> None:
-        """Load the networks of all roles. Lightning calls this again in a second ``fit`` or ``validate``."""
+        """Load the networks of all roles that are not loaded. Lightning calls this in every ``fit`` and so on."""
         loaded = {name: role.network for name, role in self.roles.items()}
         self.roles = self.configure_roles()
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
@@ -180,9 +180,9 @@ class PolicyModule(Ranks, SavedModule):
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
-            is_trained: whether its parameters are masters, which steps are added to. Others are held in the dtype that
-                they are computed with.
-            adapter: what is trained of a model that is not.
+            is_trained: whether its parameters are trained and kept in the optimizer's dtype; otherwise they are kept in
+                the dtype of the forward pass.
+            adapter: adapter that is trained on a frozen model.
         """
         if model == self.model_path and self._is_folder and not Path(model).is_dir():
             raise ConfigError(f"model='{model}' is gone: it was a folder when the run began. Put it back.")
@@ -239,39 +239,39 @@ class PolicyModule(Ranks, SavedModule):
         return count
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW and a schedule for each trained role; an override may return any form of Lightning's."""
+        """Return AdamW and a schedule for each trained role; an override may return any form that Lightning accepts."""
         return make_optimizers(self, self.roles, self.trainer)
 
     @property
     def has_usual_optimizers(self) -> bool:
-        """Whether ``configure_optimizers`` is this package's own, so that its result needs no check."""
+        """Whether ``configure_optimizers`` is not overridden, so that its result needs no check."""
         return type(self).configure_optimizers.__module__.partition(".")[0] == "rlightning"
 
     def on_fit_start(self) -> None:
-        """Refuse optimizers and schedules that this module cannot step by hand."""
+        """Raise a ConfigError for optimizers and schedules that this module cannot step."""
         prepare_optimizers(
             self, self.trainer.optimizers, self.trainer.lr_scheduler_configs, max_steps=self.trainer.max_steps
         )
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
-        """Refuse to save weights that are not finite."""
+        """Raise an error instead of saving weights that are not finite."""
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
         if self.adapter is not None:
             checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, self.model_path)
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Refuse a checkpoint whose adapter is of another kind or another base model."""
+        """Raise a ConfigError for a checkpoint with another kind of adapter or another base model."""
         adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
         super().on_load_checkpoint(checkpoint)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's state, without the frozen base of an adapter, which the model's folder holds."""
+        """Return the module's state, without the frozen base of an adapter, which is in the model's folder."""
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         return state if self.adapter is None else adapter_checkpoints.without_base(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state, which lacks an adapter's base; if strict, other names or shapes are a ConfigError."""
+        """Load a state, which lacks an adapter's base; if strict, other names or shapes raise a ConfigError."""
         own = super().state_dict()
         if self.adapter is not None:
             state_dict = adapter_checkpoints.with_base(state_dict, own)
@@ -281,7 +281,7 @@ class PolicyModule(Ranks, SavedModule):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The configuration in force by key, as far as known: the optimizers' settings and the config files' keys."""
+        """The configuration by key, as far as known: the optimizers' settings and the keys of config files."""
         values = {f"model.{name}": vars(self)[name] for name in OPTIMIZER_KEYS}
         values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}
         return values | super().settings
@@ -298,18 +298,18 @@ class PolicyModule(Ranks, SavedModule):
         return size
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that engines are sent: the actor's parameters and saved buffers, by Hugging Face names.
+        """Yield the weights for engines: the actor's parameters and saved buffers, by Hugging Face names.
 
-        With an adapter they are those of base and adapter together; all ranks call it.
+        An adapter is merged into its base; a collective.
         """
         yield from named_weights(self.loaded_actor) if self.adapter is None else merged_weights(self.loaded_actor)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapter's weights under the names that PEFT's files use."""
+        """Yield the adapter's weights by their names in PEFT's files."""
         yield from adapter_parameters(self.loaded_actor)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the frozen weights that the adapter is added to, under the names of :meth:`named_weights`."""
+        """Yield the frozen weights that the adapter is added to, by the names of :meth:`named_weights`."""
         yield from named_weights(self.loaded_actor)
 
     def adapter_off(self) -> AbstractContextManager[None]:
@@ -317,20 +317,20 @@ class PolicyModule(Ranks, SavedModule):
         return adapter_off(self.loaded_actor)
 
     def perturbed_adapter(self) -> AbstractContextManager[None]:
-        """Context with changed adapter values, by which a check detects an engine without the adapter; collective."""
+        """Context with changed adapter values, by which a check detects an engine without the adapter; a collective."""
         return perturbed_adapter(self.loaded_actor)
 
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the original weights.
 
-        An adapter is added to its base's weights. What the folder holds is replaced once the new one is whole.
+        An adapter is merged into its base. An existing folder is replaced when the new one is complete.
         """
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
     def save_adapter(self, path: str | Path) -> None:
         """Write the adapter and the tokenizer as a folder that PEFT, vLLM and ``model.adapter.path`` can load.
 
-        What the folder holds is replaced once the new one is whole.
+        An existing folder is replaced when the new one is complete.
         """
         assert self.adapter is not None, "there is no adapter"
         save_adapter(self.loaded_actor, self.adapter, self.model_path, self.tokenizer, Path(path))
@@ -341,7 +341,7 @@ class PolicyModule(Ranks, SavedModule):
 
         Args:
             batch: on the CPU.
-            dtype: the engine's. The actor computes in it if it is of half precision, else in the run's own.
+            dtype: the engine's. The actor computes in it if it is bfloat16 or float16, else in the run's own dtype.
 
         Returns:
             [T] float32, on the actor's device; 0 where not sampled.
@@ -367,7 +367,7 @@ class PolicyModule(Ranks, SavedModule):
         Args:
             batch: on the CPU.
             model: the actor, or a reference.
-            temperature: logits are divided by it, but for prompts with a temperature of their own.
+            temperature: divides the logits; replaced by a prompt's own temperature, if it has one.
             max_tokens: of one micro-batch.
 
         Returns:
@@ -388,7 +388,7 @@ class PolicyModule(Ranks, SavedModule):
         return result
 
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """Return the given sequences on this rank's device; a padding batch with no loss if none are given.
+        """Return the given sequences on this rank's device; a padding batch without loss if none are given.
 
         What they share is computed once, if that is asked for and enough to pay for more calls of attention's kernel.
         """
@@ -404,7 +404,8 @@ class PolicyModule(Ranks, SavedModule):
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
         """Split a batch into micro-batches of about equal cost; sequences with a long common prefix stay together.
 
-        On every rank equally many, the last of which may be empty: a sharded model gathers its weights in each pass.
+        Their number is the same on every rank, since a sharded model gathers its weights in each pass; some may be
+        empty.
         """
         prefixes, lengths = self.long_prefixes(batch), batch.lengths.tolist()
         families, tokens = join_families(prefixes, lengths, max_tokens, path_share(self.model_config))
@@ -422,7 +423,7 @@ class PolicyModule(Ranks, SavedModule):
     def costs(self, batch: RolloutBatch) -> Tensor:
         """Return the floating point operations of forward and backward over each sequence: [N].
 
-        A long prefix that it shares with another sequence counts for one of them.
+        A long prefix that several sequences share counts for one of them.
         """
         return self._flops(batch, self.long_prefixes(batch))
 
@@ -437,11 +438,11 @@ class PolicyModule(Ranks, SavedModule):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether shared prefixes are computed once: the user asked for it, and the model supports it."""
+        """Whether shared prefixes are computed once: ``share_prefixes`` is set, and the model supports it."""
         return self.share_prefixes and can_share_prefixes(self.model_config, self.device.type)
 
     @property
     def loaded_actor(self) -> PreTrainedModel:
-        """The actor's network, which exists after :meth:`configure_model`."""
+        """The actor's network; available after :meth:`configure_model`."""
         assert self.actor is not None, "configure_model() loads the actor"
         return self.actor

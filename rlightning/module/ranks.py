@@ -16,18 +16,18 @@ class Ranks(LightningModule):
 
     @property
     def tensor_parallel_size(self) -> int:
-        """The number of neighbouring ranks that split each layer of the actor and compute on the same batch."""
+        """The number of consecutive ranks that split each layer of the actor and compute on the same batch."""
         strategy = None if self._trainer is None else self.trainer.strategy
         return strategy.tensor_parallel_size if has(strategy, HasTensorParallelSize) else 1
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's index among its tensor-parallel neighbours."""
+        """This rank's index in its tensor-parallel group."""
         return global_rank() % self.tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of shares that an update is split into."""
+        """The number of parts into which an update's data is split."""
         return world_size() // self.tensor_parallel_size
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -44,14 +44,14 @@ class Ranks(LightningModule):
         return all_reduce(tensor, "max")
 
     def local_gradients(self) -> AbstractContextManager[None]:
-        """Context in which a backward pass accumulates gradients on this rank, without averaging where it can wait.
+        """Context in which backward passes postpone the averaging of gradients over ranks.
 
-        For all micro-batches of an optimizer step but the last.
+        For all micro-batches of an optimizer step except the last.
         """
         strategy = self.trainer.strategy
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     def average_gradients(self) -> None:
-        """Average over the ranks the gradients that the strategy does not: of parameters outside sharded models."""
+        """Average over the ranks the gradients that the strategy leaves out: those outside sharded models."""
         if isinstance(self.trainer.strategy, FSDP):
             self.trainer.strategy.average_gradients()

@@ -1,4 +1,4 @@
-"""Checks of the tensors that overridden methods return: a wrong shape would fail, or broadcast unnoticed, later."""
+"""Checks tensors that overridden methods return: a wrong shape would fail later, or broadcast unnoticed."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ def returned_tensor(values: object, length: int, method: str, unit: str) -> Tens
     """Return a method's values, one for each ``unit``, as a tensor [length]; integers are converted to floats.
 
     Raises:
-        ConfigError: they are no numbers, or not as many.
+        ConfigError: they are not numbers, or their number differs from ``length``.
     """
     try:
         tensor = torch.as_tensor(values)
@@ -27,10 +27,10 @@ def returned_tensor(values: object, length: int, method: str, unit: str) -> Tens
 
 
 def returned_loss(values: object, num_tokens: int, term: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the result of a loss term, checked: [T] losses, and [T] values by name for the metrics.
+    """Check and return the result of a loss term: [T] losses, and [T] values by name for the metrics.
 
     Raises:
-        ConfigError: it is no such pair.
+        ConfigError: it has another type or shape.
     """
     if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], dict)):
         raise ConfigError(

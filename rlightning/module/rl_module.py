@@ -1,4 +1,4 @@
-"""RLModule: holds the actor and runs a training step, from prompts to updated weights."""
+"""RLModule: a training step of the actor, from prompts to updated weights."""
 
 import logging
 import math
@@ -49,35 +49,36 @@ class RLModule(EvaluationSteps):
 
     One :meth:`training_step` is one rollout step: the engine completes prompts, the completions are rewarded and turned
     into advantages, and the actor is updated on them. A new algorithm overrides :meth:`compute_rewards`,
-    :meth:`compute_advantages` or :meth:`policy_loss`. Letters in shapes: ``T`` tokens, ``N`` sequences,
-    ``M`` trajectories (see :class:`~rlightning.types.RolloutBatch`).
+    :meth:`compute_advantages` or :meth:`policy_loss`. Letters in shapes: ``T`` tokens, ``N`` sequences, ``M``
+    trajectories (see :class:`~rlightning.types.RolloutBatch`).
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
-        rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`; one
-            of them needs no list.
-        turn_discount: give each turn of the policy a credit of its own: its reward and, discounted by this for each
-            turn between, those of the turns after it. None: all that a trajectory sampled has one, its reward.
-        mask_truncated: leave the tokens of trajectories that a limit has cut out of the loss (DAPO's overlong
-            filtering, arXiv:2503.14476, section 3.4); their rewards count in baselines all the same.
-        count_timeouts: train on trajectories that have run out of time, with the reward that the environment gives
-            them, or 0. Otherwise they count as not sampled, like those that were aborted or failed.
-        max_failed_share: the run ends when the rewards of a larger share of a step's samples fail, refills and all
-            ranks included, or of a validation set's.
-        max_steps_without_signal: so many steps in a row of which no completion can be learned from end the run; fewer
-            skip their updates, with a warning.
-        max_unrewarded_references: a prompt set of which a larger share of reference answers does not reward itself is
-            refused, where a reward function is marked by :func:`~rlightning.rewards.answer_checker`.
-        check_rewards: before the first update, ask reward functions about a few completions once more, and warn of
-            results that differ, are all equal, or take too long.
+        rewards: reward functions, each a dotted path, a callable or a :class:`~rlightning.rewards.RewardFunction`; a
+            single one needs no list.
+        turn_discount: credit each turn of the policy separately, with its own reward and those of later turns,
+            discounted by this factor for each turn. None to credit all tokens with the trajectory's reward.
+        mask_truncated: exclude trajectories that a limit has cut from the loss (DAPO's overlong filtering,
+            arXiv:2503.14476, section 3.4); their rewards still count in baselines.
+        count_timeouts: train on trajectories that have run out of time, with the environment's reward, or 0. Otherwise
+            they count as not sampled, like aborted and failed ones.
+        max_failed_share: maximum share of samples whose rewards may fail, in a step (with refills, over all ranks) or
+            in a validation set; otherwise the run ends.
+        max_steps_without_signal: number of consecutive steps without a learning signal after which the run ends. Such
+            steps skip their update, with a warning.
+        max_unrewarded_references: maximum share of a prompt set's reference answers that get no reward when scored as
+            completions, by reward functions marked by :func:`~rlightning.rewards.answer_checker`; otherwise the set is
+            refused.
+        check_rewards: before the first update, score a few completions a second time, and warn if results differ, are
+            all equal, or take too long.
         validate_first: validate before the first step too.
-        stop_grace: seconds between SIGTERM or Ctrl-C and the end of the process, with the run's state saved: a little
-            less than a scheduler waits before it kills. A step that still samples after half of them is left.
+        stop_grace: seconds from SIGTERM or Ctrl-C to the end of the process, in which the state is saved; a little less
+            than a scheduler's own. A step that still samples after half of this time is interrupted.
         kwargs: of :class:`~rlightning.module.update.UpdateModule`.
     """
 
     max_refills = 0
-    """Maximum number of times that a step draws prompts in place of groups that :meth:`keep_sequences` drops."""
+    """Maximum number of times that a step draws new prompts to replace groups that :meth:`keep_sequences` drops."""
 
     def __init__(
         self,
@@ -116,21 +117,21 @@ class RLModule(EvaluationSteps):
     # What the data module and the loggers call
 
     def check_columns(self, columns: Sequence[str], source: str) -> None:
-        """Refuse a prompt set without the columns that the reward functions read; the data module calls this."""
+        """Raise a ConfigError if a prompt set lacks columns that reward functions read; for the data module."""
         self.rewarder.check(columns, source)
 
     def read_columns(self, columns: Sequence[str]) -> list[str]:
         """Return the columns of a prompt set that rewards depend on, besides the prompts.
 
-        The data module calls this: a resumed run must find these columns as they were. They are those that the reward
-        functions read; of an override of :meth:`compute_rewards` all are.
+        Called by the data module: in a resumed run these columns must be unchanged. They are those that the reward
+        functions read, or all if :meth:`compute_rewards` is overridden.
         """
         return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
-        """Refuse a prompt set whose reference answers get no reward themselves; the data module calls this on rank 0.
+        """Raise a ConfigError if a set's reference answers get no reward; called by the data module on rank 0.
 
-        The error says ``where`` a row is, by file and line.
+        ``where`` returns the file and line of a row, for the error.
         """
         if self.generates and self._has_own_rewards:
             self.rewarder.check_answers(prompts, where)
@@ -142,13 +143,13 @@ class RLModule(EvaluationSteps):
         return super().settings | ({"model.rewards.source": digest[:12]} if digest else {})
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copies of the module, without the trainer and the engine, which belong to the run."""
+        """Return the state for copies of the module, without trainer and engine, which belong to the run."""
         return super().__getstate__() | {"generator": None}
 
     # Set-up
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse invalid settings. Lightning calls this first, before an engine starts or a model is loaded."""
+        """Raise a ConfigError for invalid settings. Lightning calls this before an engine or a model is loaded."""
         ignore_warnings()
         stage = self.trainer.state.fn
         # An override of the user's may need no reward function, and an environment may reward.
@@ -177,7 +178,7 @@ class RLModule(EvaluationSteps):
         return [added for added in own if not any(isinstance(callback, type(added)) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
-        """Log the plan of the run; refuse to start training without an engine."""
+        """Log the plan of the run; raise a ConfigError if there is no engine for training."""
         start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
         if self.generates and stage != "predict":
             self.choose_correction(self._engine.max_staleness)
@@ -218,7 +219,7 @@ class RLModule(EvaluationSteps):
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
         """Run one training step: sample, reward, estimate advantages and update the weights.
 
-        A step without a completion to learn from counts as one, but skips its update and the hooks of that.
+        A step without a learning signal counts as a step, but skips its update and the update's hooks.
 
         Args:
             prompts: this rank's share of ``prompts_per_step``.
@@ -245,7 +246,7 @@ class RLModule(EvaluationSteps):
             The kept trajectories, with rewards, on the CPU; None if no rank has any.
 
         Raises:
-            ConfigError: ``max_steps_without_signal`` steps in a row have none.
+            ConfigError: ``max_steps_without_signal`` consecutive steps have no signal.
         """
         self._num_not_sampled = 0
         num_samples = self.prompts_per_step * self.samples_per_prompt
@@ -278,10 +279,10 @@ class RLModule(EvaluationSteps):
         return self.batch_type.concatenate(kept) if num_kept else None
 
     def balance(self, batch: RolloutBatch) -> RolloutBatch:
-        """Exchange trajectories between ranks, so that each rank's share of the update is about equal work.
+        """Exchange trajectories between ranks, so that the update is about equal work on each rank.
 
         Returns:
-            Whole groups, on the CPU, their ``group_ids`` numbered through over all ranks.
+            Whole groups, on the CPU; ``group_ids`` are numbered over all ranks.
         """
         return balance(
             batch,
@@ -311,7 +312,7 @@ class RLModule(EvaluationSteps):
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
         """Start the reward functions on one prompt's trajectories while those of other prompts are generated.
 
-        Those that another :meth:`compute_rewards` than this package's asks for wait for it.
+        Does nothing if :meth:`compute_rewards` is overridden.
         """
         if self._has_own_rewards and self.rewarder.functions:
             self.rewarder.begin([one for one in trajectories if self._is_sampled(one)])
@@ -366,11 +367,11 @@ class RLModule(EvaluationSteps):
         """Return each trajectory's reward; by default the weighted sum of reward functions and environment reward.
 
         Args:
-            batch: on the CPU, with ``trajectories`` [M]; of single-turn ones with ``prompts`` and ``completions`` [M].
+            batch: on the CPU, with ``trajectories`` [M]; for single-turn ones also ``prompts`` and ``completions`` [M].
 
         Returns:
-            [M] floats; NaN for a trajectory that is to be left out, as if it had not been sampled. So is one, but for
-            a timeout, that the environment gives no reward, where there is no reward function.
+            [M] floats; NaN for a trajectory that counts as not sampled. Without reward functions this includes
+            trajectories without an environment reward, except timeouts.
         """
         decides = self._has_own_rewards and not self.rewarder.functions
         missing = [math.nan if decides and one.status != "timeout" else 0.0 for one in batch.trajectories]
@@ -386,7 +387,7 @@ class RLModule(EvaluationSteps):
         return scores.rewards + given
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Return which trajectories to train on: [M] bool; by default all. Dropped groups may be refilled."""
+        """Return which trajectories to train on: [M] bool; by default all. Refills may replace dropped groups."""
         return torch.ones(batch.num_trajectories, dtype=torch.bool)
 
     def compared_rewards(self, batch: RolloutBatch) -> Tensor:
@@ -410,7 +411,8 @@ class RLModule(EvaluationSteps):
         """Return the advantage of each token.
 
         Args:
-            batch: with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` takes [M] to [T].
+            batch: with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` expands [M] to
+                [T].
 
         Returns:
             [T] float32.
@@ -418,7 +420,7 @@ class RLModule(EvaluationSteps):
         raise NotImplementedError(f"{type(self).__name__} does not define compute_advantages(batch).")
 
     def take_prompts(self, num_prompts: int) -> list[Prompt]:
-        """Return further prompts of the training set, which the checkpoint records as consumed."""
+        """Return additional prompts of the training set, which the checkpoint records as consumed."""
         taken: list[Prompt] = self.trainer.datamodule.take(num_prompts)  # type: ignore[attr-defined]
         return taken
 
@@ -431,5 +433,5 @@ class RLModule(EvaluationSteps):
 
     @property
     def _has_own_rewards(self) -> bool:
-        """Return whether this package computes the rewards, which requires reward functions, and no override does."""
+        """Return whether rewards come from reward functions, without an override of :meth:`compute_rewards`."""
         return type(self).compute_rewards.__module__.partition(".")[0] == "rlightning"

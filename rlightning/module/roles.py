@@ -1,8 +1,8 @@
 """Roles: the models of a run, such as actor and reference, as a module's ``configure_roles`` returns them.
 
-A trained role is a child module, named as the role is: strategies move it and average its gradients, checkpoints hold
-it, and it has an optimizer and a gradient norm of its own. A frozen role is none of that: neither checkpoints nor
-strategies meet it.
+The network of a trained role is a child module with the role's name: strategies move it and average its gradients,
+checkpoints contain it, and it has its own optimizer and gradient norm. The network of a frozen role is no child module,
+so that checkpoints and strategies ignore it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +24,9 @@ from rlightning.optim.optimizer import (
 from rlightning.parallel.fsdp import FSDP
 
 ACTOR = "actor"
-"""The role that samples: its weights go to the engine, and its last optimizer step of a rollout is the Trainer's."""
+"""The role that samples: engines get its weights, and its last optimizer step of a rollout counts as the Trainer's."""
 REFERENCE = "reference"
-"""The frozen role that ``kl_coef`` measures from."""
+"""The frozen role from which ``kl_coef`` penalizes the divergence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,11 +34,11 @@ class ModelRole:
     """The settings and the network of one model of a run, such as actor, reference or critic.
 
     Attributes:
-        load: makes the network on the module's device; all ranks call it. ``module.load_model`` reads a Hugging Face
-            model as the strategy spreads it; any other network is whole on each rank.
-        optimizer: how the network is trained, its schedule included; None if it is frozen.
+        load: constructs the network on the module's device, on all ranks. ``module.load_model`` loads a Hugging Face
+            model, sharded if the strategy shards; any other network must be whole on each rank.
+        optimizer: settings of optimizer and schedule; None if the network is frozen.
         config: of a Hugging Face model, for the memory plan.
-        network: what ``load`` has made; None before.
+        network: the result of ``load``; None before.
     """
 
     load: Callable[[], nn.Module]
@@ -48,18 +48,18 @@ class ModelRole:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the network is trained; a trained network is a child module, so that checkpoints hold it."""
+        """Whether the network is trained; a trained network is a child module, and is part of checkpoints."""
         return self.optimizer is not None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the network's parameters; none before it is loaded."""
+        """Return the network's parameters; empty before it is loaded."""
         return iter(()) if self.network is None else self.network.parameters()
 
 
 def parameters_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, list[nn.Parameter]]:
     """Return a module's parameters by the trained role that owns them, in the order of ``parameters()``.
 
-    One that several roles share belongs to the first of them; one of the module's own, in no role, to the actor.
+    A parameter of several roles belongs to the first of them; a parameter in no role belongs to the actor.
     """
     trained = {name: role for name, role in roles.items() if role.is_trained}
     owners: dict[nn.Parameter, str] = {}
@@ -76,7 +76,7 @@ def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str,
     """Clip each trained role's gradients to its ``max_grad_norm``; drop gradients that are not finite.
 
     Returns:
-        The metrics ``optim/grad_norm``, before, and ``optim/skipped``: [1] each, of the actor, and of others by name.
+        The metrics ``optim/grad_norm`` (before clipping) and ``optim/skipped``, [1] each, by role except for the actor.
     """
     metrics: dict[str, Tensor] = {}
     for name, parameters in parameters_by_role(module, roles).items():
@@ -94,7 +94,7 @@ def make_optimizers(
 ) -> tuple[list[AdamW], list[ConfiguredLR]]:
     """Return the optimizers and schedules of the trained roles, the actor's first.
 
-    The module's own parameters, in no role, have two groups of their own behind the actor's two.
+    Parameters in no role have two groups of their own after the actor's two.
     """
     is_on_host = isinstance(trainer.strategy, FSDP) and trainer.strategy.cpu_offload == "optimizer"
     in_roles = {parameter for role in roles.values() for parameter in role.parameters()}

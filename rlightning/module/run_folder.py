@@ -1,4 +1,4 @@
-"""Locks the run's folder during a fit that was not started by the command line, which locks the folder itself."""
+"""Locks the run's folder during a fit that was started from Python; the command line locks the folder itself."""
 
 from pathlib import Path
 
@@ -12,17 +12,17 @@ from rlightning.run_dir import run_dir
 from rlightning.run_lock import lock_run, relock_run, unlock_run
 
 _locked: set[Path] = set()
-"""Folders that no command line has taken, but a fit."""
+"""Folders that a fit has locked, rather than the command line."""
 
 SAVED = "*.ckpt"
-"""Pattern of the files that ``ModelCheckpoint`` writes in its folder."""
+"""Pattern of the files that ``ModelCheckpoint`` writes."""
 
 
 def lock_run_of(trainer: Trainer) -> None:
-    """Lock the folder of a fit in which a callback writes, unless the command line has locked it; on every rank.
+    """Lock the folder of a fit if a callback writes there and the command line has not locked it; called on every rank.
 
     Raises:
-        ConfigError: another run is at work there, or nothing can be written there.
+        ConfigError: another run uses the folder, or it cannot be written to.
     """
     is_other = execution_mode() is ExecutionMode.WORKER or not trainer.is_global_zero
     if is_other or "://" in str(trainer.default_root_dir):
@@ -44,11 +44,11 @@ class UnlockRun(Callback):
         relock_run(Path(trainer.default_root_dir).expanduser())
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
-        """Unlock the folder; called when the run was cut short."""
+        """Unlock the folder; called when the run was interrupted."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: object, stage: str) -> None:
-        """Unlock the folder; called when the run is over."""
+        """Unlock the folder; called when the run has ended."""
         folder = Path(trainer.default_root_dir).expanduser().absolute()
         if folder in _locked:
             _locked.discard(folder)

@@ -1,4 +1,4 @@
-"""SavedModule: stores a module's settings and arguments in checkpoints, and makes the module from a checkpoint."""
+"""SavedModule: stores a module's settings and arguments in checkpoints, and constructs the module from a checkpoint."""
 
 import logging
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ from rlightning.protocols import StateDict
 log = logging.getLogger(__name__)
 
 SETTINGS = "settings"
-"""The key of a checkpoint that holds the settings that it was written with."""
+"""The key of a checkpoint with the settings of its run."""
 ARGUMENT_NAMES = "argument_names"
-"""Key of a checkpoint with the hyperparameters that are arguments of the module; a user may have saved others."""
+"""Key of a checkpoint with the names of hyperparameters that are the module's arguments; others are the user's."""
 
 
 class SavedModule(PromptBatchModule):
     """A module whose checkpoints hold its settings and the arguments of its constructor.
 
     Attributes:
-        arguments: what it was made with, by name.
-        configuration: all keys of the command line's, if it has built this module.
+        arguments: of the constructor, by name.
+        configuration: all keys of the command line's configuration, if it has constructed this module.
     """
 
     arguments: dict[str, Any]
@@ -38,7 +38,7 @@ class SavedModule(PromptBatchModule):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The configuration in force by key, as far as the module knows it."""
+        """The configuration by key, as far as the module knows it."""
         return dict(self.configuration)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -67,18 +67,18 @@ class SavedModule(PromptBatchModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return the module that a checkpoint, a file or a sharded folder, was saved from, with its weights.
+        """Construct the module of a checkpoint (a file or a sharded folder), and load its weights.
 
         Args:
             checkpoint_path: the file or folder.
-            map_location: the device that the module is on.
-            strict: whether all weights have to be there, and no others.
-            weights_only: as of ``torch.load``.
-            kwargs: arguments in place of those that the checkpoint holds. Those that it cannot hold, such as reward
-                functions that are lambdas, are the defaults unless they are given.
+            map_location: the device for the module.
+            strict: whether the names of all weights must match.
+            weights_only: as in ``torch.load``.
+            kwargs: arguments that replace those in the checkpoint. Arguments that it cannot contain, such as lambdas as
+                reward functions, have their defaults unless given here.
 
         Raises:
-            ConfigError: it is no checkpoint of a run, or an argument without a default is neither in it nor given.
+            ConfigError: it is no checkpoint of a run, or an argument without a default is missing.
         """
         checkpoint = AtomicCheckpointIO().load_checkpoint(checkpoint_path, "cpu", weights_only)
         if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
@@ -102,7 +102,7 @@ class SavedModule(PromptBatchModule):
         return module.to(map_location)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copies; refuse to pickle the module for a process that a strategy spawns."""
+        """Return the state for copies; raise an error if a strategy pickles the module for a process that it spawns."""
         check_not_spawned()
         return super().__getstate__()
 

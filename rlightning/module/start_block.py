@@ -28,9 +28,9 @@ NAME_WIDTH = 8
 
 
 def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
-    """Return the block: a row for each of what is trained, on what, in which steps, and where it goes.
+    """Return the summary, with rows for model, layout, batch, memory, engine and output.
 
-    The callbacks' ``setup`` is done, and no weights are loaded yet.
+    Called after the callbacks' ``setup``, before weights are loaded.
     """
     is_fit = trainer.state.fn == "fit"
     num_parameters = count_weights(module.model_config).total
@@ -48,7 +48,7 @@ def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def wrap(name: str, text: str) -> str:
-    """Return a row of the summary, with further lines indented to the start of its text."""
+    """Return a row of the summary; further lines are indented to the start of its text."""
     return fill(
         f"{name:<{NAME_WIDTH}}{text}",
         WIDTH,
@@ -59,7 +59,7 @@ def wrap(name: str, text: str) -> str:
 
 
 def describe_model(trainer: Trainer, module: EvaluationSteps, num_parameters: int) -> str:
-    """Return which model it is, its size, and how it is computed."""
+    """Return the model's name, its size, and how it is computed."""
     device = trainer.strategy.root_device
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
@@ -90,7 +90,7 @@ def describe_layout(trainer: Trainer) -> str:
 
 
 def describe_memory(trainer: Trainer, module: EvaluationSteps) -> str:
-    """Return what each phase is planned to take of a rank's CUDA device; on others nothing is planned."""
+    """Return the planned memory of each phase on a rank's CUDA device; "" for other devices."""
     if trainer.strategy.root_device.type != "cuda":
         return ""
     try:
@@ -103,7 +103,7 @@ def describe_memory(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def describe_output(trainer: Trainer, module: EvaluationSteps, num_parameters: int) -> str:
-    """Return where the run writes what, and how much a checkpoint is."""
+    """Return the folders that the run writes to, and the size of a checkpoint."""
     assert trainer.state.fn is not None
     folder, stage = Path(trainer.default_root_dir), trainer.state.fn.value
     if execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
@@ -118,7 +118,7 @@ def describe_output(trainer: Trainer, module: EvaluationSteps, num_parameters: i
 
 
 def describe_checkpoints(trainer: Trainer, module: EvaluationSteps, num_parameters: int, folder: Path) -> str:
-    """Return where checkpoints go, how large one is, and how much room there is."""
+    """Return the folder of checkpoints, the size of a checkpoint, and the free disk space."""
     saver = next((one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint)), None)
     if saver is None:
         return "no checkpoints"
@@ -131,12 +131,12 @@ def describe_checkpoints(trainer: Trainer, module: EvaluationSteps, num_paramete
 
 
 def existing(folder: Path) -> Path:
-    """Return a folder, or its nearest parent that exists."""
+    """Return a folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def relative(path: str | Path, folder: Path) -> str:
-    """Return a path relative to the run's folder if it is inside of it, else the path itself."""
+    """Return a path relative to the run's folder if it is inside, else the path itself."""
     whole, root = Path(path).absolute(), folder.absolute()
     return str(whole.relative_to(root)) if whole.is_relative_to(root) else str(path)
 

@@ -1,4 +1,4 @@
-"""Checks of Lightning's Trainer options and callbacks: docs/configuration.md has a table of which work here."""
+"""Checks of Lightning's Trainer options and callbacks; docs/configuration.md has a table of supported ones."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -37,14 +37,14 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
     "checkpoints in place of the trained weights. Average exports of SaveHF (every_n_steps), or a copy of module.actor "
     "in a callback of your own",
 }
-"""Lightning's callbacks that cannot do their work here, and what to do instead."""
+"""Lightning's callbacks that cannot work here, with the reason and an alternative."""
 
 
 TUNER_METHODS: dict[type[Callback], str] = {
     callbacks.BatchSizeFinder: "scale_batch_size",
     callbacks.LearningRateFinder: "lr_find",
 }
-"""The methods of ``Tuner`` that list one of them."""
+"""The methods of Lightning's ``Tuner`` that use these callbacks."""
 OWN_STEPS = "has no effect here: the model steps its optimizer itself"
 _REFUSED_OPTIONS: dict[str, tuple[object, str]] = {
     "accumulate_grad_batches": (
@@ -56,11 +56,11 @@ _REFUSED_OPTIONS: dict[str, tuple[object, str]] = {
     "sync_batchnorm": (False, "has no effect: language models have no such layer. Leave it out"),
     "model_registry": (None, "needs Lightning's cloud service. Leave it out, and upload what SaveHF writes"),
 }
-"""The Trainer's options that would be applied to nothing, each with its default, and what to do instead."""
+"""Trainer options that would have no effect, each with its default and an alternative."""
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse Trainer options that Lightning ignores or misapplies under manual optimization, which this module uses."""
+    """Raise a ConfigError for Trainer options that Lightning ignores or misapplies under manual optimization."""
     if trainer.precision == "bf16-true":
         log.warning(
             "trainer.precision=bf16-true keeps the weights themselves in bfloat16, which rounds off updates below "
@@ -82,7 +82,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_not_spawned() -> None:
-    """Refuse to pickle a module for a process that a strategy spawns, such as ``ddp_spawn``."""
+    """Raise a ConfigError if a strategy such as ``ddp_spawn`` pickles the module for a process that it spawns."""
     if get_spawning_popen() is not None:
         raise ConfigError(f"trainer.strategy {SPAWN_RULE}")
 
@@ -93,11 +93,11 @@ _DATA = {
     "test": ("test_dataloader", "validation=rows"),
     "predict": ("predict_dataloader", "predict=rows"),
 }
-"""Hook that returns the batches, and argument of the data module for their prompts, by command."""
+"""By command, the hook that returns the batches, and the data module's argument for their prompts."""
 
 
 def check_data_source(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse loaders in place of a data module: their batches are no prompts, and their position is not saved."""
+    """Raise a ConfigError for loaders in place of a data module, whose batches are no prompts."""
     assert trainer.state.fn is not None
     command = trainer.state.fn.value
     hook, argument = _DATA[command]
@@ -113,13 +113,13 @@ def check_data_source(trainer: Trainer, module: LightningModule) -> None:
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Refuse Trainer options that do not work here, as the user gave them, before the Trainer is made."""
+    """Raise a ConfigError for unsupported Trainer options, as the user gave them, before the Trainer is constructed."""
     check_strategy(options["strategy"])
     check_unused_options(options)
 
 
 def check_unused_options(options: Mapping[str, object]) -> None:
-    """Refuse float16 and Trainer options that would have no effect."""
+    """Raise a ConfigError for float16 and for Trainer options that would have no effect."""
     check_precision(options["precision"])
     for name, (default, reason) in _REFUSED_OPTIONS.items():
         given = options[name]
@@ -129,7 +129,7 @@ def check_unused_options(options: Mapping[str, object]) -> None:
 
 
 def check_callbacks(listed: Iterable[Callback | type]) -> None:
-    """Refuse callbacks of Lightning's, or their classes, that cannot work here, before anything is loaded."""
+    """Raise a ConfigError for callbacks of Lightning, or their classes, that cannot work here."""
     for callback in listed:
         kind = callback if isinstance(callback, type) else type(callback)
         for refused, reason in REFUSED_CALLBACKS.items():
@@ -141,7 +141,7 @@ def check_callbacks(listed: Iterable[Callback | type]) -> None:
 
 
 def check_precision(precision: object) -> None:
-    """Refuse float16 as the user wrote it: on a CPU, so also in a controller, Lightning changes it to bfloat16."""
+    """Raise a ConfigError for float16 in the user's option: on a CPU, Lightning replaces it by bfloat16."""
     if str(precision) in ("16", "16-mixed", "16-true"):
         raise ConfigError(
             f"trainer.precision={precision} needs a scaled loss, which this step's is not. Use bf16-mixed."

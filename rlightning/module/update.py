@@ -1,4 +1,4 @@
-"""UpdateModule: the optimizer steps on a rollout with advantages."""
+"""UpdateModule: runs the optimizer steps on a rollout with advantages."""
 
 import logging
 import math
@@ -60,34 +60,33 @@ class UpdateModule(PolicyModule):
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
-        prompts_per_step: prompts a rollout, over all ranks.
+        prompts_per_step: prompts of a rollout, over all ranks.
         samples_per_prompt: trajectories of each prompt, which form its group.
-        updates_per_rollout: minibatches, that is optimizer steps, that each rollout is split into.
+        updates_per_rollout: number of minibatches, which are optimizer steps, into which each rollout is split.
         epochs_per_rollout: passes over each rollout.
-        max_tokens_per_microbatch: the most tokens that one forward pass sees.
-        kl_coef: weight of the divergence from the reference model; 0 does without one.
+        max_tokens_per_microbatch: maximum tokens of one forward pass.
+        kl_coef: weight of the KL divergence from the reference model; 0 to use no reference model.
         kl_estimator: see :func:`~rlightning.objectives.kl.estimate_kl`.
-        kl_placement: whether it is part of the loss, or taken off the reward.
+        kl_placement: whether the KL is added to the loss, or subtracted from the reward.
         entropy_coef: weight of the entropy bonus.
         loss_aggregation: see :func:`~rlightning.objectives.aggregation.aggregate`.
-        rollout_correction: weighs tokens by the gap between sampler and trainer; "auto" does where the sampler may run
-            behind (``rollout.max_staleness``), by truncated importance sampling.
-        proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by a forward pass
-            of their own, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
-            single optimizer step a rollout both come from its own forward pass.
-        reference_model: what ``kl_coef`` measures from; None is ``model``, that is with an adapter the actor
-            without it.
+        rollout_correction: weights of tokens for the difference between sampler and trainer; "auto" for truncated
+            importance sampling if tokens may be stale (``rollout.max_staleness``), else for none.
+        proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by their own
+            forward pass, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
+            single optimizer step a rollout, the update's forward pass gives them.
+        reference_model: model for ``kl_coef``; None for ``model``, or with an adapter the actor without it.
         kwargs: of :class:`~rlightning.module.policy_module.PolicyModule`.
 
     Attributes:
-        plan: how many of what a step has.
-        policy_objective: the policy loss, as an algorithm sets it; or :meth:`policy_loss` is overridden.
-        sampling: how the sampler samples; the callback that owns the engine sets it.
-        weight_version: rollouts that the actor has been updated on.
+        plan: numbers of prompts, samples, minibatches and epochs of a step.
+        policy_objective: the policy loss, set by an algorithm that does not override :meth:`policy_loss`.
+        sampling: settings of the sampler; set by the rollout callback.
+        weight_version: number of rollouts on which the actor has been updated.
     """
 
     generates = True
-    """Whether training samples completions, so that an engine is needed."""
+    """Whether training samples completions, and so needs an engine."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class UpdateModule(PolicyModule):
         super().__init__(model, **kwargs)
         self.reference_path, self.reference_config = os.path.expanduser(reference_model or model), self.model_config
         if kl_coef and self.reference_path != self.model_path:
-            # before anything is loaded or started
+            # checked before anything is loaded or started
             check_export(self.reference_path)
             self.reference_config = load_config(self.reference_path, trust_remote_code=self.trust_remote_code)
         self.plan = BatchPlan(
@@ -163,7 +162,7 @@ class UpdateModule(PolicyModule):
         return self.adapter is not None and self.reference_path == self.model_path
 
     def choose_correction(self, max_staleness: int) -> None:
-        """With ``rollout_correction="auto"``, correct off-policy samples if staleness is allowed (arXiv:2505.24298)."""
+        """If ``rollout_correction="auto"`` and staleness is allowed, enable the correction (arXiv:2505.24298)."""
         if self.rollout_correction == "auto":
             self.active_correction = RolloutCorrection() if max_staleness > 0 else None
         if self.rollout_correction == "auto" and self.active_correction is not None:
@@ -175,13 +174,13 @@ class UpdateModule(PolicyModule):
             )
 
     def leave_out_skippable(self, batch: RolloutBatch) -> RolloutBatch:
-        """Mark the sequences that the update need not compute, and balance the others over the ranks.
+        """Mark the sequences that the update can skip, and balance the others over the ranks.
 
         Args:
             batch: with advantages, on the CPU.
 
         Returns:
-            This rank's share of the update.
+            This rank's part of the batch.
         """
         batch.is_skipped = self.skippable_sequences(batch)
         return rebalance(
@@ -193,7 +192,7 @@ class UpdateModule(PolicyModule):
         )
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """Run the rollout's optimizer steps, together one step of the trainer, and return the update's metrics.
+        """Run the rollout's optimizer steps, which count as one step of the trainer, and return the update's metrics.
 
         Args:
             batch: with advantages, on the CPU.
@@ -211,7 +210,7 @@ class UpdateModule(PolicyModule):
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
         metrics = means.compute(self.all_sum, self.all_max)
-        if metrics.get(SKIPPED_SHARE) == 1:  # there is no token to be the mean of
+        if metrics.get(SKIPPED_SHARE) == 1:  # every token was skipped, and a mean over none says nothing
             computed = {name for name in metrics if name.startswith("policy/")} - {SKIPPED_SHARE}
             metrics |= dict.fromkeys(computed, math.nan)
         return metrics | rates
@@ -220,18 +219,18 @@ class UpdateModule(PolicyModule):
         """Advance the trainer's step count and the schedules without changing weights; return the update's metrics."""
         optimizers = wrapped_optimizers(self)
         for optimizer in optimizers:
-            optimizer.zero_grad()  # without gradients an optimizer's step changes nothing
+            optimizer.zero_grad()  # with gradients of None a step changes nothing
         step_optimizers(optimizers, is_last=True)
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
         return {"optim/skipped": 1.0} | rates
 
     def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Return which sequences have no gradient, so that neither forward nor backward computes them.
+        """Return which sequences have no gradient, so that forward and backward can skip them.
 
-        Those are sequences without an advantage on any sampled token, if no term of the loss has a gradient on any
-        of them, on any rank (:func:`~rlightning.objectives.zero_gradient.has_zero_gradient`). Normalisers count them
-        all the same. An override that returns zeros has everything computed.
+        These are the sequences with zero advantage on all sampled tokens, if no term of the loss has a gradient on them
+        on any rank (:func:`~rlightning.objectives.zero_gradient.has_zero_gradient`). Normalisers still count them. An
+        override that returns False everywhere computes all sequences.
 
         Args:
             batch: with advantages, on the CPU.
@@ -266,7 +265,7 @@ class UpdateModule(PolicyModule):
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
         """Run forward and backward over one minibatch, in micro-batches; their number does not change the gradient.
 
-        Nothing here waits for the device: the host cuts micro-batches out of what it has, and hands out work ahead.
+        The host never waits for the device, so that it can queue work in advance.
         """
         totals = LossTotals(*self.all_sum(count_units(minibatch)).tolist())
         if minibatch.is_skipped is not None:
@@ -321,7 +320,7 @@ class UpdateModule(PolicyModule):
     def loss_components(self) -> list[LossComponent]:
         """Return the terms of the loss: policy loss, KL from the reference, and entropy bonus.
 
-        An override adds to what ``super()`` returns, or returns others.
+        An override extends or replaces the result of ``super()``.
         """
         kind = self.loss_aggregation
         components = [LossComponent("loss", self.policy_gradient, denominator=kind)]
@@ -337,7 +336,7 @@ class UpdateModule(PolicyModule):
             logprobs: [T], of the current policy, with gradient.
             batch: a micro-batch, with ``advantages`` [T] and ``old_logprobs`` [T].
 
-        It must have no effects besides what it returns: :meth:`skippable_sequences` calls it with invented values.
+        It must have no side effects: :meth:`skippable_sequences` calls it with invented values.
 
         Returns:
             [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
@@ -359,15 +358,15 @@ class UpdateModule(PolicyModule):
 
 
 def checked_term(component: LossComponent, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-    """Return a loss component's result, or raise ConfigError if it is not one loss per token with its metrics."""
+    """Return a loss component's result; raise a ConfigError unless it has one loss per token with metrics."""
     return returned_loss(component.term(forward, batch), batch.num_tokens, component.name)
 
 
 def count_units(minibatch: RolloutBatch) -> Tensor:
-    """Set ``group_lengths`` of this rank's part of a minibatch, which holds whole groups.
+    """Set ``group_lengths`` of this rank's part of a minibatch, which consists of whole groups.
 
     Returns:
-        [5] float64, its sampled tokens, sequences, trajectories, groups and turns of the policy.
+        [5] float64: its numbers of sampled tokens, sequences, trajectories, groups and turns of the policy.
     """
     ids, group = torch.unique(minibatch.group_ids, return_inverse=True)
     lengths = minibatch.completion_lengths

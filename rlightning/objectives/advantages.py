@@ -1,7 +1,7 @@
 """Advantages from rewards: group baselines, whitening over the batch, returns; and DAPO's filter and penalty.
 
-Statistics are taken in float64, and rewards that differ by rounding alone count as equal: a group without signal gives
-exact zeros rather than rounding errors divided by a tiny standard deviation.
+Statistics are computed in float64, and rewards that differ only by rounding count as equal: a group without signal has
+advantages of exactly zero, rather than rounding errors divided by a tiny standard deviation.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 EPSILON = 1e-6
 ROUNDING = 1e-9
-"""Rewards in float64 that differ by less, relative to the group's largest, are equal sums of different parts."""
+"""Rewards in float64 whose relative difference is less count as equal: sums in another order differ by rounding."""
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
@@ -43,8 +43,8 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | N
     Args:
         rewards: [N], one a completion; or the return of each turn.
         group_ids: [N], equal for completions of one prompt; groups may differ in size.
-        trajectory_ids: [N], of turns: all those of its own trajectory are left out of a turn's mean, since what the
-            policy did in one of them has a part in the others.
+        trajectory_ids: [N], for returns of turns: the mean excludes all turns of the same trajectory, which depend on
+            each other.
 
     Returns:
         [N] float32; zero where a group has no other completion to compare with.
@@ -65,7 +65,7 @@ def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] | N
     """Give the tokens under ``mask`` mean 0 and standard deviation 1 over the whole batch and all ranks.
 
     ``(A - mean(A)) / std(A)`` over every token of the global batch (REINFORCE++, arXiv:2501.03262, eq. 10). ``std`` is
-    that of the population, and never taken below 1e-4.
+    the population's, and at least 1e-4.
 
     Args:
         values: [T].
@@ -115,7 +115,7 @@ def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON
     Args:
         rewards: [N], one a completion.
         group_ids: [N], equal for completions of one prompt.
-        tolerance: rewards that lie no further apart count as equal; so do those that differ by rounding alone.
+        tolerance: largest difference of equal rewards; rewards that differ only by rounding are always equal.
 
     Returns:
         [N] bool, equal within a group; False for a group of one.
@@ -158,7 +158,7 @@ def _centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _spread_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Return each group's range of rewards, and the range that rounding alone can explain: [G] each, in float64."""
+    """Return each group's range of rewards, and the range that rounding alone can cause: [G] each, in float64."""
     relative = max(ROUNDING, 4 * torch.finfo(rewards.dtype).eps) if rewards.is_floating_point() else 0.0
     rewards = rewards.double()
     highest = rewards.new_zeros(num_groups).scatter_reduce(0, groups, rewards, "amax", include_self=False)

@@ -1,4 +1,4 @@
-"""Aggregation of token losses to a scalar loss, which can be chosen independently of the algorithm."""
+"""Aggregates token losses to a scalar loss, in a way that can be chosen independently of the algorithm."""
 
 from typing import Literal
 
@@ -42,7 +42,7 @@ def aggregate(
         values: [T], a loss a token.
         mask: [T] bool, the sampled tokens; values outside do not count, be they finite or not.
         cu_seqlens: [N+1], the micro-batch's sequences, each whole.
-        kind: which of the above.
+        kind: one of the above.
         totals: sampled tokens, sequences, trajectories, groups and turns of the whole optimizer step.
         turn_ids: [T], for "turn_mean": the turn that each token is of.
         trajectory_lengths: [T], for "trajectory_mean": sampled tokens of the whole trajectory that each token is of.

@@ -32,7 +32,7 @@ class ForwardPass(NamedTuple):
 
     Attributes:
         logprobs: [T] float32, of the sampled tokens, with gradient; 0 elsewhere.
-        entropy: [T] float32, of the distributions that they were sampled from; with gradient where a loss needs it.
+        entropy: [T] float32, of the distributions from which tokens were sampled; with gradient if a loss needs it.
     """
 
     logprobs: Tensor
@@ -45,9 +45,9 @@ class LossComponent:
 
     Attributes:
         name: the term is logged as ``policy/<name>``, its mean over sampled tokens.
-        term: gives [T] values for a micro-batch, and [T] values by name, without gradient, for the metrics.
-        weight: of the term in the loss; with 0 it is only logged.
-        denominator: what the sum over tokens is divided by, see :func:`~rlightning.objectives.aggregation.aggregate`.
+        term: returns [T] values for a micro-batch, and [T] values by name, without gradient, for the metrics.
+        weight: of the term in the loss; with 0 the term is only logged.
+        denominator: of the sum over tokens, see :func:`~rlightning.objectives.aggregation.aggregate`.
     """
 
     name: str
@@ -61,13 +61,13 @@ def sum_components(
 ) -> Tensor:
     """Return a micro-batch's share of the loss of its optimizer step; the shares of all micro-batches sum to the loss.
 
-    Terms of one denominator are added token by token before they are reduced.
+    Terms with the same denominator are added token by token before they are reduced.
 
     Args:
-        components: of the loss, one at least with a weight.
-        values: what the components' terms gave, [T] each, by component name.
+        components: of the loss, at least one with a weight.
+        values: results of the components' terms, [T] each, by component name.
         batch: a micro-batch, with ``totals``.
-        constant: tokens, for the denominator "constant".
+        constant: number of tokens for the denominator "constant".
 
     Returns:
         A float32 scalar.
@@ -104,8 +104,8 @@ class ClippedSurrogate:
     """PPO's clipped loss: :func:`~rlightning.objectives.clipped_loss` of the ratio of each token or of its sequence.
 
     Attributes:
-        clip_low: the ratio counts down to ``1 - clip_low``.
-        clip_high: the ratio counts up to ``1 + clip_high``.
+        clip_low: the ratio is clipped at ``1 - clip_low``.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bounds the loss of negative advantages, or None.
         level: whether the ratio is a token's, or the geometric mean of its sequence's (GSPO).
     """
@@ -116,7 +116,7 @@ class ClippedSurrogate:
     level: Literal["token", "sequence"] = "token"
 
     def __post_init__(self) -> None:
-        """Refuse clip bounds that leave the ratio no room to change."""
+        """Raise a ConfigError for clip bounds that leave no range for the ratio."""
         low, high, dual = self.clip_low, self.clip_high, self.dual_clip
         if not 0 < low <= 1:
             raise ConfigError(f"clip_low={low} must be in (0, 1]: ratios are clipped at 1 - clip_low. Try 0.2.")
@@ -150,7 +150,7 @@ class CappedWeight:
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse bounds that exclude a ratio of 1."""
+        """Raise a ConfigError for bounds that exclude a ratio of 1."""
         if not 0 <= self.min_ratio <= 1 <= self.max_ratio:
             raise ConfigError(
                 f"min_ratio={self.min_ratio} and max_ratio={self.max_ratio} leave out a ratio of 1, that of an "
@@ -171,15 +171,15 @@ class SoftGate:
     """SAPO's loss: :func:`~rlightning.objectives.soft_gate_loss` of the token's ratio.
 
     Attributes:
-        temperature_positive: how fast tokens with a positive advantage fade as their ratio leaves 1.
-        temperature_negative: the same for the others.
+        temperature_positive: how fast the gradient of tokens with a positive advantage decays as the ratio leaves 1.
+        temperature_negative: the same for other tokens.
     """
 
     temperature_positive: float
     temperature_negative: float
 
     def __post_init__(self) -> None:
-        """Refuse temperatures that are not positive."""
+        """Raise a ConfigError for temperatures that are not positive."""
         for name, temperature in asdict(self).items():
             if temperature <= 0:
                 raise ConfigError(f"{name}={temperature} must be above 0.")
@@ -196,7 +196,7 @@ class SoftGate:
 
 
 def reinforce(logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-    """Return the plain policy gradient loss of each token: [T]; on-policy only, so for one update a rollout."""
+    """Return the plain policy gradient loss of each token: [T]; valid on-policy only, so for one update a rollout."""
     assert batch.advantages is not None
     return reinforce_loss(logprobs, batch.advantages)
 

@@ -1,7 +1,7 @@
 """Corrects the mismatch of sampler and trainer by importance weights from the engine's log-probabilities.
 
-Even with equal weights the engine's kernels give other log-probabilities than the trainer's, and a sampler that runs
-behind gives yet others; both make the data off-policy without any ratio of the policy loss noticing.
+Even with equal weights the engine's kernels compute log-probabilities that differ from the trainer's, and with stale
+weights they differ more. Both make the data off-policy, which the policy loss's own ratio does not account for.
 """
 
 from dataclasses import dataclass
@@ -27,20 +27,20 @@ class RolloutCorrection:
         - mask: ``r`` up to ``upper``, 0 beyond (masked importance sampling; bounds 0 and 2).
         - icepop: ``r`` within ``[lower, upper]``, 0 outside on either side (IcePop, arXiv:2510.18855; 0.5 and 5).
 
-    level, what ``r`` is a ratio of:
-        - token: each token; little variance, some bias.
-        - sequence_sum: the whole completion, the product of its tokens' ratios: unbiased, but its logarithm grows with
-          length, so that one pair of bounds does not fit short and long completions alike.
-        - sequence_mean: the geometric mean of the completion's token ratios; bounds mean the same at any length.
+    level, the ratio ``r``:
+        - token: of each token; little variance, some bias.
+        - sequence_sum: of the whole completion, the product of its tokens' ratios: unbiased, but its logarithm grows
+          with length, so that the same bounds do not fit short and long completions.
+        - sequence_mean: the geometric mean of the completion's token ratios, whose bounds suit any length.
 
-    A weight of 0 takes a token's gradient away but not its place in the loss's denominator: the normalisers stay
-    those of the global batch, and the step is not scaled up when much is masked.
+    A token with weight 0 has no gradient, but still counts in the loss's denominator, so that the step is not scaled up
+    if many tokens are masked.
 
     Attributes:
-        kind: as above.
-        level: as above.
-        lower: the lower bound, or None for the kind's.
-        upper: the upper bound, or None for the kind's.
+        kind: one of the above.
+        level: one of the above.
+        lower: the lower bound; None for the kind's default.
+        upper: the upper bound; None for the kind's default.
     """
 
     kind: Literal["truncate", "mask", "icepop"] = "truncate"
@@ -49,7 +49,7 @@ class RolloutCorrection:
     upper: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse bounds that contradict each other or the kind of correction."""
+        """Raise a ConfigError for bounds that contradict each other or the kind of correction."""
         for name, value, choices in (("kind", self.kind, _DEFAULT_BOUNDS), ("level", self.level, _LEVELS)):
             if value not in choices:
                 raise ConfigError(f"rollout_correction.{name}='{value}' is unknown. {did_you_mean(value, choices)}")
@@ -64,7 +64,7 @@ class RolloutCorrection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lower and the upper bound, with the kind's default for None."""
+        """The lower and the upper bound, with the kind's defaults for None."""
         lower, upper = _DEFAULT_BOUNDS[self.kind]
         return (lower if self.lower is None else self.lower, upper if self.upper is None else self.upper)
 
@@ -81,7 +81,7 @@ class RolloutCorrection:
 
         Returns:
             [T] float32 weights without gradient, 1 outside ``mask``; and for the metrics, [T] each,
-            ``correction_weight`` and ``correction_out_of_bounds`` (1 where the ratio was).
+            ``correction_weight`` and ``correction_out_of_bounds`` (1 if the ratio is outside of the bounds).
         """
         log_ratio = torch.where(mask, token_log_ratio(logprobs.detach(), rollout_logprobs.detach()), 0)
         if self.level != "token":

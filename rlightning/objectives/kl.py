@@ -14,16 +14,16 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     With ``d = logprobs - ref_logprobs``: k1 is ``d``, k2 is ``d^2 / 2``, k3 is ``exp(-d) + d - 1``. In expectation over
     the policy's own samples k1 and k3 are the divergence itself; k3 is never negative and varies less; k2 is biased.
 
-    What holds for the value does not hold for the gradient (arXiv:2512.21852). In the reward, where nothing
-    is differentiated, k1 is unbiased. In the loss the gradient of k1 is zero in expectation, so that it is noise and no
-    penalty; k2 has the gradient of KL(policy || reference); k3, GRPO's choice (arXiv:2402.03300, eq. 4), that of
-    KL(reference || policy), close to it only near the reference. All of that is for samples of the current policy.
-    Where the reference gives a token over e^20 times the policy's probability, k3 goes on along its tangent at 20 nats.
+    The gradients differ (arXiv:2512.21852). In the reward, which is not differentiated, k1 is unbiased. In the loss the
+    gradient of k1 is zero in expectation, so that it is only noise; k2 has the gradient of KL(policy || reference); k3,
+    used by GRPO (arXiv:2402.03300, eq. 4), that of KL(reference || policy), which is similar only near the reference.
+    All this assumes samples of the current policy. If the reference's probability of a token is more than e^20 times
+    the policy's, k3 is continued linearly from 20 nats.
 
     Args:
         logprobs: [T], of the sampled tokens under the policy; the gradient flows through these.
         ref_logprobs: [T], under the reference model.
-        estimator: which.
+        estimator: k1, k2 or k3.
 
     Returns:
         [T] float32.
@@ -47,7 +47,7 @@ def subtract_kl(rewards: Tensor, kl: Tensor, mask: Tensor, trajectory_ids: Tenso
         rewards: [M].
         kl: [T], an estimate a token.
         mask: [T] bool, the sampled tokens.
-        trajectory_ids: [T] int64, the trajectory that each token is of.
+        trajectory_ids: [T] int64, the trajectory to which each token belongs.
         coefficient: the penalty's weight.
 
     Returns:

@@ -1,7 +1,7 @@
 """Policy losses for each token, without masking or aggregation.
 
-The ratio's level is a choice of its own: make a log-ratio with :func:`token_log_ratio` or :func:`sequence_log_ratio`
-and give it to the loss. Besides the loss each function returns quantities a token for the metrics, detached.
+The ratio may be that of a token or a sequence: compute a log-ratio with :func:`token_log_ratio` or
+:func:`sequence_log_ratio`, and pass it to the loss. Losses also return detached per-token values for the metrics.
 """
 
 import torch
@@ -24,9 +24,9 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cu_
     """Return the log of the geometric mean of a completion's token ratios, on each of its tokens (GSPO,
     arXiv:2507.18071, eq. 7).
 
-    ``s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)``. The value is the sequence's, the gradient the token's own,
-    ``s_i * grad log pi_t`` (GSPO-token, eq. 14): averaged over a sequence with one advantage that is the gradient of
-    ``s_i`` itself (eq. 10), and it stays right where tokens of a sequence have weights or advantages of their own.
+    ``s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)``. The value is the sequence's, the gradient is the token's, ``s_i *
+    grad log pi_t`` (GSPO-token, eq. 14). With one advantage for the sequence its mean is the gradient of ``s_i`` (eq.
+    10); it is also correct if tokens have their own weights or advantages.
 
     Args:
         logprobs: [T], under the policy.
@@ -50,18 +50,18 @@ def clipped_loss(
     """Return PPO's clipped loss, ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, with separate bounds.
 
     PPO (arXiv:1707.06347, eq. 7) has equal bounds, DAPO (arXiv:2503.14476, eq. 8) a higher upper one. With
-    ``dual_clip`` = c > 1 the objective of a token with a negative advantage is never below ``c A``, so that a ratio
-    which grew large where the policy should shrink it cannot dominate a batch (dual-clip PPO, arXiv:1912.09729).
+    ``dual_clip`` = c > 1 the objective of a token with a negative advantage is at least ``c A``, so that a large ratio
+    of such a token cannot dominate a batch (dual-clip PPO, arXiv:1912.09729).
 
     Args:
         log_ratio: [T], of tokens or of their sequence.
         advantages: [T].
-        clip_low: how far below 1 the ratio may count.
-        clip_high: how far above 1 the ratio may count.
+        clip_low: the ratio is clipped at ``1 - clip_low``.
+        clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: c, or None.
 
     Returns:
-        [T] float32 loss, and ``clip_low`` and ``clip_high``: 1 where that bound took the gradient away.
+        [T] float32 loss, and ``clip_low`` and ``clip_high``: 1 if this bound makes the gradient 0.
     """
     advantages = advantages.float()
     ratio = log_ratio.float().exp()
@@ -79,7 +79,7 @@ def capped_weight_loss(
 ) -> TokenLoss:
     """Return REINFORCE with a detached, clipped importance weight (CISPO, arXiv:2506.13585, eqs. 4 and 5).
 
-    ``-sg(clip(r, min_ratio, max_ratio)) A log pi``: no token ever loses its gradient, only its weight is bounded.
+    ``-sg(clip(r, min_ratio, max_ratio)) A log pi``: every token has a gradient, only its weight is bounded.
 
     Both bounds are absolute values of the ratio. The paper writes the upper one as ``1 + eps_high``, ScaleRL
     (arXiv:2510.13786) as an absolute cap, and code bases call either "epsilon": ``max_ratio`` = 5 here is an
@@ -93,7 +93,7 @@ def capped_weight_loss(
         min_ratio: the smallest weight.
 
     Returns:
-        [T] float32 loss, and ``clip_high`` (and ``clip_low``): 1 where that bound holds the weight.
+        [T] float32 loss, and ``clip_high`` (and ``clip_low``): 1 if this bound clips the weight.
     """
     ratio = log_ratio.detach().float().exp()
     loss = -ratio.clamp(min_ratio, max_ratio) * advantages.float() * logprobs.float()
@@ -105,17 +105,17 @@ def soft_gate_loss(
 ) -> TokenLoss:
     """Return a loss with a sigmoid gate in place of the clip (SAPO, arXiv:2511.20347, eqs. 5 and 6).
 
-    ``-4 / tau * sigmoid(tau (r - 1)) A``, where tau depends on the advantage's sign. The gradient's weight
-    is ``4 p (1 - p) r`` with ``p = sigmoid(tau (r - 1))``: 1 on policy, and fading smoothly on both sides.
+    ``-4 / tau * sigmoid(tau (r - 1)) A``, where tau depends on the advantage's sign. The gradient's weight is ``4 p (1
+    - p) r`` with ``p = sigmoid(tau (r - 1))``: 1 on policy, and decaying smoothly on both sides.
 
     Args:
         log_ratio: [T].
         advantages: [T].
         temperature_positive: tau where the advantage is positive.
-        temperature_negative: tau elsewhere; larger fades faster.
+        temperature_negative: tau otherwise; a larger one decays faster.
 
     Returns:
-        [T] float32 loss, and ``gate``: that ``4 p (1 - p)``.
+        [T] float32 loss, and ``gate``: ``4 p (1 - p)``.
     """
     advantages = advantages.float()
     temperature = torch.full_like(advantages, temperature_negative).masked_fill(advantages > 0, temperature_positive)

@@ -1,8 +1,7 @@
 """The values that advantages are computed from: the reward of a trajectory or an agent, or the return of a turn.
 
-Letters beside those of the package: ``M`` trajectories; ``A`` traces, each what one agent did in a trajectory, which is
-all of it where there is one agent; ``K`` the policy's turns, trace by trace and in their order; ``U`` what is compared:
-trajectories, traces or turns.
+Further letters: ``M`` trajectories; ``A`` traces, each the part of one agent in a trajectory (the whole trajectory with
+a single agent); ``K`` turns of the policy, sorted by trace; ``U`` compared values, of trajectories, traces or turns.
 """
 
 import math
@@ -22,10 +21,10 @@ class Traces(NamedTuple):
     """The agents' traces in a batch: rewards, groups and turns of each agent of each trajectory.
 
     Attributes:
-        rewards: [A] float64: the trajectory's, and what its environment gave the trace above or below that.
+        rewards: [A] float64: the trajectory's reward, plus the difference of the trace's from the environment's reward.
         group_ids: [A] int64, equal for the traces of one agent in one group.
-        trajectory_ids: [A] int64, the trajectory that each is of, in their order.
-        turns: places of each one's turns among all of the policy's in the batch, in the trajectories' order.
+        trajectory_ids: [A] int64, ascending, the trajectory of each trace.
+        turns: for each trace the indices of its turns among all turns of the policy in the batch.
     """
 
     rewards: Tensor
@@ -80,12 +79,12 @@ class Turns(NamedTuple):
     """The policy's turns in a batch, for estimators that assign credit to each turn or token.
 
     Attributes:
-        rewards: [K] float64, which sum to the trajectory's in ``batch.rewards``, or of several agents to the trace's:
-            what that has beyond the rewards of turns (reward functions, penalties) belongs to the last turn.
-        trajectory_ids: [K] int64, the trajectory that each turn is of.
-        numbers: [K] int64, its place among the turns of its trace, from 0.
-        of_tokens: [T] int64, the turn that sampled each token; -1 elsewhere.
-        traces: that the turns are of.
+        rewards: [K] float64, whose sum is the trajectory's in ``batch.rewards``, or with several agents the trace's.
+            The difference from the sum of turn rewards (reward functions, penalties) is added to the last turn.
+        trajectory_ids: [K] int64, the trajectory of each turn.
+        numbers: [K] int64, index of the turn in its trace, from 0.
+        of_tokens: [T] int64, the turn that sampled each token; -1 for other tokens.
+        traces: to which the turns belong.
     """
 
     rewards: Tensor
@@ -140,10 +139,11 @@ class Returns(NamedTuple):
     """The values that group baselines compare: rewards of trajectories or of agents, or returns of turns.
 
     Attributes:
-        values: [U], a reward or a return each.
-        group_ids: [U] int64, equal for those that are compared with each other.
-        trajectory_ids: [U] int64, the trajectory that each belongs to.
-        of_tokens: [T] int64, what sampled each token; -1 elsewhere. None: each token is of its trajectory.
+        values: [U], rewards or returns.
+        group_ids: [U] int64, equal for values that are compared with each other.
+        trajectory_ids: [U] int64, the trajectory to which each belongs.
+        of_tokens: [T] int64, index of the value of each sampled token; -1 for other tokens. None if each token has the
+            value of its trajectory.
     """
 
     values: Tensor
@@ -155,8 +155,8 @@ class Returns(NamedTuple):
     def of_trajectories(cls, batch: RolloutBatch, rewards: Tensor | None = None) -> Self:
         """Return each trajectory's reward, compared within its group; all of its tokens get the same advantage.
 
-        Of trajectories with traces, each trace's reward instead, to be compared with those of the same agent in the
-        group; an agent's tokens have the credit of their trace.
+        For trajectories with traces, return each trace's reward, compared with those of the same agent in the group;
+        the advantage of a trace applies to the tokens of its agent.
 
         Args:
             batch: with rewards.
@@ -174,19 +174,17 @@ class Returns(NamedTuple):
     def of_turns(cls, batch: RolloutBatch, turns: Turns, discount: float, baseline: TurnBaseline) -> Self:
         """Return each turn's discounted return.
 
-        - group: compared with those of all turns of the group, of several agents the same agent's, which every
-          environment allows.
-        - turn: compared with those of the same turn of the group's other trajectories, which turns without a
-          counterpart do not allow.
+        - group: compared with the returns of all turns of the group (of the same agent).
+        - turn: compared with those of the same turn in the group's other trajectories, which must have as many turns.
 
         Args:
-            batch: the turns'.
+            batch: of the turns.
             turns: with their rewards.
-            discount: of the next turn's return.
-            baseline: of the above.
+            discount: factor for the next turn's return.
+            baseline: one of the above.
 
         Raises:
-            ConfigError: turns are compared with their counterparts, and trajectories of a group differ in number.
+            ConfigError: the baseline is "turn", and trajectories of a group have different numbers of turns.
         """
         groups = turns.traces.group_ids[turns.traces.of_turns]
         if baseline == "turn":
@@ -195,7 +193,7 @@ class Returns(NamedTuple):
         return cls(turns.discount_rewards(discount), groups, turns.trajectory_ids, turns.of_tokens)
 
     def to_tokens(self, batch: RolloutBatch, values: Tensor) -> Tensor:
-        """Repeat [U] values over the tokens of each: [T]."""
+        """Repeat [U] values over the tokens to which they belong: [T]."""
         if self.of_tokens is None:
             return batch.to_tokens(values)
         return torch.cat([values, values.new_zeros(1)])[self.of_tokens]
@@ -204,12 +202,12 @@ class Returns(NamedTuple):
 def find_signal(batch: RolloutBatch, rewards: Tensor, *, tolerance: float = EPSILON) -> Tensor:
     """Return which trajectories are in a group with differing values: [M] bool, see :func:`has_signal`.
 
-    Of a group of several agents, one whose traces differ is enough.
+    With several agents, it suffices that the values of one agent differ.
 
     Args:
-        batch: none of whose rewards is NaN.
+        batch: without NaN rewards.
         rewards: [M] to compare.
-        tolerance: as of :func:`has_signal`.
+        tolerance: see :func:`has_signal`.
     """
     compared = Returns.of_trajectories(batch, rewards)
     differ = has_signal(compared.values, compared.group_ids, tolerance=tolerance)
@@ -220,7 +218,7 @@ def _find_traces(trajectory: Trajectory) -> list[AgentTrace]:
     """Return a trajectory's agent traces; a single trace of all turns if its environment returned none.
 
     Raises:
-        ConfigError: a turn of the policy is in none of them, or in several, or a reward is not finite.
+        ConfigError: a turn of the policy is in no trace, or in several, or a reward is not finite.
     """
     num_turns, traces = len(trajectory.samples), trajectory.traces
     if traces is None:
@@ -258,7 +256,7 @@ def _spread_turns(batch: RolloutBatch, values: Tensor, order: Tensor) -> Tensor:
     Args:
         batch: of the turns.
         values: [K] int64.
-        order: [K], the place of each of them in the trajectories' order.
+        order: [K], the index of each turn in the trajectories' order.
     """
     messages = [turn for one in batch.trajectories for turn in one.turns]
     is_sampled = torch.tensor([turn.sample is not None for turn in messages], dtype=torch.bool)
@@ -270,7 +268,7 @@ def _spread_turns(batch: RolloutBatch, values: Tensor, order: Tensor) -> Tensor:
 
 
 def _check_comparable(batch: RolloutBatch, traces: Traces) -> None:
-    """Refuse groups whose trajectories differ in their numbers of turns."""
+    """Raise a ConfigError for groups whose trajectories differ in their numbers of turns."""
     num_turns = torch.tensor(list(map(len, traces.turns)))
     for group in traces.group_ids.unique():
         own = num_turns[traces.group_ids == group]

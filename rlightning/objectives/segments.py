@@ -1,4 +1,4 @@
-"""Sums over the sequences of a packed tensor, and repetition of a sequence's value over its tokens."""
+"""Sums over the sequences of a packed tensor, and the repetition of sequences' values over their tokens."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def sum_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sum_by_run(values: Tensor, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum [T] values over each run of tokens of one id in one sequence, such as those of a turn.
+    """Sum [T] values over each run of tokens with the same id in one sequence, such as the tokens of a turn.
 
     Args:
         values: [T].
@@ -47,7 +47,7 @@ def spread_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Ten
     Args:
         values: [N].
         cu_seqlens: [N+1], the sequences' bounds.
-        num_tokens: T, which a GPU would have to be waited for otherwise.
+        num_tokens: T; without it the host would have to wait for the GPU.
 
     Returns:
         [T] values.

@@ -10,23 +10,23 @@ from rlightning.objectives.components import ForwardPass, LossComponent
 from rlightning.types import RolloutBatch
 
 LOG_RATIO_SCALES = (0.0, 0.01, 0.3, 3.0)
-"""Standard deviations of the random log-ratios between the tried log-probabilities and the old ones."""
+"""Standard deviations of the random log-ratios between the tested log-probabilities and the old ones."""
 ROLLOUT_SCALES = (None, 0.0, 0.01)
-"""Standard deviations of the random log-ratios between the tried old log-probs and the sampler's; None: independent."""
+"""Standard deviations of random log-ratios between the tested old log-probs and the sampler's; None for unrelated."""
 MIN_LOGPROB = -60.0
 
 
 def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) -> bool:
     """Return whether every weighted loss term has zero gradient on these sequences for any output of the model.
 
-    Each term is differentiated at random log-probabilities and entropies, with importance ratios of exactly
-    1, near it, and far beyond every clip; and with old log-probabilities that are the sampler's, near them, and far
-    beyond every bound of a correction. A term that trains something besides the actor, such as a critic, counts as
-    one with a gradient.
+    Each term is differentiated at random log-probabilities and entropies, with importance ratios of exactly 1, near 1,
+    and far beyond every clip; and with old log-probabilities equal to the sampler's, near them, and far beyond every
+    bound of a correction. A term that trains another model than the actor, such as a critic, counts as having a
+    gradient.
 
     Args:
-        components: of the loss; those without a weight are only logged, and do not count.
-        batch: a micro-batch, with what the terms read. Its ``old_logprobs`` are replaced.
+        components: of the loss; those without a weight are only logged, and are ignored.
+        batch: a micro-batch with the fields that the terms read. Its ``old_logprobs`` are replaced.
     """
     with torch.random.fork_rng(devices=[batch.token_ids.device] if batch.token_ids.is_cuda else []):
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float, rollou
     """Return whether a loss term has zero gradient for one draw of random log-probabilities and entropies."""
     mask = batch.is_sampled
     likely, entropy, weights = torch.rand(3, batch.num_tokens, device=mask.device)
-    evenly = -0.001 * 30000**likely  # from -30 to -0.001 nats, evenly in the logarithm
+    evenly = -0.001 * 30000**likely  # between -30 and -0.001 nats, uniform in the logarithm
     old = evenly if rollout_scale is None else _scatter(batch.rollout_logprobs, rollout_scale)
     logprobs, entropy = (
         torch.where(mask, values, 0).requires_grad_() for values in (_scatter(old, scale), 5 * entropy)
@@ -75,6 +75,6 @@ def _leaves(value: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable") and isinstance(node.variable, Tensor):  # of AccumulateGrad nodes alone
+        if hasattr(node, "variable") and isinstance(node.variable, Tensor):  # an AccumulateGrad node
             yield node.variable
         waiting += [following for following, _ in node.next_functions]

@@ -1,4 +1,4 @@
-"""AdamW whose moments can be stored in float32, in fewer bytes, or in the host's memory."""
+"""AdamW whose moments can be stored in float32, in fewer bytes, or in host memory."""
 
 from rlightning.optim.adamw import StoredMomentsAdamW, fetch_all
 from rlightning.optim.moments import OptimizerStates

@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored, between steps, in fewer bytes or in the host's memory."""
+"""AdamW whose moments are stored, between steps, in fewer bytes or in host memory."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,19 +23,19 @@ State = dict[str, Tensor]
 class StoredMomentsAdamW(AdamW):
     """AdamW that unpacks its stored moments during a step, for some parameters at a time.
 
-    The step itself is torch's, on the parameters' device and in their dtype. What is rounded to store it, is rounded
-    with random numbers that follow from the run's seed, the count of steps, the parameter's place and the shard: the
-    same after a resume, and the same on ranks that hold copies of the parameters.
+    The step itself is torch's, on the parameters' device and in their dtype. Stored moments are rounded stochastically,
+    with random numbers from the run's seed, the step, the parameter's index and the shard: the same after a resume, and
+    on ranks with copies of the parameters.
 
     Args:
-        groups: parameters, plain or sharded, as AdamW takes them.
-        states: how the moments are stored; ``float32`` is as they are computed with.
-        is_state_on_host: whether in the host's memory, page-locked if the parameters are on a GPU.
-        kwargs: AdamW's.
+        groups: parameters, plain or sharded, as for AdamW.
+        states: format of the stored moments; ``float32`` is the format of the computation.
+        is_state_on_host: whether moments are stored in host memory, page-locked if the parameters are on a GPU.
+        kwargs: of AdamW.
     """
 
     bytes_at_a_time = 1 << 30
-    """Maximum bytes of unpacked moments on the device at a time, unless those of one parameter are more."""
+    """Maximum bytes of unpacked moments on the device at a time, unless those of a single parameter are more."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class StoredMomentsAdamW(AdamW):
             self.param_groups = groups
         if self.is_state_on_host:
             for device in {parameter.device for group in groups for parameter in group["params"]}:
-                platform.synchronize_stream(device)  # what reads the state on the host does not wait for copies
+                platform.synchronize_stream(device)  # readers of the state on the host do not wait for copies
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load moments in any stored form; each is converted directly into this optimizer's form."""
+        """Load moments in any stored format; each is converted directly to this optimizer's format."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -101,7 +101,7 @@ class StoredMomentsAdamW(AdamW):
         return stored
 
     def _convert_saved(self, saved: Mapping[str, Tensor], parameter: Tensor, seed: str) -> State:
-        """Convert a saved state of any form to this optimizer's form."""
+        """Convert a saved state of any format to this optimizer's format."""
         adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts its steps where it computes
         for name in SIGNED:
             keys = [key for key in (name, scale_name(name)) if key in saved]
@@ -113,7 +113,7 @@ class StoredMomentsAdamW(AdamW):
         return adopted
 
     def _place(self, packed: Tensor, parameter: Tensor) -> Tensor:
-        """Copy this rank's part to the memory where it is stored, as a DTensor if the parameter is sharded."""
+        """Copy this rank's part to the memory in which it is stored, as a DTensor if the parameter is sharded."""
         copied = torch.empty(
             packed.shape,
             dtype=packed.dtype,
@@ -128,12 +128,12 @@ class StoredMomentsAdamW(AdamW):
 
 
 def _moment_bytes(parameter: Tensor) -> int:
-    """Return the bytes of a parameter's two moments on this rank, as they are computed with."""
+    """Return the bytes of a parameter's two moments on this rank, in the format of the computation."""
     return 2 * local_tensor(parameter).nbytes
 
 
 def fetch(state: State, parameter: Tensor) -> State:
-    """Return a stored state in the form in which AdamW computes, on the parameter's device."""
+    """Return a stored state in AdamW's format, on the parameter's device."""
     fetched = {"step": state["step"]}
     for name in SIGNED:
         keys = [key for key in (name, scale_name(name)) if key in state]
@@ -143,7 +143,7 @@ def fetch(state: State, parameter: Tensor) -> State:
 
 
 def fetch_all(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Convert a stored state dict of any form to the parameters' dtype, for a plain AdamW to load."""
+    """Convert a stored state dict of any format to the parameters' dtype, for a plain AdamW to load."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners = dict(zip(numbers, parameters, strict=True))
@@ -152,7 +152,7 @@ def fetch_all(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def seeded(seed: str, parameter: Tensor, device: torch.device) -> Generator:
-    """Return a random generator for a parameter: with the same seed for copies of a shard, another for each shard."""
+    """Return a parameter's random generator: seeded equally for copies of a shard, and differently for each shard."""
     if isinstance(parameter, DTensor):
         coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
         is_copy = [placement.is_replicate() for placement in parameter.placements]

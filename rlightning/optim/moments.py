@@ -1,8 +1,8 @@
-"""AdamW's moments in fewer bytes than it computes with: bfloat16, or 8-bit codes with a scale for each block.
+"""AdamW's moments in fewer bytes than in its computation: bfloat16, or 8-bit codes with a scale for each block.
 
-Both are rounded up or down at random, so that the mean is exact. To the nearest would not do: with ``betas[1]`` 0.999 a
-step takes a thousandth off a second moment, and half the distance between two numbers in bfloat16 is at least 2^-9 of
-them, about two thousandths. Without a large gradient it would stay where it is for ever.
+Both are rounded stochastically, so that the mean is exact. Rounding to nearest would fail: with ``betas[1]`` 0.999 a
+step reduces a second moment by a thousandth, less than half the relative distance of two bfloat16 numbers, which is at
+least 2^-9. Without a large gradient the moment would never change.
 
 Letters: ``C`` columns of a tensor, its last dimension; ``S`` blocks of a row.
 """
@@ -17,15 +17,15 @@ from torch import Generator, Tensor
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 BLOCK = 128
-"""Maximum number of values that share a scale."""
+"""Maximum number of values with a common scale."""
 CHUNK = 1 << 24
-"""Values that are rounded at a time: the temporary memory is some times 64 MiB, however large the tensor."""
+"""Number of values that are rounded at a time, which bounds temporary memory to a few times 64 MiB."""
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """AdamW's moments by name, and whether they have a sign."""
 
 
 def bytes_per_parameter(states: OptimizerStates, itemsize: int = 4) -> float:
-    """Return the bytes of both moments for each number of a matrix; ``itemsize`` is that of the parameter's dtype."""
+    """Return the bytes of both moments for each element of a matrix; ``itemsize`` is that of the parameter's dtype."""
     return {"float32": 2.0 * itemsize, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
 
 
@@ -35,16 +35,16 @@ def scale_name(name: str) -> str:
 
 
 def pack_moment(name: str, values: Tensor, states: OptimizerStates, generator: Generator) -> dict[str, Tensor]:
-    """Return a moment in the form that is stored between steps.
+    """Return a moment in the format that is stored between steps.
 
     Args:
-        name: AdamW's for it.
-        values: of this rank, of any shape. A vector (norms, biases) is too small to be worth 8 bits: it stays.
-        states: ``float32`` keeps the dtype that ``values`` have.
-        generator: of the same device.
+        name: AdamW's name of the moment.
+        values: of this rank, of any shape. Vectors (norms, biases) are never stored in 8 bits, since they are small.
+        states: the format; ``float32`` keeps the dtype of ``values``.
+        generator: on the same device.
 
     Returns:
-        By name, one tensor of the shape of ``values``, and with 8 bits the scales.
+        By name, a tensor of the shape of ``values``, and with 8 bits the scales.
     """
     if states == "bfloat16" and values.dtype == torch.float32:
         return {name: round_to_bfloat16(values, generator)}
@@ -55,7 +55,7 @@ def pack_moment(name: str, values: Tensor, states: OptimizerStates, generator: G
 
 
 def unpack_moment(name: str, kept: Mapping[str, Tensor]) -> Tensor:
-    """Return the moment that :func:`pack_moment` packed, in any form; float32 if it was stored in 8 bits."""
+    """Return the moment from the result of :func:`pack_moment`, in its dtype; float32 if it was stored in 8 bits."""
     if (scales := kept.get(scale_name(name))) is None:
         return kept[name]
     return dequantize(kept[name], scales, is_signed=SIGNED[name])
@@ -64,8 +64,8 @@ def unpack_moment(name: str, kept: Mapping[str, Tensor]) -> Tensor:
 def round_to_bfloat16(values: Tensor, generator: Generator) -> Tensor:
     """Round finite float32 numbers to one of the two nearest in bfloat16, at random; the nearer one is more probable.
 
-    The lower 16 bits of a float32 say how far it is on its way to the next bfloat16, which has the upper 16 bits.
-    Adding 16 random bits carries into those with that probability.
+    A bfloat16 consists of the upper 16 bits of a float32, and the lower 16 bits are the distance to the next bfloat16.
+    Adding 16 random bits carries into the upper ones with the right probability.
     """
     rounded = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     for part, target in zip(values.reshape(-1).split(CHUNK), rounded.view(-1).split(CHUNK), strict=True):
@@ -78,14 +78,14 @@ def round_to_bfloat16(values: Tensor, generator: Generator) -> Tensor:
 def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[Tensor, Tensor]:
     """Blockwise dynamic quantisation (arXiv:2110.02861, section 2), rounded stochastically.
 
-    A block is a part of a row, so that shards of rows have blocks of their own. A number becomes the place of one of
-    the two levels that are nearest to its share of the block's largest magnitude. Of numbers without a sign, the second
-    moment, this is done to their roots: by them AdamW divides, and seven powers of ten of them are fourteen of it.
+    A block is a part of a row, so that shards of rows have their own blocks. A number is divided by the block's largest
+    magnitude, and stored as the index of one of the two nearest levels. Numbers without a sign, the second moment, are
+    stored as square roots, by which AdamW divides; their seven powers of ten cover fourteen of the moment.
 
     Args:
         values: [..., C], finite.
-        is_signed: without, all of them are at least 0.
-        generator: of the same device.
+        is_signed: whether values may be negative.
+        generator: on the same device.
 
     Returns:
         Codes [..., C], uint8, and scales [..., S], float32.
@@ -111,7 +111,7 @@ def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
-    """Return the values that :func:`quantize` rounded, of codes [..., C] and scales [..., S]: float32 [..., C]."""
+    """Return the values of codes [..., C] and scales [..., S] that :func:`quantize` returned: float32 [..., C]."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     known = levels(is_signed, codes.device)
     length = codes.shape[-1] // scales.shape[-1]
@@ -132,9 +132,9 @@ def block_length(num_columns: int) -> int:
 def levels(is_signed: bool, device: torch.device) -> Tensor:
     """Return the values of the 255 codes, ascending: finer towards 0, over seven powers of ten, up to the maximum.
 
-    As in arXiv:2110.02861, with two differences. There is a -1 as there is a 1: the largest magnitude is kept exactly.
-    Without signs there is no 0 (arXiv:2309.01507): AdamW divides by the second moment's root, and a weight whose moment
-    is far below its block's largest would take a step without measure. A block of zeros has a scale of 0.
+    As in arXiv:2110.02861, with two differences. Levels include both -1 and 1, so that the largest magnitude is exact.
+    Without signs there is no 0 (arXiv:2309.01507): AdamW divides by the second moment's root, so that a moment rounded
+    to 0 would give a huge step. A block of zeros has a scale of 0.
     """
     positive = []
     for power in range(7):

@@ -1,4 +1,4 @@
-"""Makes a model's AdamW: parameter groups, learning rate schedule, and clipping by the global gradient norm."""
+"""Constructs a model's AdamW: parameter groups, learning rate schedule, and clipping by the global gradient norm."""
 
 import logging
 import math
@@ -36,10 +36,9 @@ class AdamWSettings:
         weight_decay: of the parameters that decay (:func:`does_decay`).
         betas: AdamW's.
         warmup_steps: rollout steps over which the learning rate rises; the first has ``1 / warmup_steps`` of the peak.
-        lr_schedule: what it does afterwards: constant, or down to 0 at the last step in a straight line or half a
-            cosine wave.
-        max_grad_norm: gradients of the model are scaled down to this norm.
-        optimizer_states: how moments are kept between steps: 8, 4 or 2 bytes a parameter.
+        lr_schedule: the schedule afterwards: constant, or a linear or cosine decay to 0 at the last step.
+        max_grad_norm: norm to which the model's gradients are clipped.
+        optimizer_states: format of the moments between steps: 8, 4 or 2 bytes a parameter.
     """
 
     lr: float = 1e-6
@@ -51,7 +50,7 @@ class AdamWSettings:
     optimizer_states: OptimizerStates = "float32"
 
     def __post_init__(self) -> None:
-        """Refuse values with which nothing would be learned, and unknown names, before weights are loaded."""
+        """Raise a ConfigError for unknown names and for values with which nothing would be learned."""
         lr, decay, betas, states = self.lr, self.weight_decay, self.betas, self.optimizer_states
         check_rules(
             {
@@ -71,7 +70,8 @@ class AdamWSettings:
 def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies to a parameter of a module: not to biases, norm gains and other vectors.
 
-    The number of dimensions does not tell: experts' biases have a row an expert, a norm of queries a row a head.
+    The number of dimensions does not decide: experts' biases have a row for each expert, a query norm one for each
+    head.
     """
     is_norm = "norm" in type(module).__name__.lower() or "norm" in name
     is_excluded = bool(vars(parameter).get("_no_weight_decay"))  # set by transformers' state space models
@@ -83,7 +83,7 @@ Split = tuple[list[nn.Parameter], list[nn.Parameter]]
 
 
 def split_by_decay(network: nn.Module, *, but: Collection[nn.Parameter] = ()) -> Split:
-    """Return the trained parameters with weight decay and those without, each in order, but for those in ``but``."""
+    """Return the trained parameters with weight decay and those without, each in order, except those in ``but``."""
     decays: dict[nn.Parameter, bool] = {}
     for module in network.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -97,9 +97,9 @@ def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bo
 
     Args:
         settings: learning rate, betas and the like.
-        splits: parameters, two groups each; one group cannot hold sharded and whole ones.
-        is_state_on_host: keep its state in the host's memory between steps.
-        name: of its groups, for the metrics.
+        splits: parameters, two groups each; a group cannot contain both sharded and whole parameters.
+        is_state_on_host: keep the state in host memory between steps.
+        name: of the groups, for the metrics.
     """
     groups: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": decay} | ({"name": name} if name else {})
@@ -115,13 +115,13 @@ def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bo
         )
     else:
         optimizer = AdamW(groups, **arguments)
-        optimizer.register_load_state_dict_pre_hook(fetch_all)  # of a run with other states
+        optimizer.register_load_state_dict_pre_hook(fetch_all)  # for checkpoints of runs with other optimizer states
     optimizer.register_load_state_dict_pre_hook(keep_settings, prepend=True)
     return optimizer
 
 
 PROGRESS = ("params", "num_steps")
-"""Keys of an optimizer's groups that a checkpoint restores; all others, such as ``lr``, are configured."""
+"""Keys of an optimizer's groups that a checkpoint restores; others, such as ``lr``, come from the configuration."""
 
 
 def keep_settings(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
@@ -135,7 +135,7 @@ def keep_settings(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 class ConfiguredLR(LambdaLR):
-    """A schedule whose checkpoints hold the position alone; the shape of the schedule comes from the configuration."""
+    """A schedule whose checkpoints contain only the position; the schedule's shape comes from the configuration."""
 
     def add_groups(self) -> None:
         """Include parameter groups that were added to the optimizer later, with the schedule of the first group."""
@@ -158,7 +158,7 @@ class ConfiguredLR(LambdaLR):
 def make_lr_schedule(optimizer: AdamW, settings: AdamWSettings, *, max_steps: int) -> ConfiguredLR:
     """Return a schedule of linear warm-up and decay, both counted in rollout steps.
 
-    The peak is the learning rate of each of the optimizer's groups. ``max_steps`` of a run without an end is -1.
+    The peak is the learning rate of each of the optimizer's groups. ``max_steps`` is -1 for a run without an end.
     """
     schedule, warmup_steps = settings.lr_schedule, settings.warmup_steps
     if schedule != "constant" and max_steps <= warmup_steps:
@@ -186,12 +186,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple
     """Scale gradients down to a global norm; drop them if they are not finite.
 
     Args:
-        parameters: plain or sharded. If they are sharded, all ranks have to call this.
+        parameters: plain or sharded; for sharded ones this is a collective.
         max_norm: of all gradients together, over all shards.
 
     Returns:
-        The norm before, and whether it was finite; plain scalars, equal on the ranks that share the parameters. Dropped
-        gradients make the optimizer's step change nothing.
+        The norm before clipping, and whether it was finite; plain scalars, equal on the ranks that share the
+        parameters. With dropped gradients the optimizer's step changes nothing.
     """
     with_gradients = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in with_gradients if p.grad is not None]
@@ -212,10 +212,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm of all tensors together, whole or sharded over any device mesh.
 
-    torch's own ``clip_grad_norm_`` takes one mesh only. With tensor parallelism there are two: most norms are not cut.
+    torch's ``clip_grad_norm_`` supports one mesh only. With tensor parallelism there are two: norm layers are not
+    split.
 
     Returns:
-        A plain scalar, float32 unless a tensor is of a wider type; 0 for no tensors.
+        A plain scalar, float32 unless a tensor has a wider dtype; 0 without tensors.
     """
     # tensors by the groups of ranks over which their shards are spread
     spread: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}

@@ -1,7 +1,7 @@
 """Runs of several processes: strategies, barriers, collectives, and the end of all ranks when one fails.
 
-``trainer.strategy`` can name ``rlightning.parallel.FSDP`` or ``rlightning.parallel.DDP``, which are imported when they
-are asked for: other parts of this folder do without Lightning and transformers.
+``trainer.strategy`` can name ``rlightning.parallel.FSDP`` or ``rlightning.parallel.DDP``, which are imported on first
+access: other modules of this package do not need Lightning and transformers.
 """
 
 from pkgutil import resolve_name

@@ -25,14 +25,14 @@ from rlightning.processes.liveness import Deadline
 
 _hooks: list[Callable[[], None]] = []
 ARRIVAL, FAILURE = "arrival", "failure"
-"""Keys of the store: the last barrier that a rank has reached, as JSON; what the failure watch knows of a rank."""
+"""Keys of the store: the last barrier that a rank has reached, as JSON; the failure watch's text about a rank."""
 
 
 class BarrierError(RunError, RuntimeError):
     """A barrier was not reached by all ranks; the message is the same on every rank.
 
     Attributes:
-        missing_ranks: those that did not arrive, or disconnected while the others waited.
+        missing_ranks: ranks that did not arrive, or disconnected while the others waited.
     """
 
     def __init__(self, message: str, missing_ranks: Iterable[int] = ()) -> None:
@@ -41,7 +41,7 @@ class BarrierError(RunError, RuntimeError):
 
 
 def add_barrier_hook(hook: Callable[[], None]) -> None:
-    """Have ``hook()`` called at every barrier, before this rank waits for the others."""
+    """Register ``hook()`` to be called at every barrier, before this rank waits for the others."""
     _hooks.append(hook)
 
 
@@ -53,15 +53,15 @@ def remove_barrier_hook(hook: Callable[[], None]) -> None:
 def barrier(name: str, *, timeout: float | None = None, device: torch.device | None = None) -> None:
     """Wait until all ranks have called this.
 
-    A single process, or one without ``torch.distributed``, does not wait; device and hooks are served all the same.
+    A single process, or one without ``torch.distributed``, does not wait, but synchronizes the device and calls hooks.
 
     Args:
-        name: for errors. Ranks that are at barriers of different names get an error.
-        timeout: seconds; ``set_barrier_timeout``'s, unless given.
-        device: one whose queued work is finished first.
+        name: for errors. Ranks at barriers of different names get an error.
+        timeout: seconds; None for the default of ``set_barrier_timeout``.
+        device: that is synchronized first; None for no device.
 
     Raises:
-        BarrierError: not all ranks came within the timeout, or one of them disconnected.
+        BarrierError: not all ranks arrived within the timeout, or one of them disconnected.
     """
     if device is not None:
         synchronize(device)
@@ -121,7 +121,7 @@ class _Barrier:
             self._fail(self._different_names)
 
     def _wait_at_store(self) -> None:
-        """Wait for all ranks before the CPU group is made: making it has no name and a long timeout of its own."""
+        """Wait for all ranks before the CPU group is created, since its creation has no name and a long timeout."""
         self.store.add("num_arrived", 1)
         while self.store.add("num_arrived", 0) < len(self.store.ranks):
             self._raise_decided()
@@ -147,11 +147,11 @@ class _Barrier:
             self._fail(self._not_reached if self.deadline.is_over else self._broken)
 
     def _ends_late(self, work: dist.Work) -> bool:
-        """Return whether the last rank arrived just after the deadline, so that the barrier succeeds after all."""
+        """Return whether the last rank arrived just after the deadline, and so the barrier succeeds after all."""
         return not self._missing(self._arrivals()) and _ends_within(work, intervals.BARRIER_REPORT_GRACE)
 
     def _is_lost(self, error: StoreError) -> bool:
-        """Return whether to treat the store as lost; until the deadline, its host may only be stopped."""
+        """Return whether to treat the store as lost; before the deadline, its host may only be suspended."""
         return not isinstance(error, StoreSilentError) or self.deadline.is_over
 
     def _raise_decided(self) -> None:
@@ -187,7 +187,7 @@ class _Barrier:
         return _Diagnosis(f"{rule}: {self._describe(missing, arrivals)}.", missing)
 
     def _broken(self) -> _Diagnosis:
-        """Return the diagnosis after a connection closed: ranks that do not answer now have disconnected too."""
+        """Return the diagnosis after a connection closed: ranks that do not answer have disconnected too."""
         self.store.set("is_broken", "1")
 
         def is_explained(missing: list[int]) -> bool:
@@ -237,13 +237,13 @@ class _Barrier:
 
 
 def report_arrivals(is_over: Callable[[], bool]) -> str:
-    """Report that a collective failed on this rank; return a description of the ranks that report none.
+    """Report that a collective failed on this rank; return a description of the ranks that report no failure.
 
     Args:
-        is_over: polled; ends the wait for other ranks, as there is another cause.
+        is_over: polled; True ends the wait for other ranks, because another cause is known.
 
     Returns:
-        Such as "rank 1 was last seen at barrier 'next batch', 6 s ago"; empty if the collective failed on all ranks.
+        A text such as "rank 1 was last seen at barrier 'next batch', 6 s ago"; "" if the collective failed on all.
     """
     shared = connection()
     if shared is None:
@@ -269,7 +269,7 @@ def describe_ranks(ranks: Iterable[int], texts: Mapping[int, str]) -> str:
 
 
 def write_failure(rank: int, text: str) -> None:
-    """Store a text about what happened to ``rank``, such as "failed: ValueError: boom", for the errors of barriers."""
+    """Store a text about ``rank``, such as "failed: ValueError: boom", for the errors of barriers."""
     shared = connection()
     if shared is not None:
         with contextlib.suppress(StoreError):
@@ -289,7 +289,7 @@ def _start_max(tensor: torch.Tensor, seconds: float) -> dist.Work:
 
 def _ends_within(work: dist.Work, seconds: float) -> bool:
     """Return whether ``work`` ends, successfully or not, within ``seconds``."""
-    with contextlib.suppress(RuntimeError):  # raised at the timeout, too
+    with contextlib.suppress(RuntimeError):  # also raised at the timeout
         work.wait(timedelta(seconds=seconds))
     return work.is_completed()
 

@@ -45,13 +45,13 @@ from rlightning.protocols import StateDict
 
 @runtime_checkable
 class StateOnHost(Protocol):
-    """An optimizer that may keep its state in host memory, so that a checkpoint is read into host memory too."""
+    """An optimizer that may keep its state in host memory, into which a checkpoint is then read."""
 
     is_state_on_host: bool
 
 
 class LoadsByItself(Strategy):
-    """Mixin, before Lightning's class, for a strategy whose :meth:`load_checkpoint` fills model and optimizers."""
+    """Mixin for a strategy whose :meth:`load_checkpoint` fills model and optimizers; before Lightning's class."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -71,10 +71,10 @@ class LoadsByItself(Strategy):
 
 
 class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
-    """Mixin for checkpoints that are folders, to which each rank writes its shards; stands before Lightning's class.
+    """Mixin for checkpoints that are folders, to which each rank writes its shards; listed before Lightning's class.
 
-    They are read on any number of ranks, split in any way. The single files of strategies that do not shard are read
-    too. Messages between the ranks go over the CPU group.
+    Folders can be read with any number of ranks and any sharding. Single-file checkpoints of strategies that do not
+    shard can be read too. Messages between the ranks use the CPU group.
     """
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
 
         Raises:
             ConfigError: for ``storage_options`` and for an address.
-            SaveError: the disk does not take it; an earlier folder of the name stays.
+            SaveError: writing failed; an earlier folder of the same name stays.
         """
         if storage_options is not None or "://" in str(filepath):
             raise ConfigError(f"A sharded checkpoint is a folder on a disk that all ranks see, not {filepath}.")
@@ -106,7 +106,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
                 prepare_partial(path).mkdir()
             self.barrier("there is a folder for the checkpoint")
             partial = partial_of(path)
-            names = set(checkpoint["state_dict"])  # which need not be all, where most are those of a frozen base
+            names = set(checkpoint["state_dict"])  # may be fewer than the model's, without those of a frozen base
             files = write_tensors(partial, checkpoint)
             if self.is_global_zero:
                 assert self.lightning_module is not None
@@ -122,7 +122,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             The rest of the checkpoint.
 
         Raises:
-            ConfigError: it is of another model; on every rank.
+            ConfigError: the checkpoint is of another model; raised on every rank.
         """
         assert self.lightning_module is not None
         path = self._verified(checkpoint_path)
@@ -143,12 +143,12 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint's folder; a partly removed folder is not taken for a checkpoint."""
+        """Remove a checkpoint's folder; a partly removed folder is not recognized as a checkpoint."""
         if self.is_global_zero:
             AtomicCheckpointIO().remove_checkpoint(filepath)
 
     def _verified(self, checkpoint_path: str | Path) -> Path:
-        """Return rank 0's checkpoint path, after rank 0 has verified its checksums; a DamagedError on every rank."""
+        """Return rank 0's checkpoint path, whose checksums rank 0 has verified; else a DamagedError on every rank."""
         path, reason = find_saved(Path(checkpoint_path)), None
         if self.is_global_zero:
             try:
@@ -168,7 +168,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         ties: Mapping[str, str],
         values: Mapping[str, object] | None = None,
     ) -> None:
-        """Refuse a checkpoint of another model, and unless ``strict_loading`` is off, one that holds more."""
+        """Raise a ConfigError for a checkpoint of another model, or, with ``strict_loading``, of additional weights."""
         assert self.lightning_module is not None
         tied = {name: first for name, first in find_tied(self.lightning_module).items() if first in weights}
         own = {name: tensor.shape for name, tensor in weights.items()}
@@ -202,7 +202,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
 
 
 def shard_like(value: object, parameter: nn.Parameter) -> object:
-    """Return a full optimizer state tensor sharded as its parameter is; other values unchanged."""
+    """Return a full tensor of an optimizer's state sharded as its parameter is; other values unchanged."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:
         return value
     shard = empty_shard(parameter.detach(), value.shape, value.dtype, parameter.to_local().device)

@@ -2,9 +2,9 @@
 
     last.ckpt/.metadata       which file holds which part of which tensor (torch.distributed.checkpoint)
     last.ckpt/__0_0.distcp    rank 0's shards, and so on
-    last.ckpt/meta.pt         everything else that Lightning puts into a checkpoint, and the checksums of the others
+    last.ckpt/meta.pt         everything else that Lightning puts into a checkpoint, and the other files' checksums
 
-Tensors have the names ``model/<name>`` and ``optimizer/<number>/<name>/<what>``, whichever ranks hold their parts.
+Tensors have the names ``model/<name>`` and ``optimizer/<number>/<name>/<key of the state>``, independent of ranks.
 """
 
 import warnings
@@ -28,11 +28,11 @@ from rlightning.protocols import StateDict
 from rlightning.torch_internals import with_local_tensor
 
 META, INDEX = "meta.pt", ".metadata"
-"""Names of the folder's files, which are Lightning's names too."""
+"""Names of the folder's files, the same as Lightning's."""
 FORMAT = "rlightning_checkpoint"
-"""Key of the metadata that marks a folder of this module."""
+"""Key of the metadata that identifies a folder of this module."""
 VERSION = 2
-"""Version of the folder's format, which grows when earlier code cannot read new folders."""
+"""Version of the folder's format, which is increased when earlier code cannot read new folders."""
 
 Stored = Mapping[str, TensorStorageMetadata]
 
@@ -54,7 +54,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> StateDict:
 
 
 def numbered_optimizer_state(named: StateDict) -> StateDict:
-    """Return a named ``state_dict`` by parameter numbers, as ``Optimizer.load_state_dict`` expects it."""
+    """Return a named ``state_dict`` by parameter numbers, as ``Optimizer.load_state_dict`` expects."""
     order = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     return {
@@ -66,15 +66,15 @@ def numbered_optimizer_state(named: StateDict) -> StateDict:
 
 
 def write_tensors(folder: Path, checkpoint: StateDict) -> Checksums:
-    """Move a checkpoint's tensors to ``folder``; every rank writes its own shards and returns their checksums.
+    """Write a checkpoint's tensors to ``folder``, each rank its own shards, and remove them from the checkpoint.
 
     Args:
-        folder: is there, on every rank.
+        folder: exists on every rank.
         checkpoint: Lightning's, with ``state_dict`` by name and ``optimizer_states`` of :func:`named_optimizer_state`.
-            Numbers and the like stay in it, for :func:`write_meta`.
+            Values other than tensors stay in it, for :func:`write_meta`.
 
     Returns:
-        The checksums of all files, on rank 0; of others, those of this rank's.
+        On rank 0 the checksums of all files; on other ranks those of the rank's files.
     """
     tensors: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in checkpoint.pop("state_dict").items()}
     for number, named in enumerate(checkpoint.get("optimizer_states", [])):
@@ -100,7 +100,7 @@ def write_meta(folder: Path, checkpoint: StateDict, tied: Mapping[str, str], fil
 
 
 def verify_checkpoint_folder(folder: Path) -> None:
-    """Verify all files of a checkpoint by their checksums; a DamagedError names the first missing or damaged one."""
+    """Verify all files of a checkpoint by their checksums; raise a DamagedError for the first bad or missing one."""
     for name in (META, INDEX):
         if not (folder / name).is_file():
             raise DamagedError(folder, f"'{name}' is missing")
@@ -130,7 +130,7 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> StateDict:
 
 
 def saved_ties(meta: StateDict) -> dict[str, str]:
-    """Return the names of tied weights that :func:`write_meta` was given, of what :func:`read_meta` returns."""
+    """Return the names of tied weights in the result of :func:`read_meta`."""
     own = meta[FORMAT]
     ties: dict[str, str] = own["twins" if own["version"] == 1 else "tied"]
     return ties
@@ -143,7 +143,7 @@ def stored_tensors(folder: Path) -> Stored:
 
 
 def stored_weights(stored: Stored, tied: Mapping[str, str]) -> dict[str, Sequence[int]]:
-    """Return the shapes of a model's weights in a folder by name, the names of tied ones included."""
+    """Return the shapes of a model's weights in a folder by name, including the names of tied ones."""
     prefix = "model/"
     shapes: dict[str, Sequence[int]] = {
         name.removeprefix(prefix): entry.size for name, entry in stored.items() if name.startswith(prefix)
@@ -152,7 +152,7 @@ def stored_weights(stored: Stored, tied: Mapping[str, str]) -> dict[str, Sequenc
 
 
 def read_model(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors of a module, which the folder has, of each shard what belongs into it."""
+    """Fill a module's tensors, or this rank's shards of them, from a folder."""
     _read(folder, {f"model/{name}": tensor for name, tensor in tensors.items()})
 
 
@@ -169,14 +169,14 @@ def read_optimizer(
 
     Args:
         folder: of the checkpoint, which has the ``stored`` tensors.
-        stored: of :func:`stored_tensors`.
-        number: the optimizer's, with the entry ``named`` in ``optimizer_states``.
-        named: this entry.
+        stored: from :func:`stored_tensors`.
+        number: of the optimizer.
+        named: the optimizer's entry in ``optimizer_states``.
         parameters: by name.
-        is_on_host: read the state to the host's memory, not to the parameters' device.
+        is_on_host: whether the state is read to host memory, rather than to the parameters' device.
 
     Raises:
-        ConfigError: if it optimizes other parameters than these.
+        ConfigError: if the saved optimizer has other parameters.
     """
     trained = {name for group in named["param_groups"] for name in group["params"]}
     if unknown := sorted(trained - parameters.keys()):
@@ -205,8 +205,8 @@ def _keys_of_optimizer(stored: Stored, number: int) -> Iterator[tuple[str, str, 
 def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised tensor of an optimizer's state, sharded as its parameter is.
 
-    Its ``size``, that of the whole tensor, is its parameter's, or in the last dimension the number of blocks that have
-    a scale each.
+    ``size``, of the whole tensor, equals the parameter's, or, in the last dimension, the parameter's number of blocks,
+    which have a scale each.
 
     Raises:
         ConfigError: if the parameter is split within a block.
@@ -248,7 +248,7 @@ def find_tied(module: nn.Module) -> dict[str, str]:
 
 
 def _read(folder: Path, tensors: Mapping[str, Tensor], *, is_alone: bool = False) -> None:
-    """Read values from a folder into the given tensors, in place; with all ranks, unless this one ``is_alone``."""
+    """Read values from a folder into the given tensors, in place; a collective, unless this rank ``is_alone``."""
     group = None if is_alone else cpu_group()
     with torch.no_grad(), _alone_on_purpose():
         state_dict_loader.load(
@@ -261,7 +261,7 @@ def _read(folder: Path, tensors: Mapping[str, Tensor], *, is_alone: bool = False
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """Context without the warning that a single process may be a mistake."""
+    """Context in which torch does not warn that a single process reads alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         yield

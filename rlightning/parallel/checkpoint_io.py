@@ -1,4 +1,4 @@
-"""Checkpoint files that survive a crash: the last complete checkpoint stays in place and is found."""
+"""Writes checkpoint files such that the last complete checkpoint survives a crash and can be found."""
 
 import io
 import logging
@@ -30,14 +30,14 @@ SUFFIX = ".ckpt"
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes Lightning's checkpoint files atomically, with a checksum; it reads sharded folders too.
 
-    Lightning itself builds a second copy in memory and writes it to the system's temporary folder, from where it is
-    copied, not renamed, if that is another disk. Addresses (``s3://...``) are left to Lightning.
+    Lightning itself makes a second copy in memory, and writes it to the system's temporary folder, from which another
+    disk's file is copied rather than renamed. URLs (``s3://...``) are left to Lightning.
 
         Trainer(plugins=[AtomicCheckpointIO()], ...)
     """
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write a single file, on rank 0 only; a SaveError, as for a full disk, leaves an earlier file of the name."""
+        """Write a single file, on rank 0 only; after a SaveError (a full disk) an earlier file of the name remains."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -50,7 +50,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> StateDict:
-        """Read a file or a whole sharded folder; a DamagedError if rank 0 finds other checksums than were written."""
+        """Read a file or a whole sharded folder; raise a DamagedError if rank 0 finds a wrong checksum."""
         if "://" not in str(path):
             path = find_saved(Path(path))
             if global_rank() == 0:
@@ -60,7 +60,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file or a folder; links to it, such as ``last.ckpt``, then lead to the newest one left."""
+        """Remove a file or a folder; links to it, such as ``last.ckpt``, are changed to the newest remaining one."""
         if "://" in str(path):
             super().remove_checkpoint(path)
             return
@@ -75,7 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 @contextmanager
 def saving_checkpoint(path: Path) -> Iterator[None]:
-    """Context in which a disk error removes the partial checkpoint and becomes a SaveError that names the last one."""
+    """Context in which a disk error removes the partial checkpoint and becomes a SaveError naming the last one."""
     last = newest_checkpoint(path.parent)
     kept = f"The last good one is '{last}'." if last is not None else "There is none before it."
     with needed("The checkpoint", path, f"{kept} Make room there, or name another folder, and go on from it."):
@@ -88,7 +88,7 @@ def saving_checkpoint(path: Path) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
-    """Return the checkpoint, a file or a folder, that was written last; links do not count."""
+    """Return the checkpoint, a file or a folder, that was written last; links are ignored."""
     found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but and is_whole(path)]
     return max(found, key=_written_at, default=None)
 
@@ -102,7 +102,7 @@ class SavedState(NamedTuple):
 
 
 def read_state(path: Path) -> SavedState | None:
-    """Read a checkpoint's step without tensors and objects; return None, and log why, where it cannot be read."""
+    """Read a checkpoint's step without its tensors and objects; return None, and log why, if it cannot be read."""
     try:
         checkpoint = read_plain(path / META if path.is_dir() else path)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
@@ -112,7 +112,7 @@ def read_state(path: Path) -> SavedState | None:
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:
-    """Return the reason why a checkpoint cannot be read, from the ``error`` that reading it raised."""
+    """Return why a checkpoint cannot be read, from the ``error`` that was raised."""
     try:
         verify_checkpoint(path)
     except DamagedError as damage:
@@ -125,7 +125,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 def verify_checkpoint(path: Path) -> None:
     """Verify a checkpoint, a file or a folder, by its checksums; once in a process, until its files change.
 
-    A DamagedError if it is not what was written.
+    Raises a DamagedError if it differs from what was written.
     """
     path = path.resolve()
     parts = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -158,9 +158,9 @@ def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifie
     """Return the undamaged checkpoint of the highest step; the log names those that are skipped.
 
     Args:
-        paths: of :func:`list_checkpoints`. Of links and what they lead to, the link is preferred.
-        to_resume: leave out those that hold weights alone.
-        verifies: whether checksums are compared; steps are what the files hold, since copies change their times.
+        paths: from :func:`list_checkpoints`. A link is preferred to its target.
+        to_resume: leave out checkpoints with weights only.
+        verifies: whether checksums are compared. Steps are read from the files, since copying changes file times.
     """
     names: dict[Path, Path] = {}
     for path in paths:
@@ -206,9 +206,7 @@ def _written_at(path: Path) -> float:
 
 
 class Inert(dict[object, object]):
-    """A stand-in for any class, function or object in a pickle, which ignores all that is done to it but keeps its
-    entries.
-    """
+    """Stands in for any class, function or object in a pickle: calls and assignments do nothing, entries stay."""
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
@@ -237,7 +235,7 @@ def read_plain(path: Path) -> StateDict:
     """Return the plain values of a pickle file; tensors and other objects become :class:`Inert`.
 
     Raises:
-        zipfile.BadZipFile: it is no file of ``torch.save``, or its pickle is not what was written, by its CRC-32.
+        zipfile.BadZipFile: it is no file of ``torch.save``, or the CRC-32 of its pickle is wrong.
         pickle.UnpicklingError: it cannot be read.
     """
     with zipfile.ZipFile(path) as file:

@@ -19,9 +19,9 @@ from rlightning.parallel.checkpoint_io import SavedState, latest_checkpoint, lis
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-"""Folder of checkpoints within a run's folder, unless a ``ModelCheckpoint`` has a ``dirpath``."""
+"""Folder of checkpoints within a run's folder, if a ``ModelCheckpoint`` has no ``dirpath``."""
 FOLDER_DEPTH = 4
-"""Levels of that folder that are searched, whatever the configurations say: all of it is the run's."""
+"""Levels of this folder that are searched, independent of the configuration, since all of it belongs to the run."""
 
 
 class Place(NamedTuple):
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
     Attributes:
         folder: its ``dirpath``.
-        depth: of folders below it: metric names in ``filename`` may have slashes.
+        depth: levels of folders below: metric names in ``filename`` may contain slashes.
     """
 
     folder: Path
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 def find_places(root: Path, callbacks: object) -> list[Place]:
-    """Return the folders in which the run in ``root`` has saved checkpoints, by its saved configurations, or would now.
+    """Return the folders in which the run in ``root`` has saved checkpoints, or would now, by its configurations.
 
     Args:
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.
@@ -51,7 +51,7 @@ def find_places(root: Path, callbacks: object) -> list[Place]:
                 folder = _locate(written, former_root, root)
                 moved |= {written} if folder.is_dir() and folder.resolve() != written.resolve() else set()
             elif written in moved:
-                continue  # it names the folder of the run that this one is a copy of
+                continue  # this run is a copy of the run whose folder the file names
             places[folder] = max(depth, places.get(folder, 0))
     return [Place(folder, depth) for folder, depth in places.items()]
 
@@ -60,11 +60,11 @@ def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: st
     """Return the path of the checkpoint that a command loads; for "last", the one of the highest step.
 
     Args:
-        command: such as ``fit``, which refuses a folder that holds another run's checkpoints.
-        callbacks: of the run, as of :func:`find_places`.
+        command: such as ``fit``, which refuses a folder with another run's checkpoints.
+        callbacks: of the run; see :func:`find_places`.
 
     Raises:
-        ConfigError: there is none, or it would be another run's folder.
+        ConfigError: there is no checkpoint, or the folder belongs to another run.
     """
     places = find_places(root, callbacks)
     check_checkpoints(command, root, places, ckpt_path)
@@ -112,11 +112,11 @@ def _check_named(path: Path) -> None:
 def find_last(command: str, places: Sequence[Place]) -> SavedState:
     """Return the undamaged checkpoint of the highest step in all folders of the run.
 
-    Of several ranks, rank 0 alone compares checksums, and its checkpoint is what all of them load.
+    Only rank 0 compares checksums, and all ranks load its checkpoint.
 
     Args:
-        command: ``fit`` needs one with the optimizer's state.
-        places: of :func:`find_places`.
+        command: ``fit`` needs a checkpoint with the optimizer's state.
+        places: from :func:`find_places`.
     """
     saved = _list(places)
     latest = latest_checkpoint(saved, to_resume=command == "fit", verifies=is_rank_0())
@@ -136,7 +136,7 @@ def find_last(command: str, places: Sequence[Place]) -> SavedState:
 
 
 def is_rank_0() -> bool:
-    """Return whether this process is or will be rank 0, by the launchers' environment variables."""
+    """Return whether this process is or will be rank 0, according to the launchers' environment variables."""
     return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
 
 
@@ -157,7 +157,7 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, object]]:
 
 
 def _find_folders(callbacks: object) -> Iterator[tuple[Path | None, int]]:
-    """Yield the ``dirpath`` of each configured ``ModelCheckpoint``, and how many levels of folders it makes below."""
+    """Yield the ``dirpath`` of each configured ``ModelCheckpoint``, and how many folder levels it creates."""
     entries: list[Any] = callbacks if isinstance(callbacks, list) else [callbacks]
     for entry in entries:
         if isinstance(entry, ModelCheckpoint) and entry.dirpath:
@@ -175,12 +175,12 @@ def _find_folders(callbacks: object) -> Iterator[tuple[Path | None, int]]:
 
 
 def _locate(dirpath: Path, former_root: Path, root: Path) -> Path:
-    """Return the present path of a run's ``dirpath``, as the run may have been moved or copied.
+    """Return the present path of a run's ``dirpath``, since the run may have been moved or copied.
 
     Args:
-        dirpath: as the run has written it down; a relative one counts from the folder that it was started in.
-        former_root: the run's folder then.
-        root: the run's folder now: another one if it has been copied, or is named from another folder.
+        dirpath: in the saved configuration; a relative path starts at the folder in which the run was started.
+        former_root: the run's folder at that time.
+        root: the run's folder now, which differs if it was copied, or is named from another working directory.
     """
     inside, former = (Path(os.path.abspath(path)) for path in (dirpath, former_root))
     if inside.is_relative_to(former):
@@ -196,7 +196,7 @@ def _is_checkpoint(path: str) -> bool:
         return name == ModelCheckpoint.__name__
     try:
         kind = resolve_name(f"{module}:{name}")
-    except Exception:  # of an earlier run: the module may be gone, or a user's that fails now
+    except Exception:  # the class of an earlier run may be gone, or fail to import now
         log.debug("%s cannot be imported: checkpoints of that class are not searched", path, exc_info=True)
         return False
     return isinstance(kind, type) and issubclass(kind, ModelCheckpoint)

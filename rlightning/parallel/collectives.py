@@ -1,7 +1,7 @@
 """Collectives on values other than the model's tensors: counts, decisions, completions.
 
-They go over the CPU (gloo) group and touch no device; in a single process they do nothing. All ranks must call the same
-function in the same order: a barrier comes first, whose error gives the ``name`` where a rank is missing.
+They use the CPU (gloo) group and no device; in a single process they do nothing. All ranks must call the same functions
+in the same order: each begins with a barrier, whose error contains ``name`` if a rank is missing.
 """
 
 import pickle
@@ -36,7 +36,7 @@ def global_rank() -> int:
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str = "reduce") -> Tensor:
-    """Reduce a small tensor of any device over all ranks; returns the result on that device."""
+    """Reduce a small tensor of any device over all ranks, and return the result on that device."""
     group = cpu_group()
     if group is None:
         return tensor
@@ -47,7 +47,7 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str =
 
 
 def any_rank(flag: bool, *, name: str) -> bool:
-    """Return whether ``flag`` is set on any rank; every rank gets the same result."""
+    """Return whether ``flag`` is set on any rank, with the same result on every rank."""
     return bool(all_reduce(torch.tensor(int(flag)), "max", name=name))
 
 

@@ -1,7 +1,6 @@
 """The CPU communication of a run's processes: a gloo group over all ranks, and a key-value store.
 
-A collective on a device's group waits behind everything that is queued there; those that steer the run go through the
-CPU.
+A collective on a device waits for all work queued there, so that those which control the run use the CPU.
 """
 
 import weakref
@@ -21,8 +20,8 @@ class Connection:
     """The store and the gloo group that belong to one default process group.
 
     Attributes:
-        num_barriers: that this rank has reached.
-        waits_at: the name of the barrier that it waits at.
+        num_barriers: number of barriers that this rank has reached.
+        waits_at: name of the barrier at which it waits; None if it does not wait.
     """
 
     store: RankStore
@@ -42,15 +41,15 @@ class Connection:
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
 _left: list[Connection] = []
-"""Replaced connections, kept alive: their groups may be in a collective, whose end their destruction would wait for."""
+"""Replaced connections, kept alive: their groups may be in a collective, for whose end their destructors would wait."""
 _num_connections = 0
 DEFAULT_BARRIER_TIMEOUT = 1800.0
-"""Default seconds that a rank waits at a barrier."""
+"""Default seconds for which a rank waits at a barrier."""
 _timeout_seconds = DEFAULT_BARRIER_TIMEOUT
 
 
 def set_barrier_timeout(seconds: float) -> None:
-    """Set the default timeout of barriers, 1800 s unless set. It must be the same on all ranks."""
+    """Set the default timeout of barriers, which must be the same on all ranks."""
     global _timeout_seconds
     _timeout_seconds = seconds
 
@@ -72,7 +71,7 @@ def connection() -> Connection | None:
 
 
 def renew_connection() -> None:
-    """Replace the connection by one with a new group, after all ranks were interrupted in the old one."""
+    """Replace the connection by one with a new group, after all ranks were interrupted in the old group."""
     world = dist.group.WORLD
     assert world is not None
     if (left := _connections.get(world)) is not None:
@@ -92,7 +91,7 @@ def _connect(world: dist.ProcessGroup) -> Connection:
 def cpu_group() -> dist.ProcessGroup | None:
     """Return the gloo group over all ranks, or None in a single-process run.
 
-    The first call makes it, and is a collective: all ranks have to come to it.
+    The first call creates the group, and is a collective.
     """
     shared = connection()
     if shared is None:
@@ -105,7 +104,7 @@ def cpu_group() -> dist.ProcessGroup | None:
 def leave_groups() -> None:
     """Leave all process groups at the end of a run, before the interpreter shuts down.
 
-    A thread of gloo's that releases its last tensor after the interpreter's end aborts the process
+    A thread of gloo that releases its last tensor after the interpreter's end aborts the process
     (https://github.com/pytorch/pytorch/issues/190489).
     """
     if dist.is_initialized():

@@ -1,7 +1,7 @@
 """The only module that synchronizes with the device and calls its memory allocator.
 
-Nothing here creates a CUDA context where there is none to serve: not for a CPU device, not in a controller
-(:mod:`~rlightning.parallel.execution_mode`). There, all of it does nothing.
+The functions do nothing, and create no CUDA context, for a CPU device or in a controller
+(:mod:`~rlightning.parallel.execution_mode`).
 """
 
 import os
@@ -18,7 +18,7 @@ from rlightning.torch_internals import set_allocator
 
 GIB = 1 << 30
 HOST_THREADS = 4
-"""Maximum number of threads of torch's operations on the host, beside a GPU."""
+"""Maximum number of torch's threads on the host of a process with a GPU."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with the user's settings of PyTorch's caching allocator."""
 EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
@@ -29,11 +29,11 @@ class MemoryUse:
     """A device's memory use, in bytes.
 
     Attributes:
-        allocated: held by this process's tensors.
-        reserved: held by its caching allocator.
+        allocated: by this process's tensors.
+        reserved: by its caching allocator.
         peak: of ``allocated``, since the start or :func:`torch.cuda.reset_peak_memory_stats`.
-        free: left on the device by all processes.
-        total: the device's size.
+        free: not used by any process.
+        total: the device's memory.
     """
 
     allocated: int
@@ -46,7 +46,7 @@ class MemoryUse:
 def share_host_threads(num_processes: int) -> None:
     """Let torch use this rank's share of the host's cores, unless ``OMP_NUM_THREADS`` sets the number.
 
-    Lightning sets that variable, which child processes would take for the user's word.
+    Lightning sets that variable, which child processes would then take for the user's setting.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
@@ -55,7 +55,7 @@ def share_host_threads(num_processes: int) -> None:
 def limit_host_threads() -> None:
     """Let torch use few threads on the host, unless ``OMP_NUM_THREADS`` sets the number.
 
-    Beside a GPU they copy a few megabytes a step, for which waking a thread on every core can take longer than copying.
+    With a GPU the host copies a few megabytes a step; waking a thread on every core can take longer than the copy.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), HOST_THREADS))
@@ -64,7 +64,7 @@ def limit_host_threads() -> None:
 def use_tensor_cores(device: torch.device, precision: str) -> None:
     """Allow TF32 for CUDA's float32 matrix products, in a run that computes in bfloat16.
 
-    Few are left there, and their factors were rounded to less before. A run in float32 keeps float32's products.
+    Such a run has few float32 products, of factors that were rounded to bfloat16. A run in float32 is not affected.
     """
     if device.type == "cuda" and precision.startswith("bf16"):
         torch.set_float32_matmul_precision("high")
@@ -84,8 +84,8 @@ def exact_float32() -> Iterator[None]:
 def use_expandable_segments() -> None:
     """Have PyTorch's caching allocator use expandable segments, which avoid fragmentation.
 
-    Micro-batches of ever other lengths left 13 of an H100's 79 GiB in unused pieces otherwise (docs/measurements.md).
-    A setting of the user's (:data:`ALLOCATOR_VARIABLES`) takes precedence.
+    Without them, micro-batches of varying lengths left 13 of an H100's 79 GiB fragmented (docs/measurements.md). A
+    user's setting (:data:`ALLOCATOR_VARIABLES`) takes precedence.
     """
     if torch.cuda.is_available() and not _allocator_settings():
         set_allocator(EXPANDABLE)
@@ -95,7 +95,7 @@ def use_expandable_segments() -> None:
 def shareable_memory() -> Iterator[None]:
     """Context in which CUDA memory is allocated such that other processes can open it.
 
-    They could open an expandable segment only where the system lets them trace this process (pytorch issue 165685).
+    Other processes can open expandable segments only if the system lets them trace this one (pytorch issue 165685).
     """
     settings = _allocator_settings() or EXPANDABLE
     if EXPANDABLE not in settings or not torch.cuda.is_available():
@@ -115,7 +115,7 @@ def _allocator_settings() -> str:
 def synchronize(device: torch.device | None = None) -> None:
     """Wait until the device has finished all work that this process queued, on any stream.
 
-    None is the CUDA device that this process uses, if it uses one.
+    None stands for the CUDA device that this process uses, if any.
     """
     if _is_used(device):
         torch.cuda.synchronize(device)
@@ -154,10 +154,10 @@ def has_context() -> bool:
 
 
 def device_of(trainer: object, module: object) -> torch.device | None:
-    """Return the device of a training loop of any kind; None if the loop does not tell.
+    """Return the device of a training loop of any kind; None if it is unknown.
 
-    The trainer is Lightning's or a Fabric (``strategy.root_device``), transformers' (``accelerator.device``), or an
-    object of the user's (``device``); the module has a ``device``, or parameters.
+    The trainer may be Lightning's or a Fabric (``strategy.root_device``), transformers' (``accelerator.device``), or a
+    user's object (``device``); otherwise the module's ``device`` or parameters tell it.
     """
     for device in _named_devices(trainer, module):
         if device is not None:

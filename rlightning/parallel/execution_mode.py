@@ -1,7 +1,7 @@
 """The execution mode of this process: it computes on a device, controls worker processes, or is such a worker.
 
-The mode is resolved once (:func:`resolve_execution_mode`) and never changes. All other code asks
-:func:`execution_mode`; nothing else reads the environment for it.
+The mode is resolved once (:func:`resolve_execution_mode`) and never changes. All other code calls
+:func:`execution_mode`, and does not read the environment.
 """
 
 import os
@@ -16,16 +16,16 @@ RequestedMode = Literal["auto", "spmd", "controller", "worker"]
 
 OWN = "the strategy"
 UNNAMED = "the launcher (WORLD_SIZE)"
-"""Launchers that leave no name of their own in the environment."""
+"""Name of a launcher that sets only ``WORLD_SIZE`` in the environment."""
 
 
 class ExecutionMode(StrEnum):
     """The three kinds of processes in a run."""
 
     SPMD = "spmd"
-    """One of equal processes, each with a device of its own, as Lightning's strategies start them."""
+    """One of several equal processes, each with its own device, as Lightning's strategies start them."""
     CONTROLLER = "controller"
-    """A process that orchestrates workers; it holds no model and touches no device."""
+    """A process that controls workers; it has no model and uses no device."""
     WORKER = "worker"
     """A process with a device that executes a controller's commands."""
 
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
 @runtime_checkable
 class DeclaresMode(Protocol):
-    """A strategy that declares the mode of its processes."""
+    """A strategy that declares the execution mode of its processes."""
 
     execution_mode: str
 
@@ -80,10 +80,10 @@ def resolve_execution_mode(
         requested: by the user; "auto" leaves it to the strategy.
         strategy: may declare an ``execution_mode``, and in a worker a ``controller``; its ``root_device`` and
             ``world_size`` must fit the mode.
-        controller: of a worker, where the strategy does not name it.
+        controller: name of a worker's controller, if the strategy does not have it.
 
     Raises:
-        ConfigError: for a contradiction between any two of these, the launcher, and an earlier resolution.
+        ConfigError: the arguments contradict each other, the launcher, or an earlier call.
     """
     global _resolved
     _resolved = check_execution_mode(requested, strategy=strategy, controller=controller)
@@ -119,7 +119,7 @@ def decide(
     launch: Launch | None = None,
     controller: str | None = None,
 ) -> ExecutionMode:
-    """Return the requested mode, else the strategy's, else SPMD; refuse one that the launcher contradicts."""
+    """Return the requested mode, else the strategy's, else SPMD; raise a ConfigError if the launcher contradicts it."""
     mode = (declared or ExecutionMode.SPMD) if requested == "auto" else _parse(requested)
     if declared not in (None, mode):
         raise ConfigError(
@@ -167,7 +167,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _find_launch(strategy: object) -> Launch | None:
-    """Return the launcher of this process; Lightning's own if no other is named but several ranks run."""
+    """Return the launcher of this process; Lightning's own if no other one is found but several ranks run."""
     launch = read_launch(os.environ)
     world_size = (strategy.world_size if isinstance(strategy, HasWorldSize) else None) or 1
     # Lightning's own launcher sets WORLD_SIZE, too.

@@ -1,15 +1,15 @@
-"""The server of the failure watch: every rank calls it in rank 0, which decides which failure was the first.
+"""The server of the failure watch in rank 0, which all ranks call, and which decides which failure was the first.
 
-It goes over :mod:`rlightning.rpc`. A connection that ends before its rank has left is a failure of that rank::
+It uses :mod:`rlightning.rpc`. A connection that ends before its rank has left is a failure of that rank::
 
     rank -> rank 0    fail(rank, failure)              this rank has failed; rank 0 reports others that hang, too
-                      clean_up(rank)                   this rank cleans up, because of another one's failure
+                      clean_up(rank)                   this rank cleans up, because another rank failed
                       report(rank, status)             a heartbeat
                       relay(rank, method, argument)    call a method of all other ranks: record_stacks, kill
-                      leave(rank)                      this rank ends well
-    rank 0 -> rank    rank()                           asked once, of a new connection
+                      leave(rank)                      this rank ends without failure
+    rank 0 -> rank    rank()                           called once for a new connection
                       end(failure)                     the first failure of all
-                      report(status)                   the answer to a heartbeat: that of rank 0
+                      report(status)                   the answer to a heartbeat: rank 0's status
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server, connect,
 from rlightning.rpc.peer import Method
 
 MAX_STRANGERS = 32
-"""Maximum number of unauthenticated connections at once, besides those of all ranks."""
+"""Maximum number of concurrent unauthenticated connections, in addition to those of all ranks."""
 NO_TIMEOUT = float("inf")
-"""Timeout of the transport's own heartbeats: none, as the hang watch detects a rank that does not run."""
+"""Timeout of the transport's own heartbeats: none, since the hang watch detects a rank that does not run."""
 
 
 class FailureServer:
@@ -36,16 +36,16 @@ class FailureServer:
 
     Args:
         world_size: number of ranks that will connect, rank 0 included.
-        on_first: called with the first failure before the ranks learn of it.
-        find_cause: what became of a rank that has disconnected.
+        on_first: called with the first failure before it is sent to the ranks.
+        find_cause: returns how a disconnected rank has ended.
         on_report: called with a rank and its status.
-        on_leave: called with a rank that ends well.
+        on_leave: called with a rank that ends without failure.
 
     Attributes:
-        port: that it listens on, on all addresses of the host.
-        key: that the ranks must know.
-        cleaning_up: the ranks that have failed or clean up.
-        is_over: set once every rank has left.
+        port: on which it listens, at all addresses of the host.
+        key: by which ranks authenticate.
+        cleaning_up: ranks that have failed or clean up.
+        is_over: event, set when every rank has left.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FailureServer:
         await self._server.close()
 
     def close_copies(self) -> None:
-        """Close a forked child's copies of the connections, which would stay open after this process ends."""
+        """Close a forked child's copies of the connections, which would stay open when this process has ended."""
         self._listener.close()
         for peer in self._peers.values():
             peer.close_copy()
@@ -101,7 +101,7 @@ class FailureServer:
     # What ranks call
 
     async def fail(self, rank: int, failure: JsonObject) -> None:
-        """Accept a failure as the first, unless a rank's death turns out to be its cause."""
+        """Record a failure as the first one, unless the death of a rank turns out to be its cause."""
         found = Failure(**failure)
         if found.rank == rank:
             self.cleaning_up.add(rank)
@@ -156,7 +156,7 @@ class FailureServer:
             self._announce(Failure(rank, await self._find_cause(rank)))
 
     def _is_first(self) -> bool:
-        """Return whether the caller is the first to report a failure, and so decides for all."""
+        """Return whether the caller is the first to report a failure, which then is the first failure of all."""
         is_first, self._is_decided = not self._is_decided, True
         return is_first
 
@@ -175,7 +175,7 @@ class FailureServer:
 
 
 async def _notify(peer: Peer, method: str, argument: object) -> None:
-    with contextlib.suppress(ConnectionLostError):  # which the server learns of
+    with contextlib.suppress(ConnectionLostError):  # the server learns of the loss anyway
         await peer.notify(method, argument)
 
 

@@ -1,6 +1,6 @@
 """Ends all ranks at the first failure of any rank, at any point; only the failed rank shows a traceback.
 
-A rank that hangs is one that fails, too (:mod:`~rlightning.parallel.hang_watch`).
+A hanging rank counts as failed, too (:mod:`~rlightning.parallel.hang_watch`).
 """
 
 import asyncio
@@ -39,41 +39,40 @@ from rlightning.torch_internals import nccl_backends
 log = logging.getLogger(__name__)
 
 SIGNAL = signal.SIGRTMIN
-"""Wakes the main thread out of a system call; a signal without any other use."""
+"""Signal that interrupts a system call of the main thread; it has no other use."""
 
 
 class PeerFailure(SystemExit):
     """Raised in the main thread of a rank when another rank's failure ends the run.
 
-    It passes an ``except Exception`` and ends the process without a traceback, but lets ``finally`` and callbacks'
-    ``on_exception`` have their turn.
+    An ``except Exception`` does not catch it. It ends the process without a traceback, but ``finally`` blocks and
+    callbacks' ``on_exception`` run.
     """
 
 
 class FailureWatch:
     """Ends all ranks when one fails: by an exception, Ctrl-C, ``kill -9``, a lost host, or a hang.
 
-    The other ranks get :class:`PeerFailure` in their main thread, which interrupts Python code, sleeping and waiting
-    for processes; collectives of NCCL are aborted. What nothing interrupts ends without cleaning up when the grace is
-    over.
+    In the other ranks :class:`PeerFailure` is raised in the main thread, which interrupts Python code, sleeping and
+    waiting for processes; NCCL's collectives are aborted. A process that cannot be interrupted is killed when the grace
+    period is over.
 
-    In plain PyTorch it stands around the loop, once the process group is there; the strategies of this package start it
-    themselves::
+    In plain PyTorch the watch is a context around the loop, after the process group is initialized; the strategies of
+    this package start it themselves::
 
         dist.init_process_group()
         with FailureWatch():
             train()
         dist.destroy_process_group()
 
-    Leaving it takes part in the end of all: rank 0 waits there until the others are through. Without several processes
-    it does nothing.
+    When leaving the context, rank 0 waits until the other ranks have left it. In a single process it does nothing.
 
     Args:
-        grace: seconds between the first failure and the hard end of whatever is still there.
-        folder: where ``stacks.txt`` is written before a rank that hangs ends the run; None is the current one.
+        grace: seconds between the first failure and the killing of remaining processes.
+        folder: for ``stacks.txt``, written before a hanging rank ends the run; None for the current one.
 
     Attributes:
-        keeps_groups: whether the process groups stay when this process ends: a collective in one was left.
+        keeps_groups: whether process groups are not destroyed at the end, because a collective was interrupted.
     """
 
     def __init__(self, *, grace: float = intervals.CLEANUP_GRACE, folder: Path | None = None) -> None:
@@ -89,7 +88,7 @@ class FailureWatch:
         self._first: Failure | None = None
         self._is_first_known = threading.Event()
         self._error: BaseException | None = None
-        self._own = Failure(0, "")  # of ``_error``
+        self._own = Failure(0, "")  # the failure that `_error` describes
         self._is_leaving = self._is_ending = False
         self._can_interrupt = False
         self._is_shown = False
@@ -133,7 +132,7 @@ class FailureWatch:
         barrier("failure watch: connected")
 
     def _connect(self, shared: Connection, recorder: StackRecorder) -> None:
-        """Start the server on rank 0, and connect this rank to it."""
+        """Start the server on rank 0, and connect this rank to the server."""
         # Closed by stop(), which may be called after the functions of atexit.
         self._loop = LoopThread("failure-watch", closes_at_exit=False)
         hang_watch = self._hang_watch
@@ -190,7 +189,7 @@ class FailureWatch:
         """Report that this rank ends without failure. Rank 0 waits until all others have reported this.
 
         Raises:
-            PeerFailure: one of them failed instead.
+            PeerFailure: another rank failed instead.
         """
         global _active
         if self._peer is None or self._loop is None or self._is_ending:
@@ -222,13 +221,13 @@ class FailureWatch:
             log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
 
     def stop_at_exit(self) -> None:
-        """Have :meth:`stop` called, and process groups left, at the interpreter's exit."""
+        """Register :meth:`stop`, and the destruction of process groups, for the interpreter's exit."""
         Finalize(None, self._stop_finally, exitpriority=100)
 
     def report(self, error: BaseException) -> Failure:
-        """Report this rank's failure to the others, and kill this process if it has not ended within the grace period.
+        """Report this rank's failure to the others; this process is killed if it has not ended within the grace period.
 
-        Only the first call counts. Returns the first failure of all ranks.
+        Only the first call has an effect. Returns the first failure of all ranks.
         """
         own = Failure.of(self.rank, error)
         if self._peer is None:
@@ -246,16 +245,16 @@ class FailureWatch:
         return self._first or own
 
     def give_up(self, error: BaseException) -> Failure:
-        """Report an uncaught error: the process ends with the exit code of the first failure."""
+        """Report an uncaught error; the process ends with the exit code of the first failure."""
         self._is_fatal = True
         return self.report(error)
 
     def tell_end(self, code: int) -> None:
-        """Report that a signal kills this process, so that the other ranks end with its exit ``code``."""
+        """Report that a signal kills this process; the other ranks end with its exit ``code``."""
         self._send("fail", asdict(Failure(self.rank, "was ended by a signal", code, is_foreseen=True)), waits=True)
 
     def is_first(self, failure: Failure) -> bool:
-        """Return whether this rank failed first, so that it shows the error; marks the error as shown."""
+        """Return whether this rank failed first, and so shows the error; the error counts as shown then."""
         self._is_shown = True
         return failure.rank == self.rank
 
@@ -269,7 +268,7 @@ class FailureWatch:
         return replace(own, text=f"{own.text} ({missing})")
 
     async def _find_cause_of_death(self, rank: int) -> str:
-        """Return how a disconnected rank has ended, as far as this process can know."""
+        """Return how a disconnected rank has ended, as far as it is known to this process."""
         if not 0 < rank <= len(self.children):
             return DISCONNECTED
         child, deadline = self.children[rank - 1], Deadline(intervals.RANK_EXIT_GRACE)
@@ -298,7 +297,7 @@ class FailureWatch:
         if self._error is None:
             record_all(f"rank {rank} {reason}")
         elif not is_of_collective(self._error) and not isinstance(self._error, BarrierError | StoreError):
-            failure = self._own  # which is no consequence of the hang
+            failure = self._own  # the hang did not cause this failure
         if rank == 0 != self.rank:
             self._learn(failure)
         else:
@@ -357,7 +356,7 @@ class FailureWatch:
     def _end_failed(self) -> None:
         """Exit after an uncaught failure without running destructors.
 
-        A thread of gloo's whose collective broke may release its tensors at any time, which aborts a process whose
+        A thread of gloo whose collective failed may release its tensors at any time, which aborts a process whose
         interpreter has ended (https://github.com/pytorch/pytorch/issues/190489).
         """
         if self._is_fatal and (self._first is not None or self._error is not None):
@@ -365,7 +364,7 @@ class FailureWatch:
             exit_now((self._first or self._own).exit_code)
 
     def _end_children(self) -> None:
-        """Wait for child ranks up to the grace period; after a failure, kill those that do not react."""
+        """Wait for child ranks up to the grace period; after a failure, kill those that have not ended."""
         if self._first is not None and self._server is not None:
             stuck, reacted = dict(enumerate(self.children, start=1)), self._server.cleaning_up
 
@@ -380,7 +379,7 @@ class FailureWatch:
         end_children(self.children, self.grace)
 
     def _close_copies(self) -> None:
-        """Close a forked child's copies of the connections, which would stay open after this process ends."""
+        """Close a forked child's copies of the connections, which would stay open when this process has ended."""
         if self._server is not None:
             self._server.close_copies()
         if self._peer is not None:
@@ -397,7 +396,7 @@ def active_watch() -> FailureWatch | None:
 
 
 def report_failure(error: BaseException) -> Failure | None:
-    """Report ``error`` to the active watch if it counts as a failure; return the first failure of all ranks."""
+    """Report ``error`` to the active watch if it is a failure; return the first failure of all ranks."""
     return _active.report(error) if _active is not None and is_failure(error) else None
 
 
@@ -421,8 +420,8 @@ def exit_now(code: object) -> None:
 def abort_device_groups(deadline: Deadline) -> None:
     """Abort NCCL's communicators of all process groups, so that threads waiting in collectives continue.
 
-    A rank that waited gets garbage from its collective, or an error, and can use the groups no more. Aborts can wait
-    for one another, so each has a thread of its own.
+    A waiting rank gets garbage from its collective, or an error, and cannot use the groups any more. Aborts may wait
+    for each other, so that each runs in its own thread.
     """
     threads = [threading.Thread(target=backend.abort, daemon=True) for backend in nccl_backends()]
     for thread in threads:

@@ -81,16 +81,16 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of shares that an update is split into."""
+        """The number of parts into which an update's data is split."""
         return self.num_nodes * self.num_processes // self.tensor_parallel_size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Arguments of Lightning's distributed sampler; tensor-parallel neighbours get the same share."""
+        """Arguments of Lightning's distributed sampler; ranks of one tensor-parallel group get the same data."""
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 
     def check_world_size(self) -> None:
-        """Refuse a number of ranks that the mesh's dimensions do not divide."""
+        """Raise a ConfigError for a number of ranks that the mesh's dimensions do not divide."""
         world_size = self.num_nodes * self.num_processes
         if world_size % self.tensor_parallel_size:
             raise ConfigError(
@@ -123,7 +123,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
 
     @property
     def sharding(self) -> Sharding:
-        """How models are sharded over the ranks; available after the processes have connected."""
+        """The sharding of models over the ranks; available after the processes have connected."""
         return Sharding(
             mesh=self.device_mesh,
             device=self.root_device,
@@ -140,21 +140,21 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             loop.inference_mode = False
 
     def model_to_device(self) -> None:
-        """Shard the modules that are still whole, with rank 0's values; models were sharded while loading."""
+        """Shard modules that are not sharded yet, with rank 0's values; models were sharded while loading."""
         assert self.model is not None
         move_replicated(self.model, self.root_device)
         broadcast_replicated(self.model)
         shard_parts(self.model, self.sharding)
-        # what module.device is, which only the module's own .to() would set
+        # Sets module.device, which otherwise only module.to() does.
         update_device_properties(self.model, device=self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Context in which backward passes postpone communication to the last micro-batch of an optimizer step.
 
-        That is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False`` the
-        whole exchange of gradients. What a forward keeps gathered for its backward stays so for the next forward too:
-        embedding and output layer, and with ``reshard_after_forward=False`` all layers.
+        Postponed is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False``
+        the whole reduction. Weights that a forward keeps gathered for its backward stay gathered for the next forward
+        too: those of embedding and output layer, and with ``reshard_after_forward=False`` of all layers.
         """
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -178,7 +178,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
                 module.set_reshard_after_backward(True, recurse=False)
 
     def average_gradients(self) -> None:
-        """Average over the ranks the gradients of parameters that are not sharded, before an optimizer step."""
+        """Average over the ranks the gradients of parameters that are not sharded; called before an optimizer step."""
         assert self.model is not None
         average_gradients(self.model)
 

@@ -1,14 +1,14 @@
 """Gathers the full values of sharded parameters: one all-gather for many tensors, directly into plain tensors.
 
-``DTensor.full_tensor()`` costs one collective a parameter, in the parameter's dtype. Here the shards of many parameters
-are packed into one buffer in the outputs' dtypes, travel in one collective, and are copied to their places::
+``DTensor.full_tensor()`` needs one collective a parameter, in the parameter's dtype. Here the shards of many parameters
+are packed into one buffer in the outputs' dtypes, gathered in one collective, and copied to the outputs::
 
     rank 0   [ a's rows 0-2 | b's rows 0-1 | .. ]  \\                       / output a   rows 0-2 | rows 3-4
                                                     >  one all-gather  -> <
     rank 1   [ a's rows 3-4 | b's row 2    | .. ]  /                       \\ output b   rows 0-1 | row 2
 
-What FSDP2 and tensor parallelism make is understood: meshes of any number of dimensions, each of which replicates or
-splits a tensor. Replicas are not sent: a tensor is gathered among the ranks that hold different parts of it.
+Supported are the tensors of FSDP2 and tensor parallelism: meshes of any number of dimensions, each of which replicates
+or splits a tensor. Replicas are not sent: a tensor is gathered among ranks that hold different parts of it.
 
 Letters: ``g`` ranks that hold different parts.
 """
@@ -80,7 +80,7 @@ class _Layout:
         return cls(tensor.device_mesh, tuple(tensor.placements))
 
     def check(self) -> None:
-        """Refuse placements that neither FSDP nor tensor parallelism makes."""
+        """Raise an error for placements that neither FSDP nor tensor parallelism creates."""
         for index, placement in enumerate(self.placements):
             is_known = placement.is_replicate() or type(placement) is Shard
             if isinstance(placement, StridedShard):
@@ -92,11 +92,11 @@ class _Layout:
                 )
 
     def box(self, coordinate: Sequence[int], shape: Sequence[int]) -> Box:
-        """Return the part of a tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds."""
+        """Return the part of a tensor of ``shape`` that the rank at the mesh's ``coordinate`` holds."""
         offset, lengths = [0] * len(shape), list(shape)
         for mesh_dim in self.split_dims:
             dim = self.placements[mesh_dim].dim  # type: ignore[attr-defined]
-            size = -(-lengths[dim] // self.mesh.size(mesh_dim))  # as torch.chunk: the last ones get less, or nothing
+            size = -(-lengths[dim] // self.mesh.size(mesh_dim))  # as torch.chunk(): the last ranks get less, or none
             start = min(coordinate[mesh_dim] * size, lengths[dim])
             offset[dim] += start
             lengths[dim] = min(size, lengths[dim] - start)
@@ -125,12 +125,12 @@ def local_box(tensor: DTensor) -> Box:
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a full value that is sharded as ``like`` is."""
+    """Return this rank's part of a full value, for a sharding like that of ``like``."""
     return local_box(like).of(whole) if isinstance(like, DTensor) else whole
 
 
 def split_by_bytes(items: Iterable[T], size_of: Callable[[T], int], max_bytes: float) -> Iterator[list[T]]:
-    """Split items, in their order, into lists of at most ``max_bytes``; a larger item has a list of its own."""
+    """Split items, in their order, into lists of at most ``max_bytes``; a larger item is a list of its own."""
     part: list[T] = []
     num_bytes = 0
     for item in items:
@@ -155,16 +155,16 @@ def gather_into(
     """Write the full values of ``tensors`` into ``outputs``.
 
     All ranks that hold parts of the tensors call this with the same tensors, in the same order. Tensors that are not
-    sharded are copied. Memory beyond the outputs, while it runs: the values of one collective, in the outputs' dtype,
-    and this rank's share of them, which is at most ``(1 + 1 / g) * max(gather_bytes, the largest tensor)`` bytes, where
-    parts are of equal size. A rank that is not the ``destination`` needs its share alone.
+    sharded are copied. Temporary memory is that for the values of one collective, in the outputs' dtype, and for this
+    rank's part: at most ``(1 + 1 / g) * max(gather_bytes, the largest tensor)`` bytes if parts are of equal size. A
+    rank other than ``destination`` needs memory only for its part.
 
     Args:
-        outputs: for each tensor, a plain one of its full shape, of any dtype, on any device.
+        outputs: for each tensor a plain tensor of its full shape, of any dtype, on any device.
         tensors: sharded ones, on the devices of their mesh or, offloaded, on the CPU; or plain ones.
-        destination: the one rank that gets the values; all do by default. Of the outputs of the others the dtype alone
-            counts: they may be on the meta device.
-        gather_bytes: bytes of full values that one collective brings, unless a single tensor is larger.
+        destination: the rank that gets the values; None for all ranks. The outputs of other ranks only provide the
+            dtype, and may be on the meta device.
+        gather_bytes: maximum bytes of full values in one collective, unless a single tensor is larger.
     """
     is_wanted = destination is None or not dist.is_initialized() or dist.get_rank() == destination
     sharded: dict[_Layout, list[tuple[Tensor, DTensor]]] = {}
@@ -191,7 +191,7 @@ def _num_bytes(pair: tuple[Tensor, DTensor]) -> int:
 
 
 def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], destination: int | None) -> None:
-    """Gather the parts that fit one buffer with one collective."""
+    """Gather the parts that fit into one buffer by one collective."""
     rank = dist.get_rank()
     mine = ranks.index(rank)
     boxes = [_boxes(tensor) for _, tensor in pairs]  # [tensor][holder]
@@ -229,8 +229,8 @@ def _boxes(tensor: DTensor) -> list[Box]:
 def _plan(boxes: list[list[Box]], itemsizes: list[int], num_ranks: int) -> tuple[list[list[int]], int]:
     """Return the offset of each tensor's part in each rank's buffer, and the size of the largest buffer, in bytes.
 
-    Each rank packs its own parts tightly: tensors too short for all ranks lie on the first ones, and padding each of
-    them would add up.
+    Each rank packs its own parts tightly: some tensors are too short to have parts on all ranks, and padding would add
+    up.
     """
     ends = [0] * num_ranks
     offsets = []
@@ -246,18 +246,18 @@ def _slot(buffer: Tensor, offset: int, box: Box, dtype: torch.dtype) -> Tensor:
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    """Return the device that the mesh's collectives use, to which offloaded shards are copied."""
+    """Return the device of the mesh's collectives, to which offloaded shards are copied."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Groups made here, each behind the world that it was made in, of ranks for which no mesh dimension has one."""
+"""Process groups created here, by their ranks, each with the default group at that time."""
 
 
 def _group(tensor: DTensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return a process group of ``ranks`` in this order: one of the mesh, the world, or a new one."""
+    """Return a process group of ``ranks`` in this order: one of the mesh's, the default group, or a new one."""
     layout = _Layout.of(tensor)
     if len(layout.split_dims) == 1:
         group = tensor.device_mesh.get_group(layout.split_dims[0])

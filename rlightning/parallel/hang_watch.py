@@ -4,11 +4,11 @@
 
     each rank      its status  ->  rank 0, every HEARTBEAT_INTERVAL
     rank 0         its status  ->  the rank, as an answer
-    rank 0         judges all ranks by their reports
-    other ranks    judge rank 0 once it does not answer
+    rank 0         decides by the reports which ranks hang
+    other ranks    decide whether rank 0 hangs if it does not answer
 
-Seconds without a heartbeat are counted by :class:`~rlightning.processes.liveness.Heartbeat`: a job that was suspended
-as a whole has no rank that hangs.
+Seconds without a heartbeat are counted by :class:`~rlightning.processes.liveness.Heartbeat`, so that no rank of a job
+that was suspended as a whole counts as hanging.
 """
 
 import logging
@@ -30,18 +30,18 @@ from rlightning.python_values import JsonObject
 log = logging.getLogger(__name__)
 
 MAX_UNANSWERED = 8
-"""Maximum number of reports to rank 0 in a row without an answer."""
+"""Maximum number of consecutive reports to rank 0 without an answer."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank reports of itself with a heartbeat.
+    """The status that a rank reports with a heartbeat.
 
     Attributes:
         where: the position of its main thread, as in "in save (my.py, line 3)" or "at barrier 'save'".
-        waits_in: what it waits for other ranks in, as far as that can be told.
-        stuck_seconds: since its position changed.
-        process: see :func:`identify_process`.
+        waits_in: the barrier or collective in which it waits for other ranks, as far as that is visible.
+        stuck_seconds: seconds since its position changed.
+        process: identity from :func:`identify_process`.
     """
 
     where: str
@@ -55,7 +55,7 @@ class RankState(Heartbeat):
     """The state of a rank as its heartbeats have reported it.
 
     Args:
-        status: of its last heartbeat; None before the first.
+        status: of its last heartbeat; None before the first one.
     """
 
     def __init__(self, status: Status | None = None, silent_seconds: float = 0.0) -> None:
@@ -69,12 +69,12 @@ class RankState(Heartbeat):
 
     @property
     def runs(self) -> bool:
-        """Whether the rank's heartbeats still arrive."""
+        """Whether the rank's heartbeats arrive."""
         return self.silent_seconds < intervals.SILENT_AFTER
 
     @property
     def stuck_seconds(self) -> float:
-        """Seconds since the rank's position last changed, as far as is known."""
+        """Seconds since the rank's position last changed, as far as known."""
         return 0.0 if self.status is None else self.status.stuck_seconds
 
     @property
@@ -97,10 +97,10 @@ class HangWatch(threading.Thread):
     Args:
         others: the ranks to watch: on rank 0 all others, elsewhere rank 0.
         send: calls a method of rank 0's failure server.
-        on_hang: called once with a rank that hangs and the reason, to follow upon "rank 1 ", when the run must end.
+        on_hang: called once with a hanging rank and the reason, a text that follows "rank 1 ", when the run must end.
 
     Attributes:
-        needs_answer: set when this rank has failed, and waits for rank 0's answer.
+        needs_answer: whether this rank has failed, and waits for rank 0's answer.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class HangWatch(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Send heartbeats and look for other ranks that hang, until :meth:`stop`."""
+        """Send heartbeats and check for hanging ranks, until :meth:`stop`."""
         while not self._over.wait(intervals.HEARTBEAT_INTERVAL):
             for state in list(self._others.values()):
                 state.tick()
@@ -165,7 +165,7 @@ class HangWatch(threading.Thread):
         return {rank: one.status for rank, one in states.items() if one.status is not None and not one.runs}
 
     def kill_silent(self, among: Container[int]) -> None:
-        """Kill those ranks ``among`` the given ones whose heartbeats stopped: they will not end by themselves."""
+        """Kill the ranks ``among`` the given ones whose heartbeats have stopped: they will not end by themselves."""
         silent = self.find_silent()
         for rank, status in silent.items():
             if rank in among:
@@ -199,7 +199,7 @@ class HangWatch(threading.Thread):
         return Status(where, waits_in, self._stuck_seconds, position.stack, self._process)  # type: ignore[arg-type]
 
     def _log_wait(self, states: Mapping[int, RankState]) -> None:
-        """Log at growing intervals which ranks are waited for; only one of several waiting ranks logs."""
+        """Log at growing intervals which ranks are waited for; only one of the waiting ranks logs."""
         waiting, missing = find_missing(states, intervals.WAIT_REPORT_DELAY)
         if not missing:
             self._next_report = intervals.WAIT_REPORT_DELAY
@@ -210,7 +210,7 @@ class HangWatch(threading.Thread):
             log.warning("Waiting: %s", describe_wait(waiting, missing, states))
 
     def _find_hang(self, states: Mapping[int, RankState]) -> tuple[int, str] | None:
-        """Return a hung rank and the reason, if the run must end for it; barriers have their own deadlines."""
+        """Return a hanging rank and the reason if the run must end because of it; barriers have their own deadlines."""
         if self.needs_answer and self.rank != 0:
             return 0, f"hangs: it {states[0].describe()}"
         waiting, missing = find_missing(states, barrier_timeout() + intervals.HANG_GRACE, at_barriers=False)
@@ -224,8 +224,8 @@ def find_missing(
 ) -> tuple[list[int], list[int]]:
     """Return the ranks that wait for others without progress for some time, and the ranks they wait for.
 
-    A rank waits if it is at a barrier or in a collective, as far as that shows; any rank that does not move may if
-    another one has not run for as long, or if no rank moves and they are at different places (:func:`is_known`).
+    A rank waits if it is visibly at a barrier or in a collective. A rank without progress may wait if another one has
+    not run for as long, or if no rank makes progress and they are at different places (:func:`is_known`).
 
     Args:
         at_barriers: whether waiting at a barrier counts.
@@ -248,8 +248,8 @@ def find_missing(
 def is_known(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> bool:
     """Return whether the result of :func:`find_missing` is certain enough to end the run.
 
-    Ranks that run, and of which none is seen to wait for another, may each wait for something of their own, such as an
-    engine or a reward.
+    Running ranks, none of which visibly waits for another, may each wait for something else, such as an engine or a
+    reward.
     """
     return any(not states[rank].runs for rank in missing) or (bool(missing) and _is_wait_seen(waiting, states))
 
@@ -259,7 +259,7 @@ def _is_wait_seen(waiting: Sequence[int], states: Mapping[int, RankState]) -> bo
 
 
 def describe_wait(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> str:
-    """Return a sentence on the result of :func:`find_missing`: which ranks wait where, and for which ranks."""
+    """Describe the result of :func:`find_missing`: which ranks wait where, and for which ranks."""
     first = states[waiting[0]].status
     assert first is not None
     seconds = min(states[rank].stuck_seconds for rank in waiting)

@@ -9,17 +9,16 @@ from rlightning.parallel.device import empty_cache, host_bytes, synchronize, syn
 from rlightning.torch_internals import inner_tensors, is_traceable_wrapper_subclass
 
 BLOCK_BYTES = 256 << 20
-"""Bytes of a block of page-locked memory, a power of two as its allocations are; one large buffer could waste half."""
+"""Bytes of a block of page-locked memory: torch rounds up to powers of two, so that a large buffer wastes more."""
 _ALIGNMENT = 512
 
 
 class HostMemory:
-    """Takes the storages of tensors off their device and puts them back.
+    """Moves the storages of tensors to the host and back.
 
-    A storage is copied to the host and shrunk to nothing; later it grows again and gets its bytes back. Tensors,
-    parameters, views, DTensors and FSDP's shards stay the objects that they are, and must not be read in between: that
-    ends the process. Storages that tensors share are moved once. The host memory is kept for the
-    next time.
+    A storage is copied to the host and resized to 0; later it is resized and filled again. Tensors, parameters, views,
+    DTensors and FSDP's shards stay the same objects, and must not be read in between, which would end the process.
+    Shared storages are moved once. The host memory is kept for the next time.
     """
 
     def __init__(self) -> None:
@@ -29,14 +28,14 @@ class HostMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that are now in host memory."""
+        """Number of bytes that are now in host memory."""
         return sum(size for _, _, size in self._moved)
 
     def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
-        """Move the storage of ``tensors`` on such a device to the host; return the bytes moved."""
+        """Move the storages of ``tensors`` on such a device to the host; return the bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
-            synchronize(device)  # whatever stream still writes to them
+            synchronize(device)  # waits for every stream that still writes to them
         moved = []
         for storage in storages:
             start, size = self._end, storage.nbytes()
@@ -57,7 +56,7 @@ class HostMemory:
         """Move all storages back to their devices; return the bytes moved.
 
         Raises:
-            torch.OutOfMemoryError: if the device has no room; what is not back yet stays on the host for another try.
+            torch.OutOfMemoryError: if the device has no room; the remaining storages stay on the host for another call.
         """
         num_bytes = 0
         devices = {storage.device for storage, _, _ in self._moved}
@@ -94,7 +93,7 @@ class HostMemory:
 
 
 def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[UntypedStorage]:
-    """Yield each storage once: tied weights share one, and FSDP keeps views of its shards."""
+    """Yield each storage once: tied weights share a storage, and FSDP keeps views of its shards."""
     seen: set[int] = set()
     for tensor in tensors:
         for plain in _plain_tensors(tensor):

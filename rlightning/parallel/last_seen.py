@@ -1,4 +1,4 @@
-"""Finds a rank's position: the line of its own code that it executes, and whether it waits there for other ranks."""
+"""Finds a rank's position: the executed line of its own code, and whether it waits for other ranks there."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ def _folder_of(package: str) -> str:
 
 
 LIBRARIES = tuple(filter(None, map(_folder_of, ("torch", "lightning"))))
-"""Folders that are skipped in stacks, as is that of Python itself; other packages may lie in that."""
+"""Folders of libraries whose frames are skipped in stacks; Python's own library is skipped too."""
 PYTHON, PACKAGES = (f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
 COLLECTIVES = f"{_folder_of('torch')}distributed{os.sep}"
 OWN = tuple(
@@ -25,7 +25,7 @@ OWN = tuple(
     for name in ("barrier", "collectives", "cpu_group", "failure_watch", "hang_watch", "last_seen", "rank_store")
 )
 NUM_INNERMOST = 8
-"""Innermost frames of a thread in which one of torch.distributed means that it waits in a collective."""
+"""A thread waits in a collective if one of this many innermost frames is in torch.distributed."""
 NUM_SHOWN = 12
 
 
@@ -36,8 +36,8 @@ class Position:
     Attributes:
         where: "in training_step (rlightning/module/rl_module.py, line 310)".
         is_in_collective: whether it is in a call of torch.distributed.
-        stack: lines of the innermost calls outside of torch, Lightning and Python's library; the last is the innermost.
-        key: differs from that of a sample before, if the thread has moved.
+        stack: lines of the calls outside of torch, Lightning and Python's library; the last is the innermost.
+        key: differs between two samples if the thread has made progress.
     """
 
     where: str
@@ -47,7 +47,7 @@ class Position:
 
 
 def find_position(thread: int) -> Position:
-    """Return the position of a thread of this process by its ``threading.get_ident()``."""
+    """Return the position of a thread of this process, by its ``threading.get_ident()``."""
     frames = list(_walk(sys._current_frames().get(thread)))  # the innermost first
     shown = [frame for frame in frames if not _is_library(frame)] or frames[:1]
     if not shown:

@@ -1,4 +1,4 @@
-"""A launcher for the ranks of one machine, as Lightning's, which also ends the ranks that it started."""
+"""Launches the ranks of one machine, as Lightning does, and ends the ranks that it started."""
 
 import contextlib
 import logging
@@ -28,18 +28,18 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
-"""Option for the number of ranks on a node, by external launcher."""
+"""Option for the number of ranks on a node, by the external launcher's name."""
 
 
 class RankLauncher(SubprocessLauncher):
     """Starts the other ranks as Lightning does, and reports an exception before the clean-up begins.
 
-    Lightning's own leaves the children behind when rank 0 raises, and kills rank 0 outright when a child has failed.
-    Here the failure watch ends them; until it stands, a child's failure is rank 0's end, and the other way round.
+    Lightning's launcher leaves child processes running when rank 0 raises, and kills rank 0 when a child has failed.
+    Here the failure watch ends them; before it has started, the failure of a child ends rank 0, and vice versa.
     """
 
     def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
-        """Start the other ranks, unless torchrun or SLURM has, and run ``function`` on this one."""
+        """Start the other ranks, unless torchrun or SLURM has started them, and run ``function`` on this one."""
         check_launch(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -56,17 +56,17 @@ class RankLauncher(SubprocessLauncher):
             # The callbacks' on_exception comes later, and takes its time: engines have to close.
             report_failure(error)
             if active_watch() is None:
-                end_children(self.procs, 0)  # they wait in the rendezvous
+                end_children(self.procs, 0)  # the other ranks wait in the rendezvous
             raise
 
     def kill(self, signum: int) -> None:
-        """Forward a signal to the ranks started here, except SIGKILL: after Ctrl-C the failure watch ends them."""
+        """Forward a signal, except SIGKILL, to the ranks started here; after Ctrl-C the failure watch ends them."""
         if signum != signal.SIGKILL or active_watch() is None:
             super().kill(signum)
 
 
 def check_launch(num_devices: int, num_nodes: int) -> None:
-    """Refuse numbers of devices and nodes that differ from those of torchrun or SLURM."""
+    """Raise a ConfigError for numbers of devices and nodes that differ from those of torchrun or SLURM."""
     launch = read_launch(os.environ)
     wanted = num_devices * num_nodes
     if launch is None or launch.launcher not in PER_NODE or launch.world_size == wanted:
@@ -83,7 +83,7 @@ def check_launch(num_devices: int, num_nodes: int) -> None:
 def find_port() -> int:
     """Return a free port below the system's range for ephemeral ports.
 
-    One of these, as Lightning chooses, may be another program's by the time the ranks meet.
+    An ephemeral port, which Lightning would choose, may be taken by another program before the ranks connect.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
@@ -93,9 +93,9 @@ def find_port() -> int:
 
 
 def check_port(port: int) -> None:
-    """Refuse a rendezvous port that another program uses, before ranks are started that would connect to it."""
+    """Raise a ConfigError for a rendezvous port that another program uses, before ranks are started."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that is closing is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: a port that is closing is free
         try:
             probe.bind(("", port))
         except OSError as error:
@@ -105,7 +105,7 @@ def check_port(port: int) -> None:
 
 
 def describe_rendezvous(error: Exception) -> ConfigError:
-    """Return the error for ranks that cannot connect at the address of the launcher's variables."""
+    """Return the error for ranks that cannot connect at the address in the launcher's variables."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
     reason = cut_line(str(error).partition("\n")[0])
     if isinstance(error, dist.DistStoreError):

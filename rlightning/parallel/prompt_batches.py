@@ -1,4 +1,4 @@
-"""Corrects two defaults of Lightning's logging: the number of prompts in a batch, and the step of epoch metrics."""
+"""Corrects two defaults of Lightning's logging: the size of a batch of prompts, and the step of epoch metrics."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class PromptBatchModule(CheckedArguments, LightningModule):
     """A module with lists of prompts as batches: metrics of an epoch are weighted by the number of prompts."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log a metric; ``batch_size``, its weight in the epoch's mean, defaults to the number of prompts."""
+        """Log a metric; ``batch_size``, its weight in the epoch's mean, defaults to the batch's number of prompts."""
         # Lightning looks for the first tensor of a batch, and a list of prompts has none.
         results = results_of(self)
         batch = None if results is None else results.batch
@@ -28,7 +28,7 @@ class PromptBatchModule(CheckedArguments, LightningModule):
 def log_epoch_step(trainer: Trainer, module: LightningModule) -> None:
     """Log ``step``, the loggers' x-axis, with an epoch's metrics, if there are any.
 
-    Lightning counts from 0 where it has to number them itself: they would stand one step before those of the last step.
+    By default Lightning counts from 0, so that an epoch's metrics would appear one step before those of its last step.
     """
     results = epoch_results(trainer)
     if trainer.loggers and any(metric.meta.on_epoch and metric.meta.logger for _, metric in results.valid_items()):
@@ -36,7 +36,7 @@ def log_epoch_step(trainer: Trainer, module: LightningModule) -> None:
 
 
 class EpochStep(Callback):
-    """A callback that logs the step of an epoch's metrics; it must come after the callbacks that log some."""
+    """A callback that logs the step of an epoch's metrics; it must come after the callbacks that log metrics."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's step; called before the module's own hook, which may log the first metric."""

@@ -18,10 +18,10 @@ class Failure:
     """The failure of one rank, which ends the run.
 
     Attributes:
-        rank: the one that failed.
-        text: what happened to it, such as "failed: ValueError: boom"; follows "rank 1 ".
-        exit_code: what all ranks end with.
-        is_foreseen: whether the failed rank's own error line is complete, so that the others log nothing.
+        rank: that failed.
+        text: follows "rank 1 " in messages, such as "failed: ValueError: boom".
+        exit_code: of all ranks.
+        is_foreseen: whether the failed rank's error line is sufficient, so that the others log nothing.
     """
 
     rank: int
@@ -36,12 +36,12 @@ class Failure:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether ``error`` is a failure: any except an exit without a code or after SIGTERM."""
+    """Return whether ``error`` is a failure: any exception except an exit without a code or after SIGTERM."""
     return not isinstance(error, SystemExit) or error.code not in (None, 0, TERMINATED)
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a collective or its connections, so that another rank may be the cause."""
+    """Return whether ``error`` comes from a collective or its connections, which another rank may have caused."""
     # gloo raises a bare RuntimeError that begins with its source file.
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 

@@ -1,6 +1,6 @@
 """A key-value store of all ranks, by which they agree on decisions without a collective.
 
-A barrier keeps there where each rank is, a stop signal the ranks' votes, the failure watch its address and who failed.
+Barriers store the position of each rank, the stop signal its votes, the failure watch its address and failures.
 """
 
 import copy
@@ -24,17 +24,17 @@ class StoreError(RunError, RuntimeError):
 
 
 class StoreSilentError(StoreError):
-    """The store does not answer, but its connection is open: its host may be stopped and continue later."""
+    """The store does not answer, but its connection is open: its host process may be suspended and continue later."""
 
 
 class RankStore:
     """A store of texts by key, in which every wait has a timeout.
 
-    The process group's own store can wait for ever when its host is stopped or cut off, and nothing interrupts it: so
-    a thread of this process does the asking.
+    The process group's own store can wait forever if its host is suspended or unreachable, without a way to interrupt
+    it. Hence requests run in a thread of this process.
 
     Args:
-        store: the process group's; this one uses a connection of its own to it.
+        store: the process group's, to which this object opens its own connection.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
@@ -59,7 +59,7 @@ class RankStore:
         return self._ask(read)
 
     def set_first(self, key: str, text: str) -> str:
-        """Write ``text`` unless the key has a value; return the key's value, which is the same on all ranks."""
+        """Write ``text`` unless the key has a value; return the key's value, the same on all ranks."""
         return self._ask(lambda store: store.compare_set(self._prefix + key, "", text)).decode()
 
     def add(self, key: str, amount: int) -> int:
@@ -67,16 +67,16 @@ class RankStore:
         return self._ask(lambda store: store.add(self._prefix + key, amount))
 
     def by_rank(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """Return the texts of ranks, by default all, that :meth:`exchange` or ``key/rank`` stored."""
+        """Return the texts that ranks (by default all) stored by :meth:`exchange` or under ``key/rank``."""
         texts = {rank: self.get(f"{key}/{rank}") for rank in (self.ranks if ranks is None else ranks)}
         return {rank: text for rank, text in texts.items() if text is not None}
 
     def exchange(
         self, key: str, text: str, seconds: float, *, is_over: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, str]:
-        """Write this rank's text, wait some seconds for the other ranks' texts, and return all by rank.
+        """Write this rank's text, wait up to ``seconds`` for the other ranks' texts, and return all by rank.
 
-        ``is_over`` is polled with the ranks that are missing, and ends the wait.
+        ``is_over`` is polled with the missing ranks; True ends the wait.
         """
         self.set(f"{key}/{self.rank}", text)
         found: dict[int, str] = {}
@@ -90,9 +90,9 @@ class RankStore:
         return dict(sorted(found.items()))
 
     def until(self, deadline: Deadline) -> Self:
-        """Return the same store with a limit: no wait for an answer goes beyond ``deadline``.
+        """Return the same store with a limit: no request waits beyond ``deadline``.
 
-        Each answer gets ``intervals.MIN_STORE_TIMEOUT`` nevertheless.
+        A request may nevertheless wait for ``intervals.MIN_STORE_TIMEOUT`` seconds.
         """
         store = copy.copy(self)
         store._deadline = deadline

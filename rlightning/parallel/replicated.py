@@ -1,7 +1,7 @@
 """Parameters that a sharding strategy does not shard, of which each rank has a whole copy.
 
-FSDP averages the gradients of what it shards; DDP would average all. Here the copies beside sharded parameters are kept
-equal: rank 0's values at the start, and averaged gradients before each optimizer step.
+FSDP averages only the gradients of parameters that it shards. This module keeps the other parameters equal on all
+ranks: rank 0's values are broadcast at the start, and gradients are averaged before each optimizer step.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def move_replicated(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def broadcast_replicated(module: nn.Module) -> None:
-    """Broadcast rank 0's values: random initial values differ between ranks, unless they share a seed."""
+    """Broadcast rank 0's values, since random initial values differ between ranks unless they share a seed."""
     for owner in _owners(module):
         for tensor in _own_tensors(owner):
             dist.broadcast(tensor.detach(), 0)
@@ -32,14 +32,14 @@ def broadcast_replicated(module: nn.Module) -> None:
 def average_gradients(module: nn.Module) -> None:
     """Average the gradients of trained, unsharded parameters over the ranks; collective.
 
-    A parameter that has a gradient on some ranks only counts as 0 on the others, and one without any keeps none.
+    If a parameter has a gradient on some ranks only, it counts as 0 on the others; without any it keeps None.
     """
     whole = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not whole:
         return
     flags = torch.tensor([float(p.grad is not None) for p in whole], device=whole[0].device)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
-    summed = torch.cat([flags, *(gradient.flatten() for gradient in gradients)])  # in the widest of their dtypes
+    summed = torch.cat([flags, *(gradient.flatten() for gradient in gradients)])  # cat() promotes to the widest dtype
     dist.all_reduce(summed)
     counts, *parts = summed.split([len(whole), *(p.numel() for p in whole)])
     for parameter, gradient, count, part in zip(whole, gradients, counts.tolist(), parts, strict=True):
@@ -48,7 +48,7 @@ def average_gradients(module: nn.Module) -> None:
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and its submodules, without those that FSDP shards."""
+    """Yield the module and its submodules, except those that FSDP shards."""
     if isinstance(module, FSDPModule):
         return
     yield module

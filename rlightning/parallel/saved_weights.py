@@ -1,4 +1,4 @@
-"""Whether the weights of a checkpoint are those of a module."""
+"""Checks whether the weights of a checkpoint belong to a module."""
 
 from collections.abc import Mapping, Sequence, Set
 
@@ -17,10 +17,10 @@ OF_ACTOR = "actor."
 
 
 def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object], module: nn.Module) -> None:
-    """Refuse weights of a checkpoint that are not a module's, by the first that differs.
+    """Raise a ConfigError if a checkpoint's weights do not belong to a module.
 
-    A ConfigError if the module has no place for one, has others, or ties other weights: those that share memory, or are
-    equal.
+    Its message names the first weight that only one of them has, that has another shape, or that only one of them ties
+    to another weight (by shared memory, or equal values).
     """
     what, names = "The checkpoint", parameter_names(module)
     check_shapes(shapes_of(saved), shapes_of(own), what)
@@ -29,7 +29,7 @@ def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object], 
 
 
 def check_shapes(saved: Shapes, own: Shapes, what: str) -> None:
-    """Refuse weights of a checkpoint that a module has no place for, and a module that has others, by the first."""
+    """Raise a ConfigError for the first weight that a checkpoint has and a module has not, or vice versa."""
     for name, shape in own.items():
         if name not in saved and not name.startswith(OF_ACTOR):
             raise ConfigError(
@@ -54,13 +54,13 @@ def check_shapes(saved: Shapes, own: Shapes, what: str) -> None:
 def check_ties(
     saved: Mapping[str, str], own: Mapping[str, str], what: str, values: Mapping[str, object] | None = None
 ) -> None:
-    """Refuse a checkpoint whose tied weights are not those of a module.
+    """Raise a ConfigError for a checkpoint with other tied weights than a module.
 
     Args:
-        saved: of tied weights in the checkpoint, the first name by each other one.
-        own: of the module's.
-        what: the checkpoint, as an error calls it.
-        values: of the checkpoint; tied weights that were written apart have equal ones.
+        saved: the checkpoint's tied weights: the first name for each other name.
+        own: the module's tied weights.
+        what: the checkpoint's name in the error.
+        values: the checkpoint's weights, by whose values ties are found if they were written separately.
     """
     for name, first in own.items():
         if saved.get(name, name) != saved.get(first, first) and not _is_equal(values or {}, name, first):
@@ -82,9 +82,9 @@ def _is_equal(values: Mapping[str, object], name: str, other: str) -> bool:
 
 
 def check_optimizer_state(saved: StateDict, optimizer: Optimizer) -> None:
-    """Refuse an optimizer's state of a checkpoint that is for other numbers of parameters.
+    """Raise a ConfigError for an optimizer's state in a checkpoint with another number of parameters.
 
-    Equal weights that the checkpoint holds apart may be one parameter there, which :func:`check_ties` cannot know.
+    :func:`check_ties` cannot tell whether equal weights in a checkpoint were a single parameter.
     """
     sizes, own_sizes = (
         [len(group["params"]) for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)
@@ -98,12 +98,12 @@ def check_optimizer_state(saved: StateDict, optimizer: Optimizer) -> None:
 
 
 def parameter_names(module: nn.Module) -> set[str]:
-    """Return the names of parameters, all those of tied ones; buffers that share memory are apart on another device."""
+    """Return the names of parameters, including all names of tied ones, but not of buffers."""
     return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 def find_shared(state: Mapping[str, object], names: Set[str]) -> dict[str, str]:
-    """Return those of the names whose tensor is an earlier one too, in the same memory, and the earlier name."""
+    """Map each of the ``names`` whose tensor shares the memory of an earlier one to the earlier name."""
     firsts: dict[object, str] = {}
     shared: dict[str, str] = {}
     for name, tensor in state.items():
@@ -116,5 +116,5 @@ def find_shared(state: Mapping[str, object], names: Set[str]) -> dict[str, str]:
 
 
 def shapes_of(state: Mapping[str, object]) -> dict[str, Sequence[int] | None]:
-    """Return the shapes of tensors by name, and None of anything else."""
+    """Return the shapes of tensors by name; None for other values."""
     return {name: value.shape if isinstance(value, Tensor) else None for name, value in state.items()}

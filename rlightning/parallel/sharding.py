@@ -22,10 +22,10 @@ class Sharding:
     """The settings of how a model is sharded over the ranks.
 
     Args:
-        mesh: all ranks, with the dimensions ``replicate``, ``shard`` and ``tensor_parallel``.
+        mesh: of all ranks, with the dimensions ``replicate``, ``shard`` and ``tensor_parallel``.
         device: this rank's.
-        compute_dtype: of weights and activations in forward and backward; None is the weights' own.
-        cpu_offload: what the host's memory keeps; see :class:`~rlightning.parallel.FSDP`.
+        compute_dtype: of weights and activations in forward and backward; None for the weights' own.
+        cpu_offload: what is kept in host memory; see :class:`~rlightning.parallel.FSDP`.
         reshard_after_forward: whether a layer's gathered weights are freed between its forward and its backward.
     """
 
@@ -37,13 +37,13 @@ class Sharding:
 
     @property
     def storage_device(self) -> torch.device:
-        """The device that stores shards while they are not used."""
+        """The device on which shards are stored while they are not used."""
         return torch.device("cpu") if self.cpu_offload == "parameters" else self.device
 
     def shard(
         self, module: nn.Module, precision: MixedPrecisionPolicy | None = None, *, reshard_after_forward: bool = True
     ) -> None:
-        """Shard a module's parameters over the data-parallel ranks, as one group, which FSDP gathers together."""
+        """Shard a module's parameters over the data-parallel ranks, as one group that FSDP gathers together."""
         is_on_host = self.cpu_offload == "parameters"
         fully_shard(
             module,
@@ -58,14 +58,15 @@ class Sharding:
 def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
     """Shard the modules of ``owner`` outside its sharded models, such as a subclass's value head.
 
-    Their values are equal on all ranks. Each is gathered for its ``forward`` and again for the backward, in the dtype
-    that it has. What has no forward, as a list of modules, is looked into; parameters in none of these stay whole.
+    Values must be equal on all ranks. Each module is gathered for its ``forward`` and again for the backward, in its
+    own dtype. Of a container without a forward, such as a ModuleList, the children are sharded; other parameters stay
+    whole.
     """
     parts = list(_parts(owner))
     holders = Counter(parameter for module in owner.modules() for parameter in module.parameters(recurse=False))
     for part in parts:
         within = Counter(parameter for module in part.modules() for parameter in module.parameters(recurse=False))
-        if all(holders[parameter] == count for parameter, count in within.items()):  # none is tied to another part's
+        if all(holders[parameter] == count for parameter, count in within.items()):  # none is tied to another part
             sharding.shard(part)
 
 
@@ -103,7 +104,7 @@ class CodedLinear(nn.Module):
     """Base of linear layers that store quantised codes and compute their matrix from them.
 
     Attributes:
-        codes: a parameter; what they stand for is the layer's matter.
+        codes: a parameter, which the subclass encodes and decodes.
     """
 
     codes: nn.Parameter
@@ -112,14 +113,14 @@ class CodedLinear(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The matrix, dequantised at each access, which files and engines hold instead of the codes."""
+        """The matrix, dequantised at each access; files and engines contain it instead of the codes."""
         raise NotImplementedError
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in a model's files, by name: parameters, tied ones once, then persistent buffers.
 
-    Of a policy with an adapter those are the base's, by the names that they have without one.
+    For a policy with an adapter, yield the base's weights, under their names without an adapter.
     """
     coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
     for name, parameter in policy.named_parameters():
@@ -141,7 +142,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Context in which norms and biases are rounded to ``dtype`` as in engines; autocast rounds matrices only."""
+    """Context in which norms and biases are rounded to ``dtype`` as in engines; autocast only rounds matrices."""
     vectors = [local_tensor(parameter.data) for parameter in policy.parameters() if parameter.ndim < 2]
     masters = [vector.clone() for vector in vectors]
     try:

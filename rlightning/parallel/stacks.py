@@ -1,7 +1,7 @@
 """Writes the stacks of a run's processes to ``stacks.txt`` in its folder: on SIGUSR1, and before a timeout ends the
 run.
 
-``faulthandler`` writes them without Python's lock, also while the main thread waits in a collective.
+``faulthandler`` writes them without Python's lock, even while the main thread waits in a collective.
 """
 
 import faulthandler
@@ -23,10 +23,10 @@ class StackRecorder(threading.Thread):
     """Appends this process's stacks to the run's file, on SIGUSR1 or when asked.
 
     Args:
-        name: what the file calls this process, such as "rank 1".
+        name: of this process in the file, such as "rank 1".
 
     Attributes:
-        forward: called with a reason when the other processes of the run are to record theirs, too.
+        forward: called with a reason to have the other processes of the run record their stacks.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -40,7 +40,7 @@ class StackRecorder(threading.Thread):
     def take_signal(self) -> None:
         """Record stacks on SIGUSR1 from now on, unless the program has a handler of its own.
 
-        Once a run has ended, which sets the handlers from before, the signal is ignored: its default ends the process.
+        After the run the signal is ignored, since its default action would end the process.
         """
         if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
             return
@@ -93,7 +93,7 @@ class StackRecorder(threading.Thread):
 
 
 def do_nothing(reason: str) -> None:
-    """Relay nothing: the default for a run of one process."""
+    """Do nothing: the default of ``forward`` for a run of one process."""
 
 
 _recorder: StackRecorder | None = None
@@ -111,7 +111,7 @@ def start_recorder(folder: Path, name: str) -> StackRecorder:
 
 
 def run_folder(root_dir: str) -> Path:
-    """Return the folder for a run's stacks: its ``default_root_dir``, or the current folder if that is not local."""
+    """Return the folder for a run's stacks: its ``default_root_dir``, or the current folder if that is a URL."""
     return Path() if "://" in root_dir else Path(root_dir).expanduser()
 
 

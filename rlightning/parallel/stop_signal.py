@@ -2,11 +2,11 @@
 
 ::
 
-    first signal               the step under way is finished, its state is saved, and the process ends
-    half of the grace period   a step that still samples, such as from an engine that hangs, is interrupted: nothing of
-                               it is lost but its completions, and the state after the step before is saved
-    end of the grace period    the process ends, whatever it does
-    second signal              the process ends at once
+    first signal               the current step is finished, the state is saved, and the process ends
+    half of the grace period   a step that still samples, such as from a hanging engine, is interrupted: only its
+                               completions are lost, and the state after the step before is saved
+    end of the grace period    the process is killed
+    second signal              the process is killed
 """
 
 import contextlib
@@ -37,21 +37,21 @@ from rlightning.parallel.rank_store import StoreError
 log = logging.getLogger(__name__)
 
 GRACE_PERIOD = 120.0
-"""Default grace period in seconds after a stop signal; ``model.stop_grace`` sets another."""
+"""Default grace period in seconds after a stop signal; ``model.stop_grace`` overrides it."""
 
 
 class StopSignal:
     """The handling of signals that ask a Trainer's run to stop (see :func:`stop_signal`).
 
-    It replaces two methods of the Trainer's. Lightning's handler broadcasts a tensor of the device from inside the
-    signal handler, in the middle of whatever collective the process is in, and logs, which raises in the middle of the
-    writing of another line; and it asks with another broadcast before each batch. This handler only sets a flag.
+    It replaces two methods of the Trainer. Lightning broadcasts a tensor of the device inside the signal handler,
+    perhaps in the middle of another collective, logs there, perhaps in the middle of another line, and broadcasts again
+    before each batch. This handler only sets a flag.
 
     Attributes:
-        command: what a shell is given to go on with the run, if a shell has started it.
-        signum: of the first signal, or 0.
-        asked_at: when that came, by ``time.monotonic()``.
-        can_interrupt: whether nothing is under way that changes what a checkpoint holds, or that writes one.
+        command: shell command that resumes the run, if the run was started from a shell.
+        signum: number of the first signal, or 0.
+        asked_at: time of the first signal, by ``time.monotonic()``.
+        can_interrupt: whether neither an update nor the writing of a checkpoint is in progress.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -70,7 +70,7 @@ class StopSignal:
 
     def handle_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle SIGTERM or Ctrl-C."""
-        if self._must_interrupt:  # sent by this process's own thread
+        if self._must_interrupt:  # sent by this process's own thread, see watch()
             self._must_interrupt = False
             self._interrupt()
         elif not self.signum:
@@ -87,14 +87,14 @@ class StopSignal:
         """Stop before the next batch if any rank has received a signal."""
         asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
         if asked:
-            if not self.signum:  # another rank was
+            if not self.signum:  # another rank was asked to stop
                 self.asked_at, self.signum = time.monotonic(), asked
             self.keep_step()  # what follows is the saving
             set_received_sigterm(self._trainer)
             raise SIGTERMException
 
     def keep_step(self) -> None:
-        """Prevent an interruption of the current step, which from here on changes the state that checkpoints hold."""
+        """Prevent an interruption of the current step from here on: it changes state that checkpoints contain."""
         with self._lock:
             if not self._is_frozen:
                 self.can_interrupt = False
@@ -108,7 +108,7 @@ class StopSignal:
         threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
 
     def close(self) -> None:
-        """Stop the thread and reset the state: the run is over."""
+        """Stop the thread and reset the state, because the run has ended."""
         self._is_over.set()
         self.signum, self.can_interrupt = 0, False
 
@@ -132,11 +132,11 @@ class StopSignal:
             self._end(f"ended, since the step under way was not over {self.grace_period:g} s after the signal")
 
     def _remaining(self) -> float:
-        """Return the seconds that are left of the grace period."""
+        """Return the remaining seconds of the grace period."""
         return max(0.0, self.asked_at + self.grace_period - time.monotonic())
 
     def _try_interrupt(self) -> None:
-        """Interrupt the main thread if all ranks are in the sampling part of a step."""
+        """Interrupt the main thread if all ranks are sampling."""
         with self._lock:
             if self._must_interrupt:  # the signal before has not been delivered yet
                 return
@@ -159,7 +159,7 @@ class StopSignal:
         self._is_decided.set()
 
     def _vote(self, can_interrupt: bool) -> bool:
-        """Return whether all ranks can be interrupted: a rank in its update would wait for those that left."""
+        """Return whether all ranks can be interrupted: a rank in its update would wait for the interrupted ones."""
         shared = connection()
         if shared is None:
             return can_interrupt
@@ -172,7 +172,7 @@ class StopSignal:
             return False
 
     def _interrupt(self) -> None:
-        """Raise SIGTERMException in the main thread, to leave the step and any collective that it waits in."""
+        """Raise SIGTERMException in the main thread, which leaves the step and any collective in it."""
         self._unfreeze()
         if not self.can_interrupt:
             return
@@ -210,19 +210,19 @@ def stop_signal(trainer: Trainer) -> StopSignal:
 
 
 def is_interactive() -> bool:
-    """Return whether the process outlives the run: Python's prompt, IPython and notebooks set ``sys.ps1``."""
+    """Return whether the process outlives the run: ``sys.ps1`` is set by Python's prompt, IPython and notebooks."""
     return hasattr(sys, "ps1")
 
 
 class EndOnSigterm(Callback):
     """A callback that ends a fit within a grace period after SIGTERM or Ctrl-C, after ``ModelCheckpoint`` has saved.
 
-    A prediction, a validation and a test end at SIGTERM before their next batch. The process ends with 143, or with 130
-    after Ctrl-C. At Python's prompt and in notebooks Ctrl-C is what it always is there, an exception at once.
+    A prediction, a validation and a test end at SIGTERM before their next batch. The exit code is 143, or 130 after
+    Ctrl-C. At Python's prompt and in notebooks Ctrl-C raises KeyboardInterrupt at once, as usual.
 
     Args:
-        grace_period: seconds between the first signal and the end. A step that still samples after half of them is
-            left, and the state after the step before is saved: leave time for that.
+        grace_period: seconds between the first signal and the end. A step that still samples after half of this time is
+            interrupted; the second half must suffice for saving the state.
     """
 
     def __init__(self, grace_period: float = GRACE_PERIOD) -> None:
@@ -251,18 +251,18 @@ class EndOnSigterm(Callback):
             self._usual_handler = signal.signal(signal.SIGINT, self._stop.handle_signal)
 
     def _allow_interrupt(self, *_: object, **__: object) -> None:
-        """Allow interruption; called at the start of a step, a rollout or a validation."""
+        """Allow interruption; called when a step, a rollout or a validation starts."""
         # A controller's workers would go on with a step that it has left.
         if self._stop is not None and not is_controller():
             self._stop.can_interrupt = True
 
     def _keep_step(self, *_: object, **__: object) -> None:
-        """Forbid interruption; called before an update, with or without RL hooks, and before checkpoints are saved."""
+        """Forbid interruption; called before an update, with or without RL hooks, and before a checkpoint is saved."""
         if self._stop is not None:
             self._stop.keep_step()
 
     def _go_on(self, *_: object, **__: object) -> None:
-        """Called when a step or a validation is over and saved: the run ends here after a signal."""
+        """End the run here after a signal; called when a step or a validation has ended and is saved."""
         if self._stop is not None and not self._stop.signum:
             self._allow_interrupt()
 

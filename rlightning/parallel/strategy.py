@@ -1,4 +1,4 @@
-"""The common base of strategies with several processes: named barriers, a CPU group, and a common end."""
+"""The common base of strategies with several processes: named barriers, a CPU group, and handling of failures."""
 
 import sys
 from datetime import timedelta
@@ -38,12 +38,12 @@ class ConnectedRanks(ParallelStrategy):
     - SIGTERM stops all ranks before the same batch.
 
     Args:
-        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
-            at a barrier, and in a collective of the devices.
-        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
+        barrier_timeout: seconds after which a rank that waits at a barrier, or in a collective of the devices, fails
+            with an error that names the missing ranks.
+        failure_grace: seconds in which ranks can clean up after a failure before they are killed.
     """
 
-    _timeout: timedelta | None  # of the default process group; Lightning's strategies have it
+    _timeout: timedelta | None  # Lightning's strategies set it: the timeout of the default process group
 
     def __init__(
         self, *, barrier_timeout: float = 1800.0, failure_grace: float = intervals.CLEANUP_GRACE, **kwargs: Any
@@ -99,11 +99,11 @@ class ConnectedRanks(ParallelStrategy):
         stop_signal(trainer)
 
     def barrier(self, name: str | None = None, *args: object, **kwargs: object) -> None:
-        """Wait until all ranks are here; the default name is that of the calling function."""
+        """Wait until all ranks have called this; the default name is the calling function's."""
         barrier(name or sys._getframe(1).f_code.co_qualname)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank ``src``'s ``obj``, which can be anything that pickles."""
+        """Return the ``obj`` of rank ``src``, which must be picklable."""
         group = cpu_group()
         if group is None:
             return obj
@@ -116,9 +116,9 @@ class ConnectedRanks(ParallelStrategy):
         """Reduce a tensor over all ranks, in place; other values are returned unchanged.
 
         Args:
-            tensor: of any device. The mean of integers is a new tensor, of floats.
-            group: another group than that of all ranks: the tensor is reduced there, on its own device.
-            reduce_op: "mean", "avg", one of :data:`~rlightning.parallel.collectives.OPS`, or torch's object for it.
+            tensor: on any device. The mean of integers is a new float tensor.
+            group: a process group other than that of all ranks, in which the tensor is reduced on its own device.
+            reduce_op: "mean", "avg", one of :data:`~rlightning.parallel.collectives.OPS`, or torch's object.
         """
         shared = cpu_group()
         if not isinstance(tensor, Tensor) or shared is None:
@@ -147,7 +147,7 @@ class ConnectedRanks(ParallelStrategy):
         return votes == self.world_size if all else votes > 0
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
-        """Load the checkpoint that rank 0 chose: only rank 0 has verified the newest ones."""
+        """Load the checkpoint of rank 0, which alone has verified the newest ones."""
         return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -158,21 +158,21 @@ class ConnectedRanks(ParallelStrategy):
 
 
 class DDP(ConnectedRanks, DDPStrategy):
-    """Lightning's ``DDPStrategy`` with named barriers that have a timeout, and a common end of all ranks.
+    """Lightning's ``DDPStrategy`` with named barriers that have a timeout; a failure of one rank ends all.
 
     Arguments are those of :class:`ConnectedRanks` and of ``DDPStrategy``, such as ``find_unused_parameters``.
     """
 
     def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Wait for the other ranks before the module's step, because DDP's own collectives cannot be interrupted."""
+        """Run the module's step after a barrier, because DDP's own collectives cannot be interrupted."""
         barrier("training step")
         return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
         """Release DDP's reference to the process group, because a traceback may keep DDP alive until exit.
 
-        As the last to hold the group it would end gloo's threads while it holds Python's lock, and wait for ever for
-        one that waits for the lock (https://github.com/pytorch/pytorch/issues/56297).
+        If it had the last reference, its destructor would wait for gloo's threads while it holds Python's lock, and one
+        of them may wait for the lock (https://github.com/pytorch/pytorch/issues/56297).
         """
         wrapped = self.model
         super().teardown()
@@ -181,7 +181,7 @@ class DDP(ConnectedRanks, DDPStrategy):
 
 
 def replace_lightning_ddp() -> None:
-    """Use this package's DDP for ``trainer.strategy: ddp``, its variants, and the default for several devices."""
+    """Use this package's DDP for ``trainer.strategy: ddp``, its variants, and as the default with several devices."""
     for name, entry in StrategyRegistry.items():
         if entry["strategy"] is DDPStrategy:
             description = f"{entry['description']}; its ranks end together"

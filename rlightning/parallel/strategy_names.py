@@ -1,7 +1,7 @@
 """The names for ``trainer.strategy``: short names and dotted paths of classes, which can have arguments.
 
-Lightning takes strings for names of its registry, which knows no dotted path; and jsonargparse gives arguments to
-classes only. So a name is replaced by its class before either sees it.
+Lightning looks strings up in its registry, which has no dotted paths, and jsonargparse passes arguments to classes
+only. Hence a name is replaced by its class before both.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from rlightning.errors import ConfigError, did_you_mean
 KEY = "trainer.strategy"
 WORKERS_KEY = f"{KEY}.worker_strategy"
 KEYS = (KEY, WORKERS_KEY, f"{KEY}.init_args.worker_strategy")
-"""Keys that name a strategy: the run's, and the two for the strategy of a controller's workers."""
+"""Keys that name a strategy: the run's, and two for the strategy of a controller's workers."""
 CLASSES = {
     "fsdp2": "rlightning.parallel.fsdp.FSDP",
     "FSDP": "rlightning.parallel.fsdp.FSDP",
@@ -36,13 +36,13 @@ SPAWN_RULE = (
     "would train copies of the module in processes of its own, and leave this one as it was. Use strategy='ddp', "
     "which starts the program once for each device."
 )
-"""Reason, in an error message, why ddp_spawn is refused."""
+"""The reason in the error message for ddp_spawn."""
 
 
 def spell_out(value: Any, key: str = "") -> Any:
     """Return a configuration, or its part under ``key``, with the strategy's name replaced by its class.
 
-    A ConfigError for a name that the class had before.
+    Raises a ConfigError for a former name of a class.
     """
     if key.removesuffix(".class_path") in KEYS and isinstance(value, str) and value in MOVED:
         raise ConfigError(f"{key}: {value} is now {MOVED[value]}.")
@@ -65,7 +65,7 @@ def no_strategy(name: str) -> ConfigError:
 
 
 def check_strategy(name: object) -> None:
-    """Refuse an unknown strategy name, or a strategy that does not work here; objects pass."""
+    """Raise a ConfigError for an unknown strategy name, or an unsupported strategy; objects are not checked."""
     if not isinstance(name, str) or name in (*CHOICES, *CLASSES):
         return
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # takes seconds

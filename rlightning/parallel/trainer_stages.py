@@ -14,7 +14,7 @@ from rlightning.parallel.barrier import barrier
 
 @runtime_checkable
 class ValidatesFirst(Protocol):
-    """A module that says whether it is validated before the first step."""
+    """A module that decides whether it is validated before the first step."""
 
     validate_first: bool
 
@@ -22,7 +22,7 @@ class ValidatesFirst(Protocol):
 def prepare_data_at_barrier(trainer: Trainer) -> None:
     """Run ``prepare_data`` on one process a host, while the others wait at a barrier with a name and a timeout.
 
-    In the Trainer's own, whose place it takes, they wait on a group of their own for 27 years.
+    It replaces the Trainer's method, whose barrier has a timeout of 27 years.
     """
 
     def prepare() -> None:
@@ -50,7 +50,7 @@ class LeaveEvaluation(Callback):
 def validate_in_fit(trainer: Trainer) -> list[dict[str, Tensor]]:
     """Run validation within a fit, as between two training batches; return the metrics of each set by name.
 
-    Lightning's own run before training is a sanity check, whose results it throws away.
+    Lightning's own validation before training is a sanity check, whose results are dropped.
     """
     with torch.no_grad():
         trainer.validating = True

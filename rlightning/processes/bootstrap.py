@@ -1,6 +1,6 @@
 """Runs ``main()`` of a module of this rlightning in an interpreter that does not have it installed.
 
-Only the package itself is found in its folder, none of what lies beside it::
+Of the folder that contains the package, only the package itself can be imported::
 
     python bootstrap.py rlightning.environments.worker ARGUMENT ...
 """

@@ -27,8 +27,8 @@ class Deadline:
         """Poll a condition until it is met, or the deadline has passed; returns whether it is met.
 
         Args:
-            is_met: asked every ``poll_interval`` seconds.
-            poll_interval: seconds; :data:`~rlightning.intervals.SHORT_POLL_INTERVAL` unless given.
+            is_met: called every ``poll_interval`` seconds.
+            poll_interval: seconds; None for :data:`~rlightning.intervals.SHORT_POLL_INTERVAL`.
         """
         while not is_met():
             if self.is_over:
@@ -38,16 +38,16 @@ class Deadline:
 
 
 class Heartbeat:
-    """Counts the seconds since a process's last heartbeat.
+    """Counts the seconds since another process's last heartbeat.
 
-    Only those that this process could observe: one that was suspended, perhaps with the other process, or that had no
-    core, counts at most twice its interval for the time between two of its ticks.
+    If this process was suspended, perhaps with the other one, or got no CPU time, it could not observe heartbeats: the
+    time between two ticks counts at most twice the interval.
 
     Args:
         interval: seconds between two calls of :meth:`tick`.
 
     Attributes:
-        silent_seconds: since the last heartbeat.
+        silent_seconds: seconds since the last heartbeat.
     """
 
     def __init__(self, interval: float) -> None:

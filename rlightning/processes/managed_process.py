@@ -16,7 +16,7 @@ from rlightning.processes.process_group import end_group
 
 STANDARD_ERROR = 2
 LOG_LINES = 25
-"""Number of lines of a process's log at the end of an error."""
+"""Number of a log's last lines that an error quotes."""
 LOG_BYTES = 1 << 16
 """Bytes at the end of the log from which lines are read."""
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
@@ -25,20 +25,20 @@ BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
 class ManagedProcess:
     """A child process in its own session and process group, so that Ctrl-C in the terminal does not reach it.
 
-    Its command's last two arguments are the numbers of two file descriptors: one end of a socket pair, for calls
-    (:func:`~rlightning.rpc.server.serve_parent`), and a pipe that is closed when this process ends, however it ends
-    (:func:`~rlightning.processes.process_group.end_with_parent`).
+    Two file descriptors are appended to the command's arguments: one end of a socket pair for calls
+    (:func:`~rlightning.rpc.server.serve_parent`), and the lifeline, a pipe that closes when this process ends in any
+    way (:func:`~rlightning.processes.process_group.end_with_parent`).
 
     Args:
         command: program and arguments, as from :func:`python_command`.
         name: for errors, such as "reward worker".
-        log_file: gets its output, appended; None leaves it in this process's standard error.
-        output: a file descriptor that gets its output instead.
-        environment: all of its variables; None: this process's.
-        pass_fds: further file descriptors that it keeps.
+        log_file: to which the process's output is appended; None for this process's standard error.
+        output: file descriptor for the output, in place of ``log_file``.
+        environment: all of its environment variables; None for this process's.
+        pass_fds: additional file descriptors that it inherits.
 
     Attributes:
-        connection: this process's end, for :meth:`~rlightning.rpc.peer.Peer.open`.
+        connection: this process's end of the socket pair, for :meth:`~rlightning.rpc.peer.Peer.open`.
         pid: of the process and of its group.
     """
 
@@ -83,7 +83,7 @@ class ManagedProcess:
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Wait up to this many seconds for the process to end; return its exit code, or None if it runs."""
+        """Wait up to this many seconds for the process to end; return its exit code, or None if it still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
@@ -92,13 +92,13 @@ class ManagedProcess:
         """End the process and all others of its group; return its exit code.
 
         Args:
-            grace: seconds between SIGTERM and SIGKILL; without any there is no SIGTERM.
+            grace: seconds between SIGTERM and SIGKILL; with 0 no SIGTERM is sent.
         """
         if grace > 0 and self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
             self.wait(grace)
-        code = self.exit_code  # before it is killed
+        code = self.exit_code  # read before the group is killed
         end_group(self.pid)
         # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
         killed = self.wait(intervals.ENGINE_EXIT_GRACE)
@@ -126,11 +126,11 @@ class ManagedProcess:
 
 
 def python_command(module: str, *arguments: str, interpreter: str | None = None) -> list[str]:
-    """Return the command that runs a module's ``main()`` in a Python interpreter, maybe of another environment.
+    """Return the command that runs a module's ``main()`` in a Python interpreter, perhaps of another environment.
 
-    It loads this very package, and finds nothing else of what is installed beside it. It needs Python 3.10 and msgpack.
+    The command loads this copy of rlightning, without other packages beside it. It needs Python 3.10 and msgpack.
 
     Args:
-        interpreter: its path; None: this process's.
+        interpreter: path of the interpreter; None for this process's.
     """
     return [interpreter or sys.executable, str(BOOTSTRAP), module, *arguments]

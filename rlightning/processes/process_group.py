@@ -1,7 +1,7 @@
-"""Ends a process with everything that it has started, and removes its shared memory.
+"""Ends a process with all processes that it has started, and removes their shared memory.
 
-vLLM's parts talk through named shared memory, which outlives its processes. Python's resource tracker, a process of the
-same group, removes what is left once all of its users are gone: so it has to be the last to go.
+vLLM's processes communicate by named shared memory, which outlives them. Python's resource tracker, a process of the
+same group, removes it when all users have ended, and therefore is ended last.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the parent thread that started it ends for any reason."""
+    """Have the kernel kill this process when the parent thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process and its group when the parent ends for any reason.
+    """Have the kernel kill this process and its group when the parent ends.
 
-    It does so whatever this process is doing, as in a regular expression that holds the interpreter's lock.
+    This works even while a call holds the interpreter's lock.
 
     Args:
         lifeline: the reading end of a pipe whose other end the parent holds; nothing is ever written to it.
@@ -41,12 +41,12 @@ def end_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it had ended before
+    if select.select([lifeline], [], [], 0)[0]:  # the parent had ended before
         os.killpg(0, signal.SIGKILL)
 
 
 def end_group(group: int) -> None:
-    """Kill every process of ``group`` except this one, and return when they have ended."""
+    """Kill every process of ``group`` except this one, and wait until they have ended."""
     tracker_grace, end = Deadline(intervals.TRACKER_GRACE), Deadline(2 * intervals.TRACKER_GRACE)
     killed = {group}
     while members := _others(group):
@@ -61,7 +61,7 @@ def end_group(group: int) -> None:
 
 
 def end_own_group(scratch: Path) -> None:
-    """Kill this process's group, itself included, after removing the folder ``scratch``."""
+    """Remove the folder ``scratch``, then kill this process's group, itself included."""
     deadline, killed = Deadline(intervals.TRACKER_GRACE), {os.getpid()}
     while not deadline.is_over:
         # Trackers stay: they see this process go, and clean up behind it.
@@ -77,7 +77,7 @@ def end_own_group(scratch: Path) -> None:
 
 
 def _remove_torch_memory(processes: Iterable[int]) -> None:
-    """Remove torch's shared memory files of killed processes, which no resource tracker knows."""
+    """Remove torch's shared memory files of killed processes, which no resource tracker removes."""
     for process in processes:
         for segment in SHARED_MEMORY.glob(f"torch_{process}_*"):
             with contextlib.suppress(OSError):

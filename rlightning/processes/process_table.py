@@ -1,4 +1,4 @@
-"""Lists this host's processes, and identifies a process uniquely, so that no reused process id is killed."""
+"""Lists this host's processes, and identifies each uniquely, so that no process with a reused id is killed."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ class Process(NamedTuple):
 
 
 def find_process(pid: int) -> Process | None:
-    """Return the process of this id on this host; None if there is none, or the system has no process table."""
+    """Return the process with this id; None if there is none, or the system has no process table."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -48,9 +48,9 @@ def find_children(parent: int) -> dict[int, str]:
 
 
 def identify_process(pid: int) -> str:
-    """Return a text that identifies a process uniquely: its boot, pid namespace, process id and start time.
+    """Return a text that identifies a process uniquely: the host's boot, pid namespace, process id and start time.
 
-    It is empty where the system does not tell, or the process has ended.
+    "" if the system does not provide these, or the process has ended.
     """
     process = find_process(pid)
     if process is None or not process.is_alive:
@@ -60,7 +60,7 @@ def identify_process(pid: int) -> str:
 
 
 def kill_process(identity: str) -> None:
-    """Kill the process of an :func:`identify_process` text, if it is on this host and still runs."""
+    """Kill the process that :func:`identify_process` identified, if it is on this host and still runs."""
     parts = identity.split("/")
     if len(parts) == 4 and identify_process(int(parts[2])) == identity:
         os.kill(int(parts[2]), signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Temporary folders whose remains after a kill are removed by the next process on the host.
+"""Temporary folders; those of killed processes are removed by the next process on the host.
 
-A folder belongs to the process that holds its lock, which the kernel releases however that process ends.
+A folder belongs to the process that holds its lock, which the kernel releases when that process ends.
 """
 
 import contextlib
@@ -14,17 +14,17 @@ from rlightning.run_lock import WITHOUT_LOCKS
 
 PREFIX = "rlightning."
 LONGEST_PARENT = 18
-"""Characters of the temporary folder's name, or /tmp is used: Ray's sockets add 88 to it, and a socket has 107."""
+"""Maximum length of the temporary folder's path; else /tmp is used. Ray appends 88 characters, of a socket's 107."""
 SHARED_MEMORY = Path("/dev/shm")
 VLLM_NAME = "vllm_dist_*"
-"""A file of vLLM's in an engine's folder; the shared memory of its workers on a CPU has the same name, and a suffix."""
+"""Pattern of vLLM's file in an engine's folder; its workers' shared memory on a CPU has the same name with a suffix."""
 
 
 class ScratchFolder:
-    """A temporary folder of this process; making one removes those that ended processes have left.
+    """A temporary folder of this process; constructing one removes folders of ended processes.
 
     Args:
-        kind: what it is for; in its name.
+        kind: part of the folder's name.
 
     Attributes:
         path: the folder.
@@ -34,7 +34,7 @@ class ScratchFolder:
         parent = tempfile.gettempdir()
         parent = parent if len(parent) <= LONGEST_PARENT else "/tmp"
         for left in Path(parent).glob(f"{PREFIX}{kind}.*"):
-            with contextlib.suppress(OSError):  # it is gone, another user's, at work, or on a disk without locks
+            with contextlib.suppress(OSError):  # it was removed, is another user's or in use, or the disk has no locks
                 lock = _lock(left)
                 remove_scratch(left)
                 os.close(lock)
@@ -43,7 +43,7 @@ class ScratchFolder:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}.", dir=parent))
             try:
                 self._descriptor = _lock(self.path)
-            except (BlockingIOError, FileNotFoundError):  # another process removes it, or has
+            except (BlockingIOError, FileNotFoundError):  # another process is removing it, or has removed it
                 continue
             except OSError as error:
                 if error.errno not in WITHOUT_LOCKS:
@@ -65,7 +65,7 @@ class ScratchFolder:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a scratch folder that is no longer used, with the shared memory that vLLM named after a file in it."""
+    """Remove an unused scratch folder, and the shared memory that vLLM named after a file in it."""
     names = [path.name for path in folder.glob(VLLM_NAME)]
     shutil.rmtree(folder, ignore_errors=True)
     for name in names:
@@ -78,7 +78,7 @@ def _lock(folder: Path) -> int:
     """Lock a folder; return the file descriptor that holds the lock.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: another process holds the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

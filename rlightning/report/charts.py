@@ -11,7 +11,7 @@ from rlightning.report.history import Points
 WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 32, 42
 MAX_HOVERS = 150
-"""Maximum number of columns that respond to the pointer; more would make the page heavy, and each too thin to hit."""
+"""Maximum number of columns that respond to the pointer; more would make the page large, and columns too thin."""
 MAX_BARS = 80
 
 
@@ -56,12 +56,12 @@ class Axes:
 def line_chart(title: str, y_label: str, series: Mapping[str, Points], *, from_zero: bool = False) -> str:
     """Return the SVG of lines over rollout steps.
 
-    A noisy line that is alone in its chart is drawn thin, with its running mean on top.
+    A single noisy line is drawn thin, with its running mean on top.
 
     Args:
         y_label: the quantity with its unit.
-        series: points by label; none of them empty.
-        from_zero: let the axis begin at zero.
+        series: points by label; none may be empty.
+        from_zero: whether the axis begins at zero.
     """
     values = [value for points in series.values() for _, value in points]
     steps = [step for points in series.values() for step, _ in points]
@@ -85,7 +85,7 @@ def stacked_chart(title: str, y_label: str, series: Mapping[str, Points]) -> str
 
     Args:
         y_label: the quantity with its unit.
-        series: points by label, from the bottom up; a step that a label lacks counts as zero.
+        series: points by label, from the bottom up; missing steps count as zero.
     """
     by_label = {label: dict(points) for label, points in series.items()}
     steps = sorted({step for points in by_label.values() for step in points})
@@ -131,7 +131,7 @@ def _polyline(points: Points, axes: Axes, classes: str) -> str:
 
 
 def _line_hovers(series: Mapping[str, Points], axes: Axes) -> str:
-    """Return invisible columns, one a step, that show the values under the pointer."""
+    """Return invisible columns, one a step, that show the values at the pointer."""
     by_label = [(label, dict(points)) for label, points in series.items()]
     steps = sorted({step for _, points in by_label for step in points})
     steps = steps[:: math.ceil(len(steps) / MAX_HOVERS)]

@@ -12,8 +12,8 @@ Points = list[tuple[int, float]]
 class History:
     """Every metric's values by rollout step.
 
-    A series that reaches ``max_points`` is thinned to every other point, and from then on takes every other step: a
-    run of any length has at most that many, spread evenly.
+    A series that reaches ``max_points`` is reduced to every other point, and then records only every other step, so
+    that a run of any length has at most ``max_points`` points, evenly spaced.
 
     Attributes:
         series: points (step, value) by metric name, in the order of steps; no value is NaN or infinite.

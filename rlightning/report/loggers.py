@@ -1,7 +1,7 @@
 """Lightning's loggers, changed so that a full disk does not end the run, and that no logger starts before the checks.
 
-:func:`adapt_loggers` gives loggers the classes here, in place: what a user holds stays the same object. What they
-cannot write is left out with a warning; the metrics of ``CSVLogger`` stay in memory until they can be written.
+:func:`adapt_loggers` changes the class of logger objects to classes of this module. Data that cannot be written is
+skipped with a warning; the metrics of ``CSVLogger`` stay in memory until they can be written.
 """
 
 import csv
@@ -24,11 +24,11 @@ from rlightning.disk import BestEffort
 from rlightning.protocols import callbacks_of
 
 ROOM_BYTES = 1 << 18
-"""Free bytes that a folder must have before TensorBoard writes to it: more than the metrics of a step."""
+"""Free bytes that a folder needs before TensorBoard writes to it: more than the metrics of a step."""
 
 
 def adapt_loggers(loggers: Iterable[Logger]) -> None:
-    """Replace each logger's class by a subclass that logs disk errors instead of raising; overrides are kept."""
+    """Replace each logger's class by a subclass that logs disk errors, not raises them; a user's overrides stay."""
     for logger in loggers:
         if isinstance(logger, _Tolerant):
             continue
@@ -47,29 +47,29 @@ class _Tolerant(Logger):
 
     @property
     def effort(self) -> BestEffort:
-        """The counter of failed writes."""
+        """Tracks whether writing fails, and logs that once."""
         if self._effort is None:
             self._effort = BestEffort(f"Metrics of {type(self).__name__}")
         return self._effort
 
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
-        """See Logger."""
+        """Log metrics; a disk error is logged instead of raised."""
         self._attempt(super().log_metrics, metrics, step)  # type: ignore[safe-super]  # of the class it is mixed into
 
     def log_hyperparams(self, *args: object, **kwargs: object) -> None:
-        """See Logger."""
+        """Log hyperparameters; a disk error is logged instead of raised."""
         self._attempt(super().log_hyperparams, *args, **kwargs)  # type: ignore[safe-super]
 
     def log_graph(self, *args: object, **kwargs: object) -> None:
-        """See Logger."""
+        """Log the model's graph; a disk error is logged instead of raised."""
         self._attempt(super().log_graph, *args, **kwargs)
 
     def after_save_checkpoint(self, checkpoint_callback: object) -> None:
-        """See Logger."""
+        """Log a checkpoint; a disk error is logged instead of raised."""
         self._attempt(super().after_save_checkpoint, checkpoint_callback)
 
     def save(self) -> None:
-        """See Logger; called after each step's metrics."""
+        """Write the logged data; called after each step's metrics. A disk error is logged instead of raised."""
         self._attempt(super().save)
         self.effort.settle()
 
@@ -95,7 +95,7 @@ class _TolerantCSV(_Tolerant, CSVLogger):
 
 
 class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
-    """A ``TensorBoardLogger`` that tests for disk space first, as a writer stops for good after one failure."""
+    """A ``TensorBoardLogger`` that checks disk space first, since its writer cannot be used after a failed write."""
 
     _has_room = False
 
@@ -112,7 +112,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
         return _NullWriter()
 
     def save(self) -> None:
-        """See Logger; the next step tests for disk space again."""
+        """Write the logged data; the next step checks disk space again."""
         super().save()
         self._has_room = False
 
@@ -143,7 +143,7 @@ _OWN: dict[type[Logger], type[_Tolerant]] = {CSVLogger: _TolerantCSV, TensorBoar
 class MetricsFile(ExperimentWriter):
     """The writer of a ``CSVLogger``'s ``metrics.csv``, which loses no metrics on a full disk.
 
-    A write that fails leaves the file as it was, and its metrics for the next one.
+    A failed write does not change the file, and its metrics are written by the next one.
     """
 
     def save(self) -> None:
@@ -199,8 +199,8 @@ def _append(path: Path, text: str) -> None:
 class LateLoggers(Callback):
     """The first callback, whose ``setup`` gives the Trainer the loggers that :func:`delay_loggers` hid from it.
 
-    Lightning has every logger make its run before the first ``setup``. After that it asks again when the set-up is
-    over. A ``ModelCheckpoint`` without a folder names one by the logger's run, which then has to be there earlier.
+    Lightning has every logger start its run before the first ``setup``, and again after all of them. A
+    ``ModelCheckpoint`` without a folder uses the logger's run, which then must exist earlier.
     """
 
     def __init__(self, loggers: list[Logger]) -> None:
@@ -219,12 +219,12 @@ class LateLoggers(Callback):
 
 
 def delay_loggers(trainer: Trainer) -> None:
-    """Hide the Trainer's loggers until the first callback's ``setup``, so that none starts before that."""
+    """Hide the Trainer's loggers until the first callback's ``setup``, so that none starts its run before."""
     others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, LateLoggers)]
     trainer.callbacks = [LateLoggers(trainer.loggers), *others]  # type: ignore[attr-defined]
     trainer.loggers = []
 
 
 def is_service(logger: object) -> bool:
-    """Return whether a logger writes somewhere else than into the run's folder."""
+    """Return whether a logger writes to another place than the run's folder."""
     return not isinstance(logger, (CSVLogger, TensorBoardLogger))

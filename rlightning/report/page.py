@@ -40,12 +40,12 @@ class Run:
 
     Attributes:
         name: the heading.
-        status: how the run ended, in words.
-        is_failed: whether it was cut short.
-        step: finished rollout steps.
-        seconds: of the whole run, with the runs that it resumed from.
+        status: text on how the run ended.
+        is_failed: whether it was interrupted or failed.
+        step: number of finished rollout steps.
+        seconds: duration, including the runs that it resumed.
         history: all metrics.
-        completions: of some steps, a list for each.
+        completions: a list for each of some steps.
         settings: hyperparameters by name.
         machine: versions and hardware by name.
         config: the resolved YAML, if there is one.
@@ -82,7 +82,7 @@ def render(run: Run) -> str:
 
 
 def charts(history: History) -> list[str]:
-    """Return the charts of all metrics that the run has values of."""
+    """Return the charts of all metrics with values."""
     drawn = []
     for title, label, names, from_zero in _CHARTS:
         series = {text: history.series[name] for name, text in names.items() if history.series.get(name)}

@@ -1,8 +1,8 @@
-"""The file of a prediction, JSON Lines or Parquet, which an interrupted run resumes.
+"""The file of a prediction, JSON Lines or Parquet, which a resumed run continues.
 
-While it grows it is ``<name>.partial``: a line of JSON a prompt, as completions come. Beside it,
-``<name>.partial.settings`` is what they are sampled with. :meth:`PredictionFile.finish` brings the lines into the order
-of the prompts, and makes Parquet of them if the name ends in ``.parquet``.
+An unfinished file is ``<name>.partial``, with a line of JSON for each finished prompt, and ``<name>.partial.settings``
+has the sampling settings. :meth:`PredictionFile.finish` sorts the lines in the order of the prompts, and converts them
+to Parquet if the name ends in ``.parquet``.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _BEGINNING = b'{"index": '
 _INDEX = re.compile(rb'\{"index": (-?\d+),')
 _UNSAFE = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
-"""Lone surrogates, which UTF-8 does not have, and what some readers take for the end of a line."""
+"""Lone surrogates, which UTF-8 does not have, and characters that some readers take for the end of a line."""
 
 
 class PredictionFile:
@@ -35,11 +35,11 @@ class PredictionFile:
 
     Args:
         path: the final name.
-        settings: what completions are sampled with, by configuration key; all of it can be written as JSON.
+        settings: that affect completions, by configuration key, as JSON values.
 
     Attributes:
-        num_prompts: that are in the file.
-        num_completions: likewise.
+        num_prompts: number of prompts in the file.
+        num_completions: number of completions in the file.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
@@ -50,9 +50,9 @@ class PredictionFile:
         self._is_parquet = path.suffix == ".parquet"
         self._settings_path = path.with_name(f"{path.name}.partial.settings")
         self._settings = json.loads(to_json(settings))
-        self._num_bytes = 0  # of whole lines
-        self._lock: BinaryIO | None = None  # of the partial file
-        self._file: BinaryIO | None = None  # the same, once something may be written to it
+        self._num_bytes = 0  # size of the whole lines in the file
+        self._lock: BinaryIO | None = None  # the partial file, opened for its lock
+        self._file: BinaryIO | None = None  # the same file, once rows may be written
 
     @property
     def is_begun(self) -> bool:
@@ -65,10 +65,10 @@ class PredictionFile:
         return self._file is not None
 
     def read(self) -> dict[int, int]:
-        """Read what an earlier run has written: the hash of each prompt's text, by the prompt's index.
+        """Return the prompts that an earlier run has written: the hash of each text, by the prompt's index.
 
         Raises:
-            ConfigError: the partial file is no such file, or was begun with other settings.
+            ConfigError: the partial file is invalid, or was started with other settings.
         """
         self.num_prompts = self.num_completions = self._num_bytes = 0
         self._check_settings()
@@ -98,7 +98,7 @@ class PredictionFile:
         """Lock the file against other processes. May be called twice.
 
         Raises:
-            ConfigError: one does.
+            ConfigError: another process holds the lock.
         """
         if self._lock is not None:
             return
@@ -128,7 +128,7 @@ class PredictionFile:
         """Write a prompt and its trajectories, and flush them to the operating system.
 
         Raises:
-            SaveError: the disk does not take them; what was written before is kept.
+            SaveError: writing failed; earlier prompts stay in the file.
         """
         self._append([self._line(prompt, trajectories)])
         self.num_prompts += 1
@@ -137,7 +137,7 @@ class PredictionFile:
     def finish(self) -> None:
         """Sort the lines by the prompts' order, and rename the file to its final name.
 
-        A file that has the name already, because a kill came before other ranks were finished, is merged into it.
+        An existing file of that name, from a run that was killed before other ranks had finished, is merged.
         """
         if not self.is_open:
             self.open()
@@ -163,7 +163,7 @@ class PredictionFile:
     def close(self) -> None:
         """Close the file; a partial one stays, an empty one is removed. May be called twice."""
         if self._lock is not None:
-            with suppress(OSError):  # of a full disk, once more
+            with suppress(OSError):  # the disk may be full again
                 if not self.is_begun and not self._lock.tell():
                     self.partial.unlink(missing_ok=True)
                 self._lock.close()
@@ -182,7 +182,7 @@ class PredictionFile:
             self._file.flush()
 
     def _finished(self) -> Iterator[bytes]:
-        """Yield the lines of a file that has the final name, because a kill came before other ranks were finished."""
+        """Yield the lines of an existing final file, from a run that was killed before other ranks had finished."""
         if not self._is_parquet:
             yield from _lines(self.path)
         elif self.path.exists():
@@ -215,7 +215,7 @@ def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, obje
 def to_json(value: object) -> str:
     """Return JSON on one line that every JSON reader accepts.
 
-    Numbers that JSON does not have (NaN, infinities) become null, and values without a JSON type their text. Lone
+    Numbers that JSON does not have (NaN, infinities) become null, and values without a JSON type become text. Lone
     surrogates are escaped.
     """
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
@@ -243,7 +243,7 @@ def _line_at(file: BinaryIO, place: int) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file; none if it does not exist."""
+    """Yield the lines of a file; nothing if it does not exist."""
     if path.exists():
         with path.open("rb") as lines:
             yield from lines

@@ -1,7 +1,7 @@
 """Predictions as a Parquet file of trajectories: docs/trajectories.md has the columns.
 
-While a prediction grows, a prompt is a line of text (:mod:`rlightning.report.prediction_file`): its trajectories are an
-Arrow stream in base64 there.
+In an unfinished file (:mod:`rlightning.report.prediction_file`) each prompt is a line, with its trajectories as an
+Arrow stream in base64.
 """
 
 import base64
@@ -20,7 +20,7 @@ PROMPTS_PER_ROW_GROUP = 64
 
 
 def encode_trajectories(trajectories: list[Trajectory]) -> str:
-    """Return the table of a prompt's trajectories as text. They have no rollout step, which is 0 there."""
+    """Return the table of a prompt's trajectories as text. Their rollout step is 0."""
     return _encode(trajectory_table(RolloutBatch.pack([trajectories]), step=0))
 
 
@@ -29,7 +29,7 @@ def write_predictions(path: Path, texts: Iterable[str]) -> None:
 
     Args:
         path: the file.
-        texts: of :func:`encode_trajectories`, one for each prompt; they are read as they are needed.
+        texts: from :func:`encode_trajectories`, one for each prompt; read lazily.
     """
     import pyarrow
     import pyarrow.parquet
@@ -47,7 +47,7 @@ def write_predictions(path: Path, texts: Iterable[str]) -> None:
 
 
 def read_predictions(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the prompts of a file of :func:`write_predictions`: index, text, completions, and encoded trajectories."""
+    """Yield the prompts of a file from :func:`write_predictions`: index, text, completions, encoded trajectories."""
     import pyarrow.compute
     import pyarrow.parquet
 

@@ -30,9 +30,9 @@ class Record(NamedTuple):
     Attributes:
         step: the rollout step, counted from 1; 0 in a prediction.
         group: equal for the trajectories of one prompt, within the step and the file.
-        reward: that it was trained with, the sum of what gave it one; None where it counts as not sampled.
-        advantage: of its first sampled token; None before advantages are there.
-        trajectory: all of it.
+        reward: the total reward that it was trained with; None if it counts as not sampled.
+        advantage: of its first sampled token; None if advantages were not computed.
+        trajectory: the whole trajectory.
     """
 
     step: int
@@ -57,7 +57,7 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
     """Return a table with one row for each trajectory, in the batch's order.
 
     Args:
-        batch: with rewards and advantages as far as they are there, none of its branches selected away.
+        batch: with rewards and advantages, if computed, and with all branches of its trajectories.
         step: the rollout step, counted from 1.
     """
     import pyarrow  # half a second that only a written table should cost
@@ -80,7 +80,7 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
 
 
 def _row(one: Trajectory) -> dict[str, object]:
-    """Return the columns that a trajectory has by itself, except its branches."""
+    """Return the columns of a single trajectory, except its branches."""
     return {
         "prompt_index": one.prompt.index,
         "prompt": one.prompt.text,
@@ -168,7 +168,7 @@ def schema(functions: Sequence[str]) -> "pyarrow.Schema":
 
 
 def merge_tables(earlier: "pyarrow.Table", table: "pyarrow.Table") -> "pyarrow.Table":
-    """Concatenate the tables of two micro-batches of a step; the second one's groups get further numbers."""
+    """Concatenate the tables of two micro-batches of a step; the groups of the second are renumbered."""
     import pyarrow
     import pyarrow.compute
 
@@ -193,7 +193,7 @@ def recorded_files(folder: Path) -> dict[int, list[Path]]:
 
 
 def write_trajectories(table: "pyarrow.Table", path: Path) -> None:
-    """Write a table atomically: readers find the whole file or none."""
+    """Write a table atomically: readers find the complete file or none."""
     import pyarrow.parquet
 
     with written_aside(path) as aside:
@@ -210,20 +210,20 @@ def read_trajectories(path: Path) -> list[Record]:
 
 
 def read_completions(path: Path) -> list[Completion]:
-    """Return :func:`completions` of a file, of which no other columns are read."""
+    """Return the :func:`completions` of a file; other columns are not read."""
     import pyarrow.parquet
 
     return completions(pyarrow.parquet.read_table(path, columns=list(Completion._fields)))
 
 
 def completions(table: "pyarrow.Table") -> list[Completion]:
-    """Return what people look at of the trajectories that have a reward, which all have that count as sampled."""
+    """Return the main columns of the trajectories with a reward, which are those that count as sampled."""
     rows = table.select(list(Completion._fields)).to_pylist()
     return [Completion(**row) for row in rows if row["reward"] is not None]
 
 
 def spread_by_reward(rows: Sequence[Completion], num: int) -> list[Completion]:
-    """Return ``num`` completions, evenly spread from the highest to the lowest reward, both included."""
+    """Return ``num`` completions, evenly spaced from the highest to the lowest reward, both included."""
     ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row.reward) else row.reward, reverse=True)
     if num >= len(ranked):
         return ranked
@@ -268,7 +268,7 @@ def _trajectory(row: TableRow) -> Trajectory:
 
 
 def _sample(branches: Sequence[Branch], turn: int, saved: TableRow) -> Sample:
-    """Return the sample of a turn, whose tokens are those that the branches train."""
+    """Return the sample of a turn, whose tokens are trained in the branches."""
     places = [
         (branch, place)
         for branch in branches
@@ -285,7 +285,7 @@ def _sample(branches: Sequence[Branch], turn: int, saved: TableRow) -> Sample:
 
 
 def _first_advantages(batch: RolloutBatch) -> list[float]:
-    """Return the advantage of each trajectory's first sampled token; 0 where it has none."""
+    """Return the advantage of each trajectory's first sampled token; 0 without one."""
     assert batch.advantages is not None
     index, num = batch.sampled_index, batch.num_trajectories
     owners = batch.to_tokens(torch.arange(num, device=index.device))[index]

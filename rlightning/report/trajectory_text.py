@@ -13,10 +13,10 @@ class ScoredTrajectory(NamedTuple):
     """A trajectory with the rewards that it would be trained with.
 
     Attributes:
-        trajectory: all of it.
+        trajectory: the whole trajectory.
         is_sampled: whether it would be trained on.
-        reward: the weighted sum of what gave it one; None where that failed, or nothing gives rewards.
-        scores: by reward function, unweighted; None where it gave none, or failed.
+        reward: the total reward; None if a reward function failed, or there is no reward.
+        scores: unweighted result of each reward function; None if it does not apply, or failed.
         has_failed_reward: whether a reward function failed.
     """
 
@@ -79,7 +79,7 @@ def to_data(scored: ScoredTrajectory) -> dict[str, object]:
 def first_turns(trajectory: Trajectory) -> dict[int, list[Branch]]:
     """Return all branches but the first, grouped by the first turn that was sampled in each.
 
-    Of the turns before it the branch may have some, as history.
+    The branch may contain earlier turns as history.
     """
     began: dict[int, list[Branch]] = {}
     for branch in trajectory.branches[1:]:

@@ -1,6 +1,6 @@
-"""Reward functions, and the runner that calls them: a function that hangs or crashes costs a single sample.
+"""Reward functions, and the runner that calls them: if a call hangs or crashes, only its sample has no reward.
 
-Nothing here imports torch before :meth:`RewardRunner.score`: the worker processes import this package too.
+Worker processes import this package too, so that torch is imported only in :meth:`RewardRunner.score`.
 """
 
 from typing import TYPE_CHECKING

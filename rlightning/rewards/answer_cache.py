@@ -1,4 +1,4 @@
-"""A file that caches a judge's answers, and that several processes may use at once."""
+"""A file that caches a judge's answers, and that several processes may use concurrently."""
 
 import logging
 import sqlite3
@@ -9,17 +9,17 @@ from rlightning.errors import ConfigError
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = 5.0
-"""Maximum seconds for another process that writes to finish."""
+"""Maximum seconds of waiting for another process's write."""
 
 
 class AnswerCache:
     """Texts by key, in an SQLite file. If the file fails, answers are requested again, which is logged once.
 
     Args:
-        path: the file, which is made if it is not there.
+        path: of the file, which is created if it does not exist.
 
     Raises:
-        ConfigError: it is no such file, or cannot be made.
+        ConfigError: the file cannot be created, or is no such cache.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,6 +1,6 @@
 """One call of a reward function, and its outcome.
 
-Light, as each reward worker starts with it: the standard library only.
+Imports only the standard library, so that reward workers start quickly.
 """
 
 import inspect
@@ -13,14 +13,14 @@ from rlightning.foreign_text import cut
 
 
 class RewardResult(NamedTuple):
-    """What a call gave: a finite value, None ("does not apply"), or the text of an error, ending with its traceback."""
+    """The result of a call: a finite value, None if the function does not apply, or an error with its traceback."""
 
     value: float | None
     error: str | None = None
 
     @classmethod
     def failed(cls, error: str) -> "RewardResult":
-        """Return the outcome of a call that failed; the text is cut to a length that can be logged."""
+        """Return the result of a failed call; the text is cut to a length that can be logged."""
         return cls(None, cut(error))
 
 
@@ -40,7 +40,7 @@ def to_number(value: object) -> float | None:
     if hasattr(value, "item"):  # a numpy or torch scalar
         value = value.item()
     if inspect.iscoroutine(value):
-        value.close()  # or Python warns that nothing has awaited it
+        value.close()  # otherwise Python warns that it was never awaited
         raise TypeError(f"a reward must be a number or None, this one is a coroutine, {value!r}. Make it an async def.")
     if not isinstance(value, numbers.Real):
         raise TypeError(f"a reward must be a number or None, this one is {value!r}")
@@ -51,7 +51,7 @@ def to_number(value: object) -> float | None:
 
 
 def failure(error: BaseException) -> RewardResult:
-    """Return the outcome of a call that raised, without the frame of ours that comes before the function's own."""
+    """Return the result of a call that raised ``error``, without this package's frames in the traceback."""
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
@@ -59,7 +59,7 @@ def failure(error: BaseException) -> RewardResult:
 
 
 def run_call(function: RewardCallable, arguments: Mapping[str, object]) -> RewardResult:
-    """Call the function; whatever it raises, SystemExit included, becomes an outcome."""
+    """Call a function; any exception, SystemExit included, becomes a result."""
     try:
         return RewardResult(to_number(function(**arguments)))
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The configuration of a reward function, and the function itself, found, checked and pickled for worker processes."""
+"""The configuration of a reward function, and the function, imported, checked and pickled for worker processes."""
 
 import inspect
 import io
@@ -19,12 +19,12 @@ from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
 
 GIVEN = ("prompt", "completion", "full_text", "num_tokens", "is_truncated")
-"""Arguments that the runner passes to every function with such parameters; columns of these names are not passed."""
+"""Parameters to which the runner passes arguments of its own; prompt columns of these names are not passed."""
 TURNS = "turns"
-"""The messages after the prompt, as in chat APIs, which the runner gives a function with a parameter of this name."""
+"""Parameter for the messages after the prompt, as in chat APIs."""
 
 DEFAULT_TIMEOUT = 10.0
-"""Maximum seconds of a call where neither the configuration nor the function sets a timeout."""
+"""Maximum seconds of a call if neither the configuration nor the function sets a timeout."""
 
 _TAKEN_NAMES = ("mean", "std", "no_signal", "failed")
 
@@ -38,37 +38,37 @@ class RewardFunction:
         function: a dotted path such as ``my_rewards.is_polite``, or the function itself.
         weight: its factor in the sum.
         name: in the metric ``reward/<name>``; None: the function's own.
-        arguments: bound as keyword arguments.
-        columns: by the function's parameter, the column that it gets; None: the column of the parameter's name.
-        timeout: seconds that one call may take; None: what the function's ``call_timeout`` says, or 10.
+        arguments: keyword arguments of every call.
+        columns: maps the function's parameters to columns; None for columns of the parameters' names.
+        timeout: maximum seconds of a call; None for the function's ``call_timeout``, or else 10.
     """
 
     function: str | Callable[..., Any]
     weight: float = 1.0
     name: str | None = None
-    arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # there may be secrets
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # no repr: may hold secrets
     columns: dict[str, str] = field(default_factory=dict)
     timeout: float | None = None
 
 
 Reward = RewardFunction | str | Callable[..., Any]
-"""A reward function: with settings, by its dotted path, or itself."""
+"""A reward function: with settings, by its dotted path, or as an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundReward:
-    """A :class:`RewardFunction` that was imported and checked.
+    """An imported and checked :class:`RewardFunction`.
 
     Attributes:
         is_async: whether it is, or calls, an ``async def``.
-        pickled: None where it cannot go to another process.
-        modules: the names of those that it is from, and that its object and its arguments have parts of.
-        columns: column by parameter, for every parameter that is neither given by the runner nor bound.
-        required: those of these parameters that have no default.
-        takes_all: whether it has ``**columns``.
-        given: those of ``GIVEN`` that it asks for, and :data:`TURNS`.
-        answer_check: of a checker of answers, whose reference is a column; None of others.
-        state: what its calls change, if each worker process has a copy of that.
+        pickled: the pickled function; None if it cannot be pickled.
+        modules: names of the modules of the function, and of the classes of its object and arguments.
+        columns: column by parameter, for all parameters that neither the runner nor ``arguments`` provide.
+        required: the parameters in ``columns`` without a default.
+        takes_all: whether the function has ``**columns``.
+        given: its parameters in ``GIVEN``, and :data:`TURNS`.
+        answer_check: how an answer checker is called with its reference; None for other functions.
+        state: description of state that its calls change, and of which each worker process has a copy.
     """
 
     name: str
@@ -100,7 +100,7 @@ class BoundReward:
         """Return the keyword arguments of one call.
 
         Args:
-            given: by the names in ``GIVEN``.
+            given: values by the names in ``GIVEN``.
             row: the prompt's columns.
         """
         chosen = {name: value for name, value in row.items() if name not in GIVEN} if self.takes_all else {}
@@ -109,7 +109,7 @@ class BoundReward:
 
 
 def bind_rewards(rewards: Sequence[Reward] | Reward) -> list[BoundReward]:
-    """Import and check the functions in ``rewards``; a single one needs no list."""
+    """Import and check reward functions; a single one may be given without a list."""
     listed = [rewards] if isinstance(rewards, str | RewardFunction) or callable(rewards) else rewards
     bound = [_bind(r if isinstance(r, RewardFunction) else RewardFunction(r)) for r in listed]
     names = [reward.name for reward in bound]
@@ -129,7 +129,7 @@ def _bind(reward: RewardFunction) -> BoundReward:
     given = reward.function if path is None else import_function(path)
     function = check_kind(given, path or _name_of(given))
     name = reward.name or _name_of(function)
-    if hasattr(function, "check_arguments"):  # which checks its own, and may set its signature
+    if hasattr(function, "check_arguments"):  # checks its own arguments, and may set its signature
         function.check_arguments()
     parameters = _parameters(function, name)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -212,7 +212,7 @@ def _parameters(function: RewardCallable, name: str) -> list[inspect.Parameter]:
 
 
 class _Named:
-    """Pickles as an import of a dotted path, which also works for an object with a lock or a client."""
+    """An object that is pickled as its dotted path, which also works for one with a lock or a client."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -225,8 +225,8 @@ def _pickle(value: object) -> tuple[bytes | None, set[str]]:
     """Pickle a function or its arguments.
 
     Returns:
-        The pickle, None where it cannot go to another process, and the names of the modules whose functions, classes
-        and objects it is made of, as far as they were found.
+        The pickle, or None if that fails; and the names of the modules of its functions, classes and objects, as far as
+        they were found.
     """
     file = io.BytesIO()
     pickler = _ModulePickler(file)
@@ -246,6 +246,6 @@ class _ModulePickler(pickle.Pickler):
         self.modules: set[str] = set()
 
     def persistent_id(self, value: object) -> None:
-        """Called by pickle for each object; gives it no identity of its own, so that it is pickled as usual."""
+        """Called by pickle for each object; returns None, so that the object is pickled as usual."""
         if module := module_name(value):
             self.modules.add(module)

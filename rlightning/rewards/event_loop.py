@@ -1,8 +1,8 @@
-"""Runs reward functions on an event loop: async ones directly, each of the others in a thread.
+"""Runs reward functions on an event loop: async ones directly, each sync one in a thread.
 
-It is the loop of a process for them alone (:mod:`~rlightning.rewards.worker`), or one in a thread of the trainer's
-process for functions that cannot be sent to another: one from the first call until the process ends. A client, a lock
-or a semaphore that a module keeps is bound to the event loop that first used it, and fails on any other.
+The loop runs in a worker process (:mod:`~rlightning.rewards.worker`), or, for functions that cannot be pickled, in a
+thread of the trainer's process, from the first call until the process ends. It stays the same because a client, a lock
+or a semaphore of a module is bound to the event loop that first used it.
 """
 
 import asyncio
@@ -23,21 +23,21 @@ from rlightning.rpc.client import LoopThread
 from rlightning.rpc.progress import CALL, call_tasks, track_tasks
 
 MAX_CONCURRENT = 64
-"""Maximum number of one pool's async calls at once."""
+"""Maximum number of concurrent async calls of a pool."""
 
 
 class CallRunner:
     """Runs calls on an event loop, each with the timeout of its function.
 
     Args:
-        loop: to run them on.
-        show: called with a call's key and True where a task of it goes on; with 0 and False where it stops, and every
-            ``intervals.WORKER_POLL_INTERVAL`` that the loop is free.
+        loop: that runs the calls.
+        show: called with a call's key and True before a step of one of its tasks; with 0 and False after the step, and
+            every ``intervals.WORKER_POLL_INTERVAL`` seconds while the loop is free.
 
     Attributes:
-        timeouts: seconds, of the calls that run, by their keys.
-        last_beat: when the loop was last free, by its own time.
-        lost_seconds: for which the loop was not, in all.
+        timeouts: timeout in seconds of each running call, by its key.
+        last_beat: time at which the loop was last free, by the loop's clock.
+        lost_seconds: total seconds for which the loop was blocked.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
@@ -69,7 +69,7 @@ class CallRunner:
         return task.result()
 
     async def finish(self) -> None:
-        """Cancel the tasks that calls left running, and wait for them and for async generators to clean up."""
+        """Cancel the tasks that calls left running, and wait until they and async generators have cleaned up."""
         for task in call_tasks(self._loop):
             if not task.cancelling():  # a second time would end its cleaning up
                 task.cancel()
@@ -146,9 +146,9 @@ class RewardThread(LoopThread):
     """An event loop for reward calls, in a thread of this process.
 
     Attributes:
-        runner: of its calls.
-        current: the key of the call that the task which runs at the moment belongs to, or 0.
-        is_blocked: set for a loop that calls are no longer given to; the loop resets it when it is free again.
+        runner: runs the calls.
+        current: key of the call whose task is running now, or 0.
+        is_blocked: whether the loop gets no further calls; the loop resets it when it is free again.
     """
 
     _keys = itertools.count(1)
@@ -170,13 +170,13 @@ class RewardThread(LoopThread):
     async def execute(
         self, function: RewardCallable, arguments: Mapping[str, object], timeout: float
     ) -> RewardResult | None:
-        """Run a call, and fail it if it blocks the loop for longer than its timeout; called on another loop.
+        """Run a call, from another loop, and fail it if it blocks this loop for longer than its timeout.
 
-        The other calls wait for the loop for as long again. Where no task blocks it, but a callback, all calls that run
-        count as the cause.
+        Other calls wait for the blocked loop for up to the same time again. If a callback rather than a task blocks the
+        loop, all running calls count as the cause.
 
         Returns:
-            The outcome; None if the loop is still blocked then, and the call has to run on another.
+            The outcome; None if the loop is still blocked by another call, and this one has to run on another loop.
         """
         key = next(self._keys)
         call = self.submit(self.runner.run(key, function, arguments, timeout))
@@ -203,18 +203,18 @@ class RewardThread(LoopThread):
         return RewardResult.failed(f"{stack}{rule}")
 
     def close(self) -> None:
-        """See :class:`LoopThread`; a blocked loop cannot be closed."""
+        """Stop the loop and end its thread; a blocked loop cannot be closed."""
         if self.blocked_seconds < intervals.CANCEL_GRACE:
             super().close()
 
 
 _threads: list[RewardThread] = []
-"""The threads of the process's event loop, and of those that replaced it while it was blocked."""
+"""The thread of the process's event loop, and the threads that replaced it while it was blocked."""
 os.register_at_fork(after_in_child=_threads.clear)
 
 
 def free_thread() -> RewardThread:
-    """Return the process's thread for rewards, or a new one while the loop of that is blocked."""
+    """Return the process's reward thread, or a new one while its loop is blocked."""
     for thread in _threads:
         if not thread.is_blocked:
             return thread

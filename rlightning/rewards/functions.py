@@ -7,7 +7,7 @@ def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -
     """Return 1 if the completion equals the answer, apart from white space around both; else 0.
 
     Args:
-        completion: what the model wrote.
+        completion: the model's text.
         answer: the column ``answer``; compared as text.
         ignore_case: compare without regard to case.
     """
@@ -28,9 +28,9 @@ def length_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> f
     0 up to ``max_tokens - buffer_tokens`` tokens, then falling linearly to -1 at ``max_tokens``, and -1 beyond.
 
     Args:
-        num_tokens: the completion's.
-        max_tokens: where the full penalty is reached; usually the sampling limit ``max_new_tokens``.
-        buffer_tokens: over how many tokens it falls.
+        num_tokens: length of the completion.
+        max_tokens: length with the full penalty; usually the sampling limit ``max_new_tokens``.
+        buffer_tokens: number of tokens over which the reward falls.
     """
     over = num_tokens - (max_tokens - buffer_tokens)
     return -min(1.0, over / buffer_tokens) if over > 0 else 0.0

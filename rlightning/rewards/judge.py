@@ -1,4 +1,4 @@
-"""A language model as a judge: a reward function that asks an OpenAI-compatible API (docs/rewards.md)."""
+"""A language model as a judge: a reward function that calls an OpenAI-compatible API (docs/rewards.md)."""
 
 import asyncio
 import hashlib
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 SCORE = r"(?i)score[\s:=*_\"'`]*(-?\d+(?:\.\d+)?)(?!\d|[.,]\d)"
 """Default pattern of a score, as in "Score: 7" or "**Score:** 7.5"."""
 JUDGED = ("completion", "full_text", "turns")
-"""Placeholders that show the sample to the judge; a rubric has at least one of them."""
+"""Placeholders for parts of the sample; a rubric needs at least one of them."""
 RETRIED_STATUSES = (408, 409, 425, 429)
-"""HTTP statuses after which a request is retried, besides those from 500 on."""
+"""HTTP statuses after which a request is retried, in addition to those from 500 on."""
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
 """Seconds before the second attempt, which double with each further one, and their maximum."""
 
@@ -39,7 +39,7 @@ class JudgeError(Exception):
 
 
 class _Connection(NamedTuple):
-    """What the calls on one event loop share: the HTTP client, the limit on requests, running requests, the cache."""
+    """What calls on one event loop share: the HTTP client, the limit on requests, running requests, the cache."""
 
     client: "httpx.AsyncClient"
     places: asyncio.Semaphore
@@ -50,26 +50,26 @@ class _Connection(NamedTuple):
 class Judge(CheckedArguments):
     """Has a language model score each sample by a rubric; the reward is its score as a share of the scale.
 
-    A sample that could not be judged, because the API failed or its answer holds no score, has no reward: it is left
+    A sample that could not be judged, because the API failed or its answer contains no score, has no reward: it is left
     out of its group and counts in ``reward/failed``.
 
     Args:
-        rubric: what the judge is asked. Names in braces stand for what the runner gives every function
-            (``{prompt}``, ``{completion}``, ``{turns}``, ...) and for columns, such as ``{answer}``; ``{{`` is a brace.
+        rubric: the message to the judge. Names in braces stand for the runner's arguments (``{prompt}``,
+            ``{completion}``, ``{turns}``, ...) and for columns, such as ``{answer}``; ``{{`` is a brace.
         model: the judge's name at the API.
         base_url: of the API, such as ``http://127.0.0.1:8000/v1``.
-        api_key_variable: the environment variable with the key; None: the API needs none.
+        api_key_variable: environment variable with the API key; None if the API needs none.
         system: a system message.
-        pattern: a regular expression whose first group, or whole, is the score; of several matches the last counts.
-        scores: numbers by what the pattern matches, in any case, where that is a word; None: it is a number.
-        lowest: score that gives a reward of 0.
-        highest: score that gives a reward of 1. A score beyond either is none.
-        max_concurrent: requests at once, of each rank.
-        request_timeout: seconds that the API may take to answer a request.
-        max_retries: further attempts after a failure that may pass: no connection, no answer in time, or the HTTP
-            statuses 408, 409, 425, 429 and from 500 on.
-        cache: a file of the answers so far, so that nothing is asked twice; other runs may share it. None: no file.
-        request: further keys of each request, such as ``{max_tokens: 512}``; null leaves out one that is set here.
+        pattern: regular expression whose first group, or else whole match, is the score; the last match counts.
+        scores: numbers by the words that the pattern matches, in any case; None if it matches numbers.
+        lowest: score with a reward of 0.
+        highest: score with a reward of 1. A score outside of this range is invalid.
+        max_concurrent: maximum number of concurrent requests of each rank.
+        request_timeout: maximum seconds for a response of the API.
+        max_retries: further attempts after a temporary failure: no connection, a timeout, or the HTTP statuses 408,
+            409, 425, 429 and from 500 on.
+        cache: file with earlier answers, which are not requested again; runs may share it. None for no file.
+        request: additional keys of each request, such as ``{max_tokens: 512}``; null removes a default key.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Judge(CheckedArguments):
         """Check the arguments before a run starts, and declare the columns that the rubric needs.
 
         Raises:
-            ConfigError: with what is wrong.
+            ConfigError: names the invalid argument.
         """
         is_url, is_time = self.base_url.startswith(("http://", "https://")), 0 < self.request_timeout < math.inf
         is_scale = -math.inf < self.lowest < self.highest < math.inf
@@ -121,7 +121,7 @@ class Judge(CheckedArguments):
             raise ConfigError(f"Judge: pattern={cut_value(self.pattern)} is no regular expression: {error}.") from error
         self._read_key()
         if self.cache is not None:
-            AnswerCache(self.cache).close()  # or it refuses the file
+            AnswerCache(self.cache).close()  # raises if the file cannot be used
         names = dict.fromkeys(read_fields(self.rubric))
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
         self.__signature__ = inspect.Signature(parameters)
@@ -136,7 +136,7 @@ class Judge(CheckedArguments):
 
     @property
     def call_timeout(self) -> float:
-        """Seconds after which a call has ended, including the time in which it waits for other calls."""
+        """Maximum seconds of a call, including the time in which it waits for other calls."""
         attempts = (self.max_retries + 1) * self.request_timeout + self.max_retries * LONGEST_DELAY
         return math.ceil(MAX_CONCURRENT / self.max_concurrent) * attempts + 10.0
 
@@ -151,10 +151,10 @@ class Judge(CheckedArguments):
         return self.read(await (self._ask(body) if answers is None else self._ask_once(body, answers)))
 
     def read(self, answer: str) -> float:
-        """Return the reward that the judge's answer gives.
+        """Return the reward from the judge's answer.
 
         Raises:
-            JudgeError: it has no score.
+            JudgeError: the answer has no score.
         """
         score = self.parse(answer)
         if math.isnan(score):
@@ -162,7 +162,7 @@ class Judge(CheckedArguments):
         return (score - self.lowest) / (self.highest - self.lowest)
 
     def parse(self, answer: str) -> float:
-        """Return the score in the judge's answer; NaN if there is none, or it is outside of the scale."""
+        """Return the score in the judge's answer; NaN if there is none, or it is out of range."""
         matches = list(re.finditer(self.pattern, answer))
         if not matches:
             return math.nan
@@ -209,10 +209,10 @@ class Judge(CheckedArguments):
             future.set_result(answer)
         except Exception as error:
             future.set_exception(error)
-            future.exception()  # which need not be anybody else's
+            future.exception()  # nobody else may be waiting for it: marks it as retrieved
             raise
         finally:
-            future.cancel()  # unless it is done: another one asks
+            future.cancel()  # no effect if it is done; otherwise a waiting call asks anew
             del asked[key]
         return answer
 
@@ -220,7 +220,7 @@ class Judge(CheckedArguments):
         """Return the API's answer, with retries.
 
         Raises:
-            JudgeError: there is none.
+            JudgeError: the API gave no answer.
         """
         import httpx
 
@@ -266,7 +266,7 @@ class Judge(CheckedArguments):
         return self._connections[loop]
 
     def _read_key(self) -> str | None:
-        """Return the API's key, and mask it in all later messages.
+        """Read the API's key, and mask it in all later messages.
 
         Raises:
             ConfigError: the variable is not set.
@@ -288,7 +288,7 @@ def read_fields(rubric: str) -> Iterator[str]:
     """Yield the field names in braces of a rubric.
 
     Raises:
-        ConfigError: it is no template, or has nothing of the sample.
+        ConfigError: it is no valid template, or has no placeholder for the sample.
     """
     way_out = "Write a name, such as {completion}, and {{ and }} for braces."
     try:
@@ -308,7 +308,7 @@ def read_answer(text: str) -> str:
     """Return the text in an API response.
 
     Raises:
-        JudgeError: it holds none, or one that was cut.
+        JudgeError: it contains no text, or an incomplete one.
     """
     try:
         choice = json.loads(text)["choices"][0]
@@ -324,7 +324,7 @@ def read_answer_text(answer: str, reason: str | None) -> str:
     """Return the text of the judge's answer, which must be complete.
 
     Raises:
-        JudgeError: it was cut.
+        JudgeError: it is incomplete.
     """
     if reason == "length":
         raise JudgeError(f"the judge's answer was cut at the limit on its tokens: {cut_value(answer)}")
@@ -332,5 +332,5 @@ def read_answer_text(answer: str, reason: str | None) -> str:
 
 
 def _read_seconds(header: str | None) -> float:
-    """Return the seconds that a Retry-After header asks for; 0 for none, or a date."""
+    """Return the seconds in a Retry-After header; 0 for no header, or a date."""
     return float(header) if header is not None and re.fullmatch(r"\d+(\.\d+)?", header) else 0.0

@@ -1,4 +1,4 @@
-"""Imports the reward function that a dotted path names, and checks that it can be one."""
+"""Imports the reward function of a dotted path, and checks that it can be called."""
 
 import functools
 import inspect
@@ -43,7 +43,7 @@ def check_kind(function: object, name: str) -> RewardCallable:
 
 
 def layers(function: object) -> Iterator[object]:
-    """Yield a function, and what a functools.partial, a functools.wraps wrapper or a callable object calls inside."""
+    """Yield a function, and the functions inside a functools.partial, functools.wraps wrapper or callable object."""
     while True:
         yield function
         if isinstance(function, functools.partial):
@@ -57,12 +57,12 @@ def layers(function: object) -> Iterator[object]:
 
 
 def unwrap(function: object) -> object:
-    """Return the function or object inside of nested functools.partial objects."""
+    """Return the function or object inside nested functools.partial objects."""
     return next(layer for layer in layers(function) if not isinstance(layer, functools.partial))
 
 
 def is_async(function: object) -> bool:
-    """Return whether a function runs an ``async def`` in the end."""
+    """Return whether calling a function in the end runs an ``async def``."""
     return any(map(inspect.iscoroutinefunction, layers(function)))
 
 

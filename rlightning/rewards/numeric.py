@@ -1,4 +1,4 @@
-"""The reward function for answers that are numbers, formulas, choices or a few words."""
+"""The reward function for answers that are numbers, formulas, choices or short texts."""
 
 import contextlib
 import signal
@@ -16,24 +16,24 @@ TIME_LIMIT = 3
 def numeric_answer(completion: str, answer: object) -> float:
     """Return 1 if the completion's answer equals the reference, else 0.
 
-    The completion's answer is its last ``\\boxed{...}``, ``<answer>`` or GSM8K's ``#### 18``, or else what follows the
-    last "answer is" or "Answer:", or else its last formula or number. It and the reference are read as a whole:
-    numbers (decimals, fractions, mixed, scientific, percent, with currency or unit), formulas, choices, lists, points,
+    The completion's answer is its last ``\\boxed{...}``, ``<answer>`` or GSM8K's ``#### 18``, or else the text after
+    the last "answer is" or "Answer:", or else its last formula or number. Answer and reference may be numbers
+    (decimals, fractions, mixed, scientific, percent, with currency or unit), formulas, choices, lists, points,
     intervals, sets, equations, inequalities, congruences, matrices, ratios, numbers with a base, and words.
 
     - Exact values are compared exactly; a decimal may be off by a relative 1e-6 and less than its last digit.
-    - Lists without brackets and sets in braces are equal in any order; points, tuples and intervals in theirs.
+    - Lists without brackets and sets in braces are equal in any order; points, tuples and intervals are ordered.
     - Equations are equal up to a factor. ``x = 5`` is the answer 5.
-    - ``50%`` is 0.5, and 50 too. Units count where both have one that is known, and are not converted.
-    - What math-verify's parser cannot read is compared as it is written.
+    - ``50%`` equals both 0.5 and 50. Units are compared if both are known; they are not converted.
+    - Formulas that math-verify's parser cannot read are compared as text.
 
     Args:
-        completion: what the model wrote.
-        answer: the column ``answer``: an answer with or without dollars or a box, a list of answers, a sentence
-            with "answer is", or a solution that ends with a box or ``#### 18``.
+        completion: the model's text.
+        answer: the column ``answer``: an answer with or without dollars or a box, a list of answers, a sentence with
+            "answer is", or a solution that ends with a box or ``#### 18``.
 
     Raises:
-        ValueError: the reference holds no answer, or is prose.
+        ValueError: the reference contains no answer, or is prose.
     """
     reference = _read_reference(answer)
     if isinstance(reference, Text) and completion.strip() == str(answer).strip():
@@ -47,9 +47,9 @@ def numeric_answer(completion: str, answer: object) -> float:
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Interrupt the block after :data:`TIME_LIMIT`, by a signal, which only a main thread can receive.
+    """Interrupt the context after :data:`TIME_LIMIT`, by a signal, which only a main thread can receive.
 
-    Elsewhere only the runner's timeout holds.
+    In other threads only the runner's timeout applies.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

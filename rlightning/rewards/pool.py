@@ -20,19 +20,19 @@ from rlightning.rpc import ProcessStartError, background_loop
 from rlightning.rpc.worker_pool import WorkerExitError, WorkerHungError, WorkerPool
 
 MAX_QUEUED = 3
-"""Maximum number of queued calls of a worker of sync functions, besides the one that it runs."""
+"""Maximum number of queued calls of a worker for sync functions, in addition to the running one."""
 CALLERS = (" in run_call", " in await_result", " in _run_step")
-"""Ends of the lines of a stack at which our own frames begin."""
+"""Line endings of the stack frames of this package, outside of which the reward function's frames are."""
 
 
 class RewardPool:
     """Runs reward calls in the background, each with the timeout of its function.
 
-    Sync functions run in several processes, one call at a time. Async functions run in one, up to 64 calls at once, on
-    one event loop: what a function's module keeps between calls, such as an HTTP client, serves them all.
+    Sync functions run in several processes, each with one call at a time. Async functions run in one process, up to 64
+    calls at once on one event loop, so that they share their module's state, such as an HTTP client.
 
     Args:
-        num_workers: processes of sync functions, and threads of this process, at once.
+        num_workers: number of processes for sync functions, and maximum number of threads of this process.
     """
 
     def __init__(self, functions: Sequence[BoundReward], sources: KeptSources, num_workers: int) -> None:
@@ -58,13 +58,13 @@ class RewardPool:
         """Start a call and return its future at once. Cancelling the future cancels the call.
 
         Returns:
-            What comes of the call; a RewardError if no worker can start.
+            The future result; it raises a RewardError if no worker can start.
         """
         is_local = self._functions[index].pickled is None
         return background_loop().submit(self._call(index, arguments if is_local else pickle.dumps(arguments)))
 
     def close(self) -> None:
-        """Cancel all calls, let them clean up, and end the processes; a later call starts new ones."""
+        """Cancel all calls, let them clean up, and end the processes; later calls start new ones."""
         background_loop().run(self._close())
         if self._finder is not None:
             self._finder.remove()
@@ -105,7 +105,7 @@ class RewardPool:
             raise RewardError(f"{line}, while it imported the reward functions. {cut(log)}".rstrip()) from error
 
     async def _call_thread(self, function: BoundReward, arguments: Mapping[str, object]) -> RewardResult:
-        """Run a call in this process: on the event loop of a thread, or in a thread of its own if it is sync."""
+        """Run a call in this process: an async one on a thread's event loop, a sync one in a thread of its own."""
         async with self._places[function.is_async]:
             outcome = None
             while outcome is None:
@@ -118,7 +118,7 @@ class RewardPool:
 
 
 def stack_in(log: str) -> str:
-    """Return the frames of the reward function, innermost first, from faulthandler's dump of all threads."""
+    """Return the reward function's frames, innermost first, from faulthandler's dump of all threads."""
     for section in re.split(r"\n(?=Current thread|Thread )", log):
         frames = [line for line in section.splitlines() if line.startswith("  File ")]
         ours = next((i for i, line in enumerate(frames) if line.endswith(CALLERS)), None)

@@ -1,4 +1,4 @@
-"""Finds reference answers that get no reward when they are graded as completions."""
+"""Finds reference answers that get no reward when they are scored as completions."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REFERENCES = 2000
-"""Maximum number of rows of a prompt set that are graded."""
+"""Maximum number of rows of a prompt set that are checked."""
 MAX_SHOWN = 3
 
 Function = TypeVar("Function", bound=RewardCallable)
@@ -25,15 +25,15 @@ class AnswerCheck(NamedTuple):
     """How an answer checker is called with a reference in place of the completion.
 
     Attributes:
-        parameter: the function's parameter that gets the reference.
-        completion: a format string that makes a completion of the reference.
+        parameter: the function's parameter for the reference.
+        completion: format string that turns the reference into a completion.
     """
 
     parameter: str
     completion: str
 
     def make_completion(self, reference: object) -> str:
-        """Return a completion that gives the reference as its answer; several answers are joined."""
+        """Return a completion with the reference as its answer; several answers are joined."""
         shown: object = ", ".join(map(str, reference)) if isinstance(reference, list | tuple) else reference
         return self.completion.format(shown)
 
@@ -51,12 +51,12 @@ def answer_checker(
 ) -> Function | Callable[[Function], Function]:
     """Decorate a reward function as an answer checker: a completion equal to the reference gets a reward above 0.
 
-    Before a run starts, the references of its prompt sets are graded against themselves by each function so marked.
+    Before a run starts, each decorated function scores the references of the prompt sets as completions.
 
     Args:
-        function: the reward function; the decorator may stand without parentheses.
-        parameter: the parameter that gets the reference.
-        completion: a format string that makes a completion of it, such as ``"<answer>{}</answer>"``.
+        function: the reward function, if the decorator is used without parentheses.
+        parameter: the function's parameter for the reference.
+        completion: format string that turns it into a completion, such as ``"<answer>{}</answer>"``.
     """
 
     def mark(function: Function) -> Function:
@@ -67,7 +67,7 @@ def answer_checker(
 
 
 def find_answer_check(function: object) -> AnswerCheck | None:
-    """Return the mark that :func:`answer_checker` set on a function, or on the one inside a ``functools.partial``."""
+    """Return the data that :func:`answer_checker` set on a function, or on the one inside a ``functools.partial``."""
     marks = (one.answer_check for one in layers(function) if hasattr(one, "answer_check"))
     return next((mark for mark in marks if isinstance(mark, AnswerCheck)), None)
 
@@ -89,9 +89,9 @@ def report_unrewarded(
     """Log the references that their own answer checker gives no reward.
 
     Args:
-        outcomes: by the prompt's number; a prompt to which the function does not apply does not count.
-        where: gives the file and line of a row.
-        max_share: of references that may go unrewarded.
+        outcomes: by the prompt's number; prompts to which the function does not apply are not counted.
+        where: returns the file and line of a row.
+        max_share: maximum share of unrewarded references.
 
     Raises:
         ConfigError: a larger share is unrewarded.

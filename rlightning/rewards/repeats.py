@@ -1,4 +1,4 @@
-"""Calls reward functions a second time to check that they are deterministic, informative and fast enough."""
+"""Calls reward functions a second time to check whether they are deterministic, informative and fast enough."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from rlightning.rewards.calls import RewardResult
 REPEATED_CALLS = 8
 """Number of completions for which each function is called again."""
 REPEAT_SECONDS = 0.8
-"""Seconds for all repeated calls together; a call that has not returned by then counts as taking longer."""
+"""Maximum seconds for all repeated calls; a call that has not returned by then is only known to take longer."""
 SAME = 1e-9
 """Relative difference below which two results are equal up to rounding."""
 
@@ -18,9 +18,9 @@ class Repeat(NamedTuple):
     """The results of a function for completions that it scored twice.
 
     Attributes:
-        first: what it gave in the step; NaN where it failed or gave None.
-        again: what the calls gave after that, in the same order; None of those that were late.
-        seconds: until the last call, or until the others were no longer waited for.
+        first: results in the step; NaN for a failure or None.
+        again: results of the repeated calls, in the same order; None for calls that did not return in time.
+        seconds: duration of the repeated calls, up to the time limit.
     """
 
     first: Sequence[float]
@@ -41,11 +41,11 @@ def describe_repeat(
 
     Args:
         name: the function's.
-        repeat: of some completions.
-        all_values: its results on all completions of the step, NaN where there is none; of this rank.
-        num_parallel: calls that run at once.
-        deadline: seconds that the other ranks wait for a step's rewards.
-        everywhere: the results of all ranks; None if there is this one alone.
+        repeat: results for some completions.
+        all_values: its results for all completions of the step on this rank; NaN where it has none.
+        num_parallel: number of concurrent calls.
+        deadline: seconds for which other ranks wait for a step's rewards.
+        everywhere: the results of all ranks; None for a single rank.
     """
     faults = [_describe_noise(repeat), _describe_values(everywhere or all_values)]
     if _step_seconds(repeat, len(all_values), num_parallel) > deadline:
@@ -56,7 +56,7 @@ def describe_repeat(
 
 
 def _describe_noise(repeat: Repeat) -> str | None:
-    """Return a sentence about how much the results differ between two calls."""
+    """Describe how much the results differ between two calls; None if they do not."""
     pairs = [
         (first, math.nan if outcome.value is None else outcome.value)
         for first, outcome in zip(repeat.first, repeat.again, strict=True)
@@ -82,7 +82,7 @@ def _is_same(first: float, again: float) -> bool:
 
 
 def _describe_values(values: Sequence[float]) -> str | None:
-    """Return a sentence if all completions of the step got the same reward."""
+    """Return a sentence if all completions of the step got the same reward; else None."""
     known = [value for value in values if not math.isnan(value)]
     if len(known) < 2 or not _is_same(min(known), max(known)):
         return None
@@ -90,7 +90,7 @@ def _describe_values(values: Sequence[float]) -> str | None:
 
 
 def _step_seconds(repeat: Repeat, num_samples: int, num_parallel: int) -> float:
-    """Estimate the seconds of a step's calls; a lower bound if some calls exceeded the time."""
+    """Estimate the seconds of a step's calls; a lower bound if some calls did not return in time."""
     rounds = math.ceil(len(repeat.again) / num_parallel)
     return repeat.seconds / max(rounds, 1) * math.ceil(num_samples / num_parallel)
 

@@ -1,4 +1,4 @@
-"""Calls the reward functions on a batch, and limits the effect of a failure to its own sample."""
+"""Calls the reward functions on a batch; a failure affects only its own sample."""
 
 import logging
 import os
@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_WORKERS = 8
 CHECK_SECONDS = 1.5
-"""Maximum seconds for the grading of reference answers, after the first of them."""
+"""Maximum seconds for checking reference answers, after the first of them."""
 
 
 class RewardRunner:
-    """Runs reward functions with timeouts: sync ones in worker processes, async ones on an event loop in one.
+    """Runs reward functions with timeouts: sync ones in worker processes, async ones on an event loop in one process.
 
     Functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in threads and on an event loop of
-    this process instead, where they can block it; a warning says so. Worker processes start with the first calls.
-    :meth:`begin` starts calls and returns before they are done.
+    this process, which they may block; a warning says so. Worker processes start with the first calls. :meth:`begin`
+    starts calls and returns before they are done.
 
     Args:
         rewards: a list of dotted paths, functions or :class:`RewardFunction`, or a single one.
-        max_failed_share: the run ends when a larger share of the samples of a :meth:`score` has failed, or of those
-            that are counted together (:meth:`counting`).
-        max_unrewarded_references: a prompt set is refused when a larger share of its reference answers is not rewarded
-            by the checker of answers that it is graded with.
-        num_workers: processes, and threads; None: as many as this process has cores, and at most eight.
+        max_failed_share: maximum share of samples that may fail, in a call of :meth:`score` or within :meth:`counting`;
+            otherwise the run ends.
+        max_unrewarded_references: maximum share of a prompt set's reference answers to which its answer checker gives
+            no reward; otherwise the set is refused.
+        num_workers: number of processes, and of threads; None for the number of cores, at most eight.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RewardRunner:
         self._failures: FailureCount | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state of a copy: the functions, without processes and calls."""
+        """Return the state of a copy: the functions, without processes and running calls."""
         return self.__dict__ | {"_opened": None, "_submitted": {}}
 
     def check(self, columns: Sequence[str], source: str) -> None:
@@ -101,7 +101,7 @@ class RewardRunner:
         """Return the columns of a prompt set that the functions read, by their signatures.
 
         Args:
-            columns: of the set; a function with ``**columns`` reads all of them.
+            columns: of the set, all of which a function with ``**columns`` reads.
         """
         read: set[str] = set()
         for function in self.functions:
@@ -109,12 +109,12 @@ class RewardRunner:
         return sorted(read.difference(GIVEN))
 
     def check_answers(self, prompts: "Sequence[Prompt]", where: Callable[[int], str]) -> None:
-        """Grade reference answers as completions, by each function that is an answer checker.
+        """Score reference answers as completions, by each answer checker.
 
-        At most 2,000 prompts of the set, and as many of them as :data:`CHECK_SECONDS` allow.
+        At most 2,000 prompts of the set are checked, within about :data:`CHECK_SECONDS`.
 
         Raises:
-            ConfigError: more than ``max_unrewarded_references`` of them are not rewarded.
+            ConfigError: a larger share than ``max_unrewarded_references`` gets no reward.
         """
         from rlightning.types import Sample, Trajectory
 
@@ -137,7 +137,7 @@ class RewardRunner:
 
     @contextmanager
     def counting(self, failures: FailureCount) -> Iterator[None]:
-        """While the context is open, count the failures of every :meth:`score` call in ``failures`` together."""
+        """Within the context, count the failures of all :meth:`score` calls together, in ``failures``."""
         before, self._failures = self._failures, failures
         try:
             yield
@@ -145,23 +145,23 @@ class RewardRunner:
             self._failures = before
 
     def begin(self, trajectories: "Sequence[Trajectory]") -> None:
-        """Submit the reward calls of trajectories and return at once; the next :meth:`score` call waits for them.
+        """Submit the reward calls of trajectories and return at once; the next :meth:`score` call uses their results.
 
-        The others are forgotten then. Sync functions that run in this process wait for :meth:`score` themselves: they
-        would take the interpreter from the thread that collects completions.
+        :meth:`score` drops results of trajectories that it does not get. Sync functions that run in this process are
+        called only by :meth:`score`, since they would slow the thread that collects completions.
 
         Args:
-            trajectories: some of those that will be scored together; :meth:`score` must get their very ``turns``.
+            trajectories: some of those that will be scored together, with the same ``turns`` objects.
         """
         elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
         for trajectory in trajectories:
             self._submitted[id(trajectory.turns)] = trajectory, {f: self._submit(f, trajectory) for f in elsewhere}
 
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
-        """Score every trajectory by every function; calls that were submitted before are not repeated.
+        """Score every trajectory by every function; submitted calls are not repeated.
 
         Raises:
-            RewardError: too many samples have failed; at once, without waiting for the others.
+            RewardError: too many samples have failed; raised without waiting for the remaining ones.
         """
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
@@ -189,16 +189,16 @@ class RewardRunner:
         deadline: float,
         ranks: Sequence[Mapping[str, Sequence[float]]] = (),
     ) -> None:
-        """Score a few trajectories again by each function, and warn of what is wrong with the results.
+        """Score a few trajectories again by each function, and warn if results differ, are all equal, or take too long.
 
-        That takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`: functions are asked one after another,
-        each for its share of that, and what is late is cancelled. Sync functions behind one that was late, whose calls
-        are still in their processes, are not asked. Nor are those of weight 0, which are only logged.
+        This takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`: functions are called one after another,
+        each with its share of the time, and late calls are cancelled. Left out are functions of weight 0, and sync
+        functions after one that was late, whose calls still occupy the processes.
 
         Args:
-            scores: [M] by the function's name, what :meth:`score` gave for them.
-            deadline: seconds that the other ranks wait for a step's rewards.
-            ranks: of each rank, its results by the function's name; none if there is this one alone.
+            scores: [M] results of :meth:`score` by the function's name.
+            deadline: seconds for which other ranks wait for a step's rewards.
+            ranks: for each rank its results by the function's name; empty for a single rank.
         """
         asked = [f for f, function in enumerate(self.functions) if function.weight and function.name in scores]
         is_busy = False
@@ -222,7 +222,7 @@ class RewardRunner:
     def _ask_again(
         self, function: int, trajectories: "Sequence[Trajectory]", timeout: float
     ) -> tuple[list[RewardResult | None], float]:
-        """Repeat some calls; returns their outcomes, None for those cancelled after a time limit, and the seconds."""
+        """Repeat some calls; return their outcomes, None for those cancelled after the timeout, and the seconds."""
         begun = perf_counter()
         calls = [self._submit(function, trajectory) for trajectory in trajectories]
         done, late = wait(calls, timeout=timeout)

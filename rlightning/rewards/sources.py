@@ -1,9 +1,8 @@
-"""Keeps the source that reward functions had at the start of the run, so that all its processes execute the same.
+"""Keeps the source of reward functions from the start of the run, so that all worker processes execute the same code.
 
-A worker that is started later than others, or in place of one that was killed, would import what the files say by then;
-so would an import inside of a function. So the source of a function's module, and of the modules beside it that it
-imports, is read once and sent to each worker. Installed packages are imported as usual. Worker processes import this:
-the standard library only.
+A worker that starts later, or an import inside a function, would read files that may have been edited meanwhile. Hence
+the source of a function's module, and of the user's modules that it imports, is read once and sent to each worker.
+Installed packages are imported as usual. Worker processes import this module, which needs only the standard library.
 """
 
 import ast
@@ -29,7 +28,7 @@ IMPORT_FUNCTIONS = ("import_module", "__import__")
 
 
 class ModuleSource(NamedTuple):
-    """A module, its file, whether that is a package's ``__init__.py``, and what it held at the start of the run."""
+    """A module: its name, file, whether that is a package's ``__init__.py``, and its source at the run's start."""
 
     name: str
     path: str
@@ -41,8 +40,8 @@ class KeptSources:
     """The source of the reward functions' modules, and of all the user's modules that these import.
 
     Args:
-        names: of the functions' modules, which this process has imported; ``__main__`` is left out, as nothing imports
-            it again.
+        names: of the functions' modules, which this process has imported; ``__main__`` is left out, since it is not
+            imported again.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -65,7 +64,7 @@ class KeptSources:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all kept sources, in hexadecimal; an empty text if there are none."""
+        """SHA-256 of all kept sources, in hexadecimal; "" if there are none."""
         found = hashlib.sha256()
         for name, module in sorted(self.modules.items()):
             found.update(f"{name}\0{len(module.source)}\0".encode() + module.source)
@@ -91,7 +90,7 @@ class KeptFinder:
         self.modules = modules
 
     def remove(self) -> None:
-        """Remove the hook, so that this process imports the files again."""
+        """Remove the hook, after which modules are imported from their files again."""
         sys.meta_path.remove(self)
         for module in self.modules.values():
             linecache.cache.pop(module.path, None)
@@ -99,7 +98,7 @@ class KeptFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See importlib.abc.MetaPathFinder."""
+        """Return the spec of a kept module (importlib.abc.MetaPathFinder); None for other modules."""
         module = self.modules.get(name)
         if module is None:
             return None
@@ -117,26 +116,26 @@ class _KeptLoader(SourceFileLoader):
         self.module = module
 
     def get_data(self, path: str) -> bytes:
-        """See SourceFileLoader."""
+        """Return the kept source as bytes."""
         return self.module.source if path == self.module.path else super().get_data(path)
 
     def path_stats(self, path: str) -> Mapping[str, float]:
-        """See SourceFileLoader: returns nothing, so that no bytecode is read or written."""
+        """Return nothing, so that no bytecode is read or written."""
         raise OSError(f"{path} may have changed")
 
 
 def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
-    """Have this process import these modules from their kept source."""
+    """Make this process import these modules from their kept source."""
     finder = KeptFinder(modules)
     sys.meta_path.insert(0, finder)
-    for module in modules.values():  # for tracebacks
+    for module in modules.values():  # tracebacks show these lines
         lines = importlib.util.decode_source(module.source).splitlines(keepends=True)
         linecache.cache[module.path] = (len(module.source), None, lines, module.path)
     return finder
 
 
 def is_own_module(name: str) -> bool:
-    """Return whether this process has imported a module of that name, and the module is the user's."""
+    """Return whether this process has imported a module of that name which is the user's."""
     spec = _imported_spec(name)
     return spec is not None and _is_own(spec)
 
@@ -148,7 +147,7 @@ def _imported_spec(name: str) -> ModuleSpec | None:
 
 
 def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
-    """Return the spec of a module, without importing anything."""
+    """Return a module's spec without importing the module."""
     if name in sys.modules:
         return _imported_spec(name)
     if "." not in name:
@@ -166,7 +165,7 @@ def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
 
 
 def _is_own(spec: ModuleSpec) -> bool:
-    """Return whether a spec is of a source file outside of Python, installed packages and rlightning."""
+    """Return whether a spec's source file is outside of Python, installed packages and rlightning."""
     if not isinstance(spec.loader, SourceFileLoader) or spec.origin is None or not Path(spec.origin).is_file():
         return False
     path = Path(spec.origin)
@@ -181,11 +180,11 @@ def _read(spec: ModuleSpec) -> ModuleSource:
 
 
 def _imports(module: ModuleSource) -> Iterator[str]:
-    """Yield the names that a module imports, at its top or inside functions; some may not be modules."""
+    """Yield the names that a module imports, also inside functions; some may not be modules."""
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     try:
         nodes = list(ast.walk(ast.parse(module.source)))
-    except (SyntaxError, ValueError):  # of a module that only some calls import
+    except (SyntaxError, ValueError):  # a module that only some calls import, and that fails there
         return
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -199,7 +198,7 @@ def _imports(module: ModuleSource) -> Iterator[str]:
 
 
 def _resolve(name: str, package: str) -> str:
-    """Convert a relative name to an absolute one; empty if it is beyond the top package."""
+    """Convert a relative module name to an absolute one; "" if it is above the top package."""
     try:
         return importlib.util.resolve_name(name, package)
     except (ImportError, ValueError):

@@ -1,7 +1,7 @@
 """Detects, from source, reward functions that change state between their calls.
 
-Worker processes have a copy each of a module's variables and of an object. What a call changes in one of them is
-unknown to the others and lost when the process is replaced, so that rewards depend on which worker scores a sample.
+Each worker process has its own copy of a module's variables and of objects. A change by a call in one process does not
+reach the others, and is lost when the process is replaced: rewards then depend on the worker that scores a sample.
 """
 
 import ast
@@ -22,20 +22,20 @@ CHANGING_METHODS = frozenset((*_OF_LISTS, *_OF_OTHERS))
 CHANGING_FUNCTIONS = frozenset(("next", "setattr", "delattr"))
 """Built-in functions that change their first argument."""
 GIVING_THROUGH = frozenset(("type", "vars", "getattr", "globals"))
-"""Built-in functions whose result, when it is changed, changes their first argument, or the module's variables."""
+"""Built-in functions through whose result their first argument, or the module's variables, can be changed."""
 CONSTANTS = (NoneType, str, bytes, int, float, complex, tuple, frozenset, type, FunctionType)
-"""Types of defaults that no call changes."""
+"""Types of parameters' defaults that a call cannot change."""
 MAX_FUNCTIONS = 50
-"""Maximum number of functions that are read, of those that a function calls."""
+"""Maximum number of called functions whose source is inspected."""
 
 _Source = tuple[FunctionType, type | None]
-"""A Python function, and the class that it is called on if it is a method."""
+"""A Python function, and the class of its first argument if it is a method."""
 
 
 def find_state(reward: object) -> str | None:
-    """Return a state that a reward function, or a function called by it, changes, such as "self.count".
+    """Return state that a reward function, or a function called by it, changes, such as "self.count"; else None.
 
-    Source that cannot be read, and changes that have no usual form, are not found.
+    Changes are not found in unreadable source, or if they are written in an unusual way.
     """
     waiting = list(_sources(reward))
     seen: set[FunctionType] = set()
@@ -66,7 +66,7 @@ def _sources(function: object, owner: type | None = None) -> Iterator[_Source]:
 
 
 def _parse(function: FunctionType) -> ast.FunctionDef | None:
-    """Return the syntax tree of a Python function; of a wrapper its own, not the wrapped function's."""
+    """Return the syntax tree of a Python function; for a wrapper its own tree, not the wrapped function's."""
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
@@ -81,7 +81,7 @@ def _receiver(function: FunctionType, owner: type | None) -> tuple[str, ...]:
 
 
 def _changes(tree: ast.FunctionDef, function: FunctionType, owner: type | None) -> Iterator[str]:
-    """Yield the expressions that a function changes and that are not local to it."""
+    """Yield the changed expressions of a function that are not local to it."""
     nodes = list(ast.walk(tree))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     own = _locals(function.__code__) - (_shared_defaults(function) - stored) - {*_receiver(function, owner)}
@@ -109,7 +109,7 @@ def _changed_by_call(node: ast.Call, function: FunctionType) -> ast.expr | None:
 
 
 def _locals(code: CodeType) -> set[str]:
-    """Return the names of the variables of a function, and of functions and classes inside of it."""
+    """Return the names of a function's variables, including those of functions and classes inside it."""
     names = {*code.co_varnames, *code.co_cellvars, *(() if code.co_flags & inspect.CO_OPTIMIZED else code.co_names)}
     return names.union(*(_locals(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
@@ -132,7 +132,7 @@ def _root(node: ast.expr) -> str | None:
 
 
 def _called(tree: ast.FunctionDef, function: FunctionType, owner: type | None) -> Iterator[_Source]:
-    """Yield those functions and methods that a function calls and that belong to the user's modules."""
+    """Yield the functions and methods of the user's modules that a function calls."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REWARD = 1e12
-"""The largest total. Advantages without a division by their standard deviation are as large, and so is the gradient,
-whose norm sums squares in float32: above some 1e18 it is infinite and the step is skipped."""
+"""Largest absolute reward. Without normalization, advantages and gradients are of the same size, and the sum of squares
+in the gradient's norm overflows float32 beyond some 1e18, so that the step would be skipped."""
 
 
 class RewardScores(NamedTuple):
@@ -25,7 +25,7 @@ class RewardScores(NamedTuple):
     Attributes:
         rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
         components: [N] float64 each, by the function's name, unweighted; NaN where it gave none.
-        failed: how many of ``rewards`` are NaN.
+        failed: number of NaNs in ``rewards``.
     """
 
     rewards: "Tensor"
@@ -37,13 +37,13 @@ class FailureCount:
     """Counts the samples without a reward, over a step or over a validation set.
 
     Args:
-        num_samples: how many there are at least, over all ranks.
-        max_share: of them that may fail.
-        of: what they are, for the error, such as " of the step".
+        num_samples: least number of samples, over all ranks.
+        max_share: maximum share of samples that may fail.
+        of: text after "samples" in the error, such as " of the step".
 
     Attributes:
-        num_scored: samples of this rank that have been scored.
-        num_failed: those of them without a reward.
+        num_scored: number of scored samples of this rank.
+        num_failed: number of these without a reward.
     """
 
     def __init__(self, num_samples: int, max_share: float, of: str = "") -> None:
@@ -57,7 +57,7 @@ class FailureCount:
         """Count the failure of a sample.
 
         Raises:
-            RewardError: it is one too many, even if no other rank has any.
+            RewardError: too many samples have failed, even without failures on other ranks.
         """
         self.num_failed += 1
         if self._first is None:
@@ -70,7 +70,7 @@ class FailureCount:
         """Raise a RewardError if the failures of all ranks together exceed the limit.
 
         Args:
-            at_least: stands before the number where others may have failed too.
+            at_least: text before the number of failures if there may be more.
         """
         if num_failed > self.max_share * num_samples:
             count = f"{at_least}{num_failed} of {num_samples} samples{self.of} have no reward"
@@ -82,7 +82,7 @@ class Tally:
     """Collects the outcomes of one batch of ``num_samples``.
 
     Args:
-        reported: the names of what has been logged as failing; it is logged once.
+        reported: names of functions whose failure has been logged, each only once.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Tally:
 def fail_too_large(rewards: "Tensor") -> "Tensor":
     """Replace rewards [N] beyond :data:`MAX_REWARD` by NaN, which counts as a failure.
 
-    For what an override of ``compute_rewards`` returns: :class:`Tally` has checked its own.
+    For rewards of an overridden ``compute_rewards``; :class:`Tally` checks its own.
     """
     is_too_large = rewards.abs() > MAX_REWARD
     if not is_too_large.any():

@@ -1,6 +1,6 @@
 """The worker process of reward functions: sync ones run one by one, async ones concurrently on an event loop.
 
-Light, as each worker starts with it: the standard library and msgpack only.
+Imports only the standard library and msgpack, so that workers start quickly.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class Setup(NamedTuple):
-    """The message with which a worker process is started.
+    """The message with which a worker process is set up.
 
     Attributes:
-        is_async: whether its functions are.
-        functions: pickled, by their indices.
-        modules: their sources.
-        secrets: see :func:`~rlightning.foreign_text.hide`.
+        is_async: whether its functions are async.
+        functions: pickled functions, by their indices.
+        modules: the kept sources of the functions' modules.
+        secrets: texts that are masked in messages (:func:`~rlightning.foreign_text.hide`).
         search_path: ``sys.path``.
     """
 
@@ -41,14 +41,14 @@ class Setup(NamedTuple):
 class RewardWorker:
     """Runs the calls that this process receives.
 
-    The event loop does not run while a sync function does: that may run one of its own.
+    The event loop is stopped while a sync function runs, since the function may run an event loop itself.
     """
 
     def __init__(self) -> None:
         self._worker = Worker()
         self._loop = asyncio.new_event_loop()
         self._functions: dict[int, RewardCallable | RewardResult] = {}
-        self._runner: CallRunner | None = None  # of async functions
+        self._runner: CallRunner | None = None  # runs async functions
         self._jobs: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
 
     def run(self) -> None:
@@ -83,7 +83,7 @@ class RewardWorker:
             self._worker.progress.show(0, False)
 
     async def _do(self, job: Callable[[], T]) -> T:
-        """Run a job while the event loop stands still; its result is sent when the loop goes on."""
+        """Run a job while the event loop is stopped; its result is sent when the loop continues."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
@@ -111,7 +111,7 @@ class RewardWorker:
 
 
 def _import(pickled: bytes) -> RewardCallable | RewardResult:
-    """Unpickle a function; if that fails, return the failed outcome that all its calls get."""
+    """Unpickle a function; if that fails, return the failed result of all its calls."""
     try:
         function: RewardCallable = pickle.loads(pickled)
         return function

@@ -1,4 +1,4 @@
-"""Where completions come from: the engine, its process, and how weights reach it.
+"""Inference engines: their processes, sampling from them, and the transfer of the actor's weights to them.
 
 ::
 

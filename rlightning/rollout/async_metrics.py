@@ -1,4 +1,4 @@
-"""What the steps of an asynchronous run consume, and which side of it waits for the other."""
+"""What the steps of an asynchronous run consume, and whether trainer or engines wait for the other."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,24 +8,24 @@ from numpy.typing import NDArray
 
 WINDOW_STEPS = 20
 WAITING_SHARE = 0.3
-"""Share of the time above which the waiting of the trainer or of the engines is reported."""
+"""Share of a window's time above which the waiting time of the trainer or of the engines is reported."""
 
 STOPPED = "rollout/stopped"
-"""The metric of how many prompts a step has started and not waited for, which are requeued."""
+"""Name of the metric: prompts that were still running when a step had enough groups, and were requeued."""
 
 
 @dataclass
 class StepTotals:
-    """Totals over all that a step takes, in one call or, with refills, in several.
+    """Totals over the calls of ``collect_trajectories`` of one step: one call, or with refills several.
 
     Attributes:
-        staleness: of each token, in updates: [T] by call.
+        staleness: one array a call: the staleness of each of its T tokens, in updates.
         num_stale: prompts that were requeued because their tokens were too old.
-        num_stopped: prompts that were under way when there were enough, and were requeued.
-        num_running: prompts that are sampled on.
-        num_finished: prompts that are finished, and not taken.
-        trainer_wait_seconds: for which the trainer waited for trajectories.
-        engine_idle_seconds: for which an engine had nothing to do, in the mean.
+        num_stopped: prompts that were running when the step had enough groups, and were requeued.
+        num_running: prompts that are still being sampled.
+        num_finished: prompts that are finished, and left for a later step.
+        trainer_wait_seconds: seconds for which the trainer waited for trajectories.
+        engine_idle_seconds: seconds without a request, the mean over the engines.
     """
 
     staleness: list[NDArray[np.int64]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class StepTotals:
     engine_idle_seconds: float = 0.0
 
     def metrics(self, max_staleness: int, weight_version: int) -> dict[str, float]:
-        """Return them by the names of docs/metrics.md, in a step that updates the weights of this version."""
+        """Return the metrics of a step that updates weights of ``weight_version``, by the names of docs/metrics.md."""
         age = np.concatenate([np.zeros(0, np.int64), *self.staleness])
         shares = np.bincount(age, minlength=max_staleness + 1) / max(len(age), 1)
         mean, oldest = (float(age.mean()), float(age.max())) if len(age) else (0.0, 0.0)
@@ -58,11 +58,11 @@ class StepTotals:
 
 
 class BottleneckMonitor:
-    """Adds up what trainer and engines wait, and reports once a window when one of them waits for long.
+    """Sums the waiting times of trainer and engines over a window of steps, and reports which of them waits for long.
 
     Args:
         max_staleness: ``rollout.max_staleness``.
-        num_engines: of the run.
+        num_engines: number of engines of the run.
         engines_key: the key that says which or how many engines there are.
     """
 
@@ -72,7 +72,7 @@ class BottleneckMonitor:
         self._begin()
 
     def add(self, totals: StepTotals) -> str | None:
-        """Add a step; returns a sentence, if there is something new to report."""
+        """Add a step's waiting times; return a message if a window ends and the bottleneck has changed, else None."""
         self._num_steps += 1
         self._trainer_wait_seconds += totals.trainer_wait_seconds
         self._engine_idle_seconds += totals.engine_idle_seconds

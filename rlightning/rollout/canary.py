@@ -1,9 +1,9 @@
-"""The canary: tokens that actor and engine score, to tell an engine that rounds otherwise from one with other weights.
+"""The canary: token sequences that actor and engine score, to tell rounding differences from wrong weights.
 
 The actor scores the canary several times, each time with other rounding errors. An engine that holds the actor's
-weights is as far from each of these evaluations as they are from each other; other weights lead further away. Former
-weights, be they as near as rounding errors, lead in a direction that is known: towards what the actor gave before the
-update.
+weights is as far from each of these evaluations as they are from each other; an engine with other weights is further
+away. One with the weights of an earlier version may differ by less than rounding does, but in a known direction:
+towards the actor's log-probabilities before the update.
 
 Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored tokens: all but each sequence's first.
 """
@@ -31,31 +31,32 @@ Score = Callable[[RolloutBatch, torch.dtype], Tensor]
 """[T] log-probabilities of a batch under the actor at temperature 1, computed in the engine's dtype."""
 
 MAX_DISTANCE = 1.2
-"""Maximum distance of an engine from the actor's evaluations, as a multiple of their distance from each other."""
+"""Maximum distance of an engine from the actor's evaluations, as a multiple of their distances from each other."""
 MAX_SHARE = 0.1
-"""Maximum share of an update that an engine may seem to lack: errors of a size unlike the actor's may look like 3%."""
+"""Maximum share of an update that an engine may seem to lack. The estimate may be 3% by rounding errors alone."""
 BEYOND = 1.5
-"""Ways by which an engine is off that is not on the way back: of tokens that lead anywhere half seem to lead back."""
+"""An engine further from the actor than this many lengths of an update has other weights, rather than former ones."""
 MAX_ERRORS = 6.0
-"""Maximum standard errors of the lacking share: chance leads as far in less than one of 10^7 syncs."""
+"""Maximum standard errors of the share that an engine seems to lack: chance exceeds it once in 10^7 syncs or less."""
 
 NUM_FORWARDS = 2
 NUM_COPIES = 2
-"""Copies of the canary in a forward pass. Times ``NUM_FORWARDS`` it is ``K``: one pass would take more memory."""
+"""Copies of the canary in a forward pass: ``K = NUM_FORWARDS * NUM_COPIES``. A single pass would take more memory."""
 CANARY_TOKENS = 1024
 CANARY_LENGTH = 128
 LEAST_CANARY_LENGTH = 32
 SEEN = 5.0
-"""Least change of the actor's log-probabilities with other values in its adapter, as a multiple of their noise."""
+"""Least effect of an adapter on the actor's log-probabilities that counts as visible, as a multiple of their noise."""
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-12}
-"""The relative error that the embeddings get. In half precision it is one of rounding, and has all later layers round
-otherwise. In float32 they would not: it stands for all that they lose, with room for wide and deep models."""
+"""The relative error added to the embeddings. In half precision it is one rounding error, which changes how all later
+layers round. In float32 it stands for the errors of all layers, with a margin for wide and deep models.
+"""
 TF32_ROUNDING = 2.0**-6
-"""The relative error of TF32 products, by which vLLM multiplies float32 matrices on a GPU."""
+"""The relative error of TF32 products, in which vLLM multiplies float32 matrices on a GPU."""
 
 
 class Evaluation(NamedTuple):
-    """The actor's log-probabilities [K, S] of the canary under the weights of a version."""
+    """The actor's log-probabilities [K, S] of the canary under the weights of one version."""
 
     version: int
     logprobs: Floats
@@ -64,12 +65,11 @@ class Evaluation(NamedTuple):
 class Canary:
     """Token sequences that actors and engines score after a sync.
 
-    An engine that holds former weights has those of the sync before, or those that were verified last: what was sent
-    since then may be lost.
+    An engine with former weights is assumed to hold those of the last sync, or the last that were verified.
 
     Args:
         tokenizer: the policy's.
-        max_length: tokens of the longest sequence that the engine takes.
+        max_length: maximum tokens of a sequence in the engine.
         dtype: the engine's.
         device: the engine's.
         tolerance: the largest distance of an engine from the actor, as a multiple of the actor's noise.
@@ -94,21 +94,21 @@ class Canary:
         self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[dtype]
         self._batch = RolloutBatch.of_sequences(self.token_ids.tolist() * NUM_COPIES)
         self._latest: Evaluation | None = None
-        self._former: Evaluation | None = None  # of the sync before
-        self._verified: Evaluation | None = None  # before the latest
+        self._former: Evaluation | None = None  # of the sync before the latest
+        self._verified: Evaluation | None = None  # of the last verified sync before the latest
         self._has_passed = False
         self.findings: Findings | None = None
-        self._base: Floats | None = None  # without its adapter
+        self._base: Floats | None = None  # of the base model, without its adapter
 
     def evaluate(
         self, score: Score, weight_version: int, adapter_off: Callable[[], AbstractContextManager[None]] | None = None
     ) -> None:
-        """Have the actor score it; what it gave for another version is that of former weights from now on.
+        """Have the actor score the canary. The last result of another version is kept as that of the former weights.
 
         Args:
-            score: the actor's.
-            weight_version: of it.
-            adapter_off: within, it scores without its adapter; None if it has none.
+            score: returns the actor's log-probabilities.
+            weight_version: version of the actor's weights.
+            adapter_off: a context in which the actor scores without its adapter; None if it has none.
         """
         if adapter_off is not None:
             with adapter_off():
@@ -120,11 +120,11 @@ class Canary:
         self._latest = Evaluation(weight_version, evaluate(score, self._batch, self._dtype, self._rounding))
 
     def check(self, answers: NDArray[np.float32], model_config: PreTrainedConfig | None = None) -> None:
-        """Raise EngineError if an engine has other weights than the actor had when it was evaluated.
+        """Raise EngineError if an engine's weights are not those that the actor had at :meth:`evaluate`.
 
         Args:
-            answers: [N, L], the engine's log-probabilities; the first of each sequence is not looked at.
-            model_config: the actor's, for what the error says of its architecture; None where it is not known.
+            answers: [N, L], the engine's log-probabilities; the first of each sequence is ignored.
+            model_config: the actor's, whose architecture the error describes; None where it is not known.
         """
         assert self._latest is not None, "evaluate comes first"
         version, actor = self._latest
@@ -143,7 +143,7 @@ class Canary:
         )
 
     def check_is_seen(self) -> None:
-        """Raise EngineError if the actor gives the same without its adapter: an engine could not be told from one."""
+        """Raise EngineError if the adapter changes the actor too little to tell whether an engine applies it."""
         assert self._latest is not None and self._base is not None, "evaluate comes first, of an adapter"
         found = compare(self._latest.logprobs, self._base.mean(0))
         if not found.distance > SEEN * found.noise:
@@ -154,7 +154,7 @@ class Canary:
             )
 
     def _find_adapter_fault(self, actor: Floats, engine: Floats, *, is_far: bool) -> str | None:
-        """Say whether the engine adds another adapter to the base, less of it or more."""
+        """Return a message if the engine does not apply the adapter, or with another scale; None if it does."""
         if self._base is None:
             return None
         way, alone = find_way_back(actor, self._base, engine), compare(self._base, engine)
@@ -170,9 +170,9 @@ class Canary:
         )
 
     def _find_fault(self, actor: Floats, engine: Floats) -> str | None:
-        """Say what is wrong, if anything is."""
+        """Return a message that says how the engine's weights differ from the actor's; None if they do not."""
         found = compare(actor, engine)
-        is_far = not found.distance <= self.tolerance * found.noise  # nor is it near if one of them is not a number
+        is_far = not found.distance <= self.tolerance * found.noise  # `not <=`: a NaN counts as far
         formers = {former.version: former.logprobs for former in (self._former, self._verified) if former is not None}
         ways = {version: find_way_back(actor, logprobs, engine) for version, logprobs in formers.items()}
         self.findings = Findings(found, ways)
@@ -196,12 +196,12 @@ class Canary:
 
 
 class VerifiedSampler(Protocol):
-    """What is verified of a sampler.
+    """A sampler whose weights can be verified.
 
     Attributes:
-        weight_version: of the weights that it holds; None where it has none.
-        is_verified: whether it has been found to hold the actor's weights, since its start.
-        is_proven: whether it has been found to use an adapter, since its start.
+        weight_version: version of its weights; None if it has none.
+        is_verified: whether a check since its start has shown that it holds the actor's weights.
+        is_proven: whether a check since its start has shown that it applies the adapter.
     """
 
     weight_version: int | None
@@ -210,21 +210,21 @@ class VerifiedSampler(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can score, as far as is known."""
+        """Whether its process runs, as far as is known."""
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the log-probabilities at temperature 1 of some sequences [N, L]: [N, L], 0 for their first tokens."""
+        """Return the log-probabilities [N, L] of sequences [N, L] at temperature 1; 0 for each first token."""
 
 
 class Verification:
-    """Verifies each engine's first weights, and all engines at every so many syncs.
+    """Verifies each engine's weights after its first sync, and those of all engines after every ``every`` syncs.
 
     Args:
         every: syncs between two verifications; 0 verifies nothing.
         tolerance: see :class:`Canary`.
 
     Attributes:
-        canary: of the run; None where nothing is verified.
+        canary: the run's; None where nothing is verified.
     """
 
     def __init__(self, every: int, tolerance: float) -> None:
@@ -240,23 +240,23 @@ class Verification:
         self.canary: Canary | None = None
 
     def begin_run(self, module: SampledPolicy, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Count syncs anew."""
+        """Make the canary for a run, and restart the count of syncs."""
         self.num_syncs = 0
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
     def needs_proof(self, module: SampledPolicy, engines: Sequence[VerifiedSampler]) -> bool:
-        """Whether an engine of any rank has not shown yet that it uses an adapter; all ranks call it."""
+        """Whether an engine of any rank still has to show that it applies the adapter; a collective."""
         if self.canary is None or adapter_of(module) is None:
             return False
         return any_rank(any(one.is_alive and not one.is_proven for one in engines), name="adapter is proven")
 
     def evaluate(self, module: SampledPolicy, engines: Sequence[VerifiedSampler], *, is_proof: bool = False) -> bool:
-        """Have the actor score the canary, if this sync or the next is verified on any rank; all ranks call it.
+        """Have the actor score the canary if this sync or the next one is verified on any rank; a collective.
 
         Args:
-            module: as of :meth:`begin_run`, with the weights that are about to be sent.
-            engines: of this rank.
-            is_proof: whether these are no weights to sample from, but an adapter whose effect cannot be overlooked.
+            module: the module of :meth:`begin_run`, with the weights that are about to be sent.
+            engines: this rank's.
+            is_proof: whether the weights are a test adapter with a large effect, which is not sampled from.
 
         Returns:
             Whether this rank's engines are to be verified once they have the weights.
@@ -270,23 +270,23 @@ class Verification:
             return True
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0
-        self.num_syncs += 1  # here, where all ranks are: an engine that dies in the sync is one rank's
+        self.num_syncs += 1  # counted here, on all ranks: an engine may die in the sync on one rank only
         if any_rank(is_due or self.num_syncs % self.every == 0, name="canary"):
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
         return is_due
 
     def verify(self, module: SampledPolicy, engine: VerifiedSampler) -> None:
-        """Refuse to sample from an engine that has other weights than the actor had at :meth:`evaluate`.
+        """Compare an engine's weights with those that the actor had at :meth:`evaluate`.
 
         Raises:
-            EngineError: if it has.
+            EngineError: if they differ.
         """
         assert self.canary is not None, "begin_run and evaluate come first"
         try:
             config = module.model_config if has(module, HasConfig) else None
             self.canary.check(engine.score_all(self.canary.token_ids), config)
         except EngineError:
-            engine.weight_version = None  # its weights are taken for none
+            engine.weight_version = None  # counts as having no weights
             raise
         engine.is_verified = True
 
@@ -295,8 +295,8 @@ def canary_tokens(tokenizer: PreTrainedTokenizerBase, max_length: int) -> NDArra
     """Return the canary [N, L]: sums in every other sequence, tokens drawn at random in the others.
 
     Args:
-        tokenizer: the policy's. Special and added tokens are left out: some of them stand for what is no text.
-        max_length: the most tokens of a sequence, at least 2.
+        tokenizer: the policy's. Special and added tokens are left out, since some stand for images or audio.
+        max_length: maximum tokens of a sequence, at least 2.
     """
     rng = np.random.default_rng(0)
     length = min(CANARY_LENGTH, max_length)
@@ -314,11 +314,11 @@ def canary_tokens(tokenizer: PreTrainedTokenizerBase, max_length: int) -> NDArra
 
 @contextmanager
 def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
-    """Within, each number that an ``nn.Embedding`` gives has a relative error, drawn anew.
+    """Within the context, each number that an ``nn.Embedding`` returns has a relative error, drawn at random.
 
     Args:
-        rounding: the largest error, unless the embedding's dtype, or autocast's, is coarser.
-        seed: of the errors.
+        rounding: the largest error; that of the embedding's or autocast's dtype where it is larger.
+        seed: of the random errors.
 
     Raises:
         EngineError: if no embedding was called.
@@ -338,7 +338,7 @@ def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
         errors = torch.empty(values.shape, device=device).uniform_(-size, size, generator=generators[device])
         values.copy_(values * (1 + errors))
 
-    handle = register_module_forward_hook(perturb)  # whatever the model is, sharded or compiled
+    handle = register_module_forward_hook(perturb)  # also works for sharded and compiled models
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""How far an engine's log-probabilities are from an actor's, in units of rounding, and in which direction.
+"""The distance of an engine's log-probabilities from an actor's, in units of rounding, and its direction.
 
 Letters: ``K`` evaluations of the actor, ``S`` scored tokens.
 """
@@ -14,13 +14,13 @@ Floats = NDArray[np.float64]
 BLOCK_LENGTH = 16
 """Consecutive tokens that count as one observation: their errors may be correlated."""
 TRIMMED = 0.01
-"""Share of tokens that are left out, those that differ most: rounding may change the experts of one."""
+"""Share of tokens left out, those that differ most: rounding may route a token to other experts."""
 MAX_SIDE = 2.0
-"""Limit of a token's value in its units; a token that is further off counts no more."""
+"""Limit of a token's normalized deviation, so that no single token dominates."""
 LEAST_DEVIATION = 0.01
-"""Least deviation of the scores of blocks, which are all alike where the weights are far apart."""
+"""Least standard deviation of the scores of blocks; they are all alike where the weights are far apart."""
 LEAST_NOISE = 2e-6
-"""Least noise in nats: steps of float32 near log-probabilities of -10."""
+"""Least noise in nats: the spacing of float32 numbers near a log-probability of -10."""
 
 
 class Comparison(NamedTuple):
@@ -28,7 +28,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         distance: of its log-probabilities from the actor's, root mean square in nats.
-        noise: that of the actor's evaluations from each other.
+        noise: distance of the actor's evaluations from each other, likewise.
     """
 
     distance: float
@@ -39,9 +39,9 @@ class WayBack(NamedTuple):
     """An estimate of how much of an update an engine's weights lack.
 
     Attributes:
-        length: distance of the actor's evaluations of both, root mean square in nats.
-        share: of the update that is lacking: 0 with the current weights, 1 with the former ones. It means nothing where
-            these differ by no more than rounding does.
+        length: distance between the actor's log-probabilities under both weights, root mean square in nats.
+        share: of the update that is lacking: 0 with the current weights, 1 with the former ones. Meaningless where both
+            differ by no more than rounding does.
         errors: standard errors by which the share is above 0.
     """
 
@@ -51,11 +51,11 @@ class WayBack(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What a check has found, whether it passed or not.
+    """The result of a check, passed or failed.
 
     Attributes:
         comparison: of the engine with the actor.
-        ways: back to former weights, by their version.
+        ways: estimates by the version of the former weights.
     """
 
     comparison: Comparison
@@ -69,7 +69,7 @@ def compare(actor: Floats, engine: Floats) -> Comparison:
 
 
 def root_mean_square(differences: Floats) -> float:
-    """Root mean square of [., S], without the hundredth of the tokens that differ most; NaN if one is not finite."""
+    """Root mean square of [., S] without the ``TRIMMED`` tokens that differ most; NaN if a value is not finite."""
     squares = np.sort(np.mean(differences**2, 0))
     if not np.isfinite(squares).all():
         return math.nan
@@ -79,13 +79,13 @@ def root_mean_square(differences: Floats) -> float:
 def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
     """Estimate how much of the last update an engine's weights lack, by its log-probabilities.
 
-    A token's score is the step from now to before, times the side of the middle between both that a value is on, each
-    in units of the token's noise and half the step, added in squares. An engine with the current weights scores as
-    each evaluation of the actor does against the others, one with the former weights as those of before do.
+    A token's score is the product of two numbers: its step from the current to the former log-probability, and the
+    value's distance from the middle between both. Both are divided by the root of the sum of squares of noise and half
+    the step. The share is where the engine's mean score lies between those of the current and former evaluations.
 
     Args:
         actor: [K, S], of the current weights.
-        former: [K, S].
+        former: [K, S], of the former weights.
         engine: [S].
     """
     moved, whole = [], []
@@ -103,7 +103,7 @@ def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
 
 
 def _score(values: Floats, now: Floats, before: Floats) -> Floats:
-    """[S] scores of values that neither ``now`` nor ``before``, evaluations of both weights, contain."""
+    """Return the scores [S] of ``values``, by evaluations of the current and of the former weights."""
     variance = (now.var(0, ddof=1) + before.var(0, ddof=1)) / 2
     variance = (variance + np.median(variance)) / 2  # that of few evaluations is itself uncertain
     step = before.mean(0) - now.mean(0)

@@ -1,11 +1,11 @@
-"""Decoding by a Hugging Face model: prompts in one packed row, then a token a step of every sequence, over a cache.
+"""Decoding by a Hugging Face model: prompts in one packed row, then one token a step of each sequence, with a KV cache.
 
 ::
 
     prompts     [T]  all tokens in a row --> packed attention --> keys and values to the rows of each prompt's samples
     decoding    [N]  the last token of N sequences --> attention over the first N rows of the cache
 
-A prompt is computed once for all of its samples, and no step computes padding but in attention.
+A prompt is computed once for all of its samples, and only attention computes padding.
 
 Letters: ``T`` tokens of a forward pass, ``N`` sequences, ``H`` query heads, ``K`` key/value heads, ``D`` head size,
 ``L`` cached tokens of a sequence, ``V`` vocabulary.
@@ -25,14 +25,15 @@ from rlightning.models.counts import read_setting
 from rlightning.models.policy import remove_dropout
 
 CACHED_ATTENTION = "rlightning_cached"
-"""The name to build a model with: ``attn_implementation=CACHED_ATTENTION``. Without a cache it is packed attention."""
+"""The attention's name for transformers' ``attn_implementation``. Without a cache it is packed attention."""
 CACHE_STEP = 64
-"""Step in tokens by which the cache's rows grow."""
+"""The length of the cache's rows grows in steps of this many tokens."""
 MIN_ROWS = 4
-"""Least number of rows of a matrix product. CPUs multiply fewer rows by other kernels, which round differently: with
-these a sequence's numbers are the same in any batch."""
+"""Least number of rows of a matrix product. CPUs multiply fewer rows by other kernels, which round differently; with
+these a sequence's numbers are the same in any batch.
+"""
 FILLER = [0] * MIN_ROWS
-"""Tokens that fill a matrix product with too few rows, whose results are dropped."""
+"""Tokens that fill up a matrix product of too few rows; their results are dropped."""
 
 
 @dataclass
@@ -40,8 +41,8 @@ class KeyValueCache:
     """Keys and values of the sequences that are decoded, a row each, in every attention layer.
 
     Attributes:
-        num_rows: there is room for.
-        length: tokens of a row.
+        num_rows: allocated rows.
+        length: allocated tokens of a row.
     """
 
     num_rows: int = 0
@@ -49,7 +50,7 @@ class KeyValueCache:
     _layers: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Make room for so many rows of so many tokens; what the cache holds stays."""
+        """Enlarge the cache to so many rows of so many tokens; its contents stay."""
         num_rows = max(num_rows, MIN_ROWS)
         if num_rows <= self.num_rows and length <= self.length:
             return
@@ -72,7 +73,7 @@ class KeyValueCache:
             held[rows, :, positions] = given
 
     def read(self, layer: nn.Module, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the first rows and tokens: [N, K, L, D] each, in place."""
+        """Return views of the keys and values of the first rows and tokens: [N, K, L, D] each."""
         keys, values = self._layers[layer]
         return keys[:num_rows, :, :length], values[:num_rows, :, :length]
 
@@ -84,14 +85,14 @@ class KeyValueCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """The places in the cache of the tokens of one forward pass.
+    """Where a forward pass writes its tokens in the cache. ``C`` is the number of writes: a prompt has one a sample.
 
     Attributes:
-        cache: the one.
-        rows: [C] of each token; of a prompt's, one after the other those of each sample.
-        positions: [C] in their rows.
-        source: [C] the place of each among the tokens of the pass.
-        mask: [N, 1, 1, L] what each of N rows sees; None while prompts are computed.
+        cache: that is written and read.
+        rows: [C] rows of the cache.
+        positions: [C] positions in these rows.
+        source: [C] indices of the written tokens in the pass.
+        mask: [N, 1, 1, L] the cached tokens that each row attends to; None while prompts are computed.
     """
 
     cache: KeyValueCache
@@ -119,7 +120,7 @@ def cached_attention(
         key: [1, K, T, D].
         value: [1, K, T, D].
         attention_mask: None.
-        use: where keys and values go; with a mask, the T tokens are each one row's, and see what that holds.
+        use: where keys and values go; with a mask, token i belongs to row i, and attends to what the row holds.
         kwargs: of :func:`~rlightning.models.attention.packed_attention`.
 
     Returns:
@@ -154,7 +155,7 @@ def build_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dty
     """Return a model that decodes with a cache; its parameters have yet to be set.
 
     Args:
-        config: of a policy that can attend over packed sequences.
+        config: of a policy whose attention can be packed.
         device: where it computes.
         dtype: of all parameters.
     """
@@ -171,13 +172,13 @@ def build_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dty
 def predict_after_prompts(
     model: PreTrainedModel, cache: KeyValueCache, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Compute prompts, and return the logits [N, V] of what comes next.
+    """Compute prompts, and return the logits [N, V] of the token after each.
 
     Args:
         model: from :func:`build_model`.
-        cache: gets their keys and values.
+        cache: where keys and values are written.
         prompts: N token sequences.
-        rows: of each, the rows of the cache that begin with it.
+        rows: for each prompt the rows of the cache that begin with it, one a sample.
     """
     device = model.device
     if sum(map(len, prompts)) < MIN_ROWS:
@@ -207,13 +208,13 @@ def predict_after_prompts(
 
 
 def predict_next(model: PreTrainedModel, cache: KeyValueCache, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Compute one further token of each of the cache's first rows, and return the logits [N, V] of what comes next.
+    """Compute one token of each of the cache's first N rows, and return the logits [N, V] of the token after each.
 
     Args:
         model: from :func:`build_model`.
-        cache: holds what is before the token.
-        tokens: N, of row 0 to N - 1.
-        lengths: N, how many tokens each row holds.
+        cache: holds the keys and values of the tokens before.
+        tokens: N, one for each of the rows 0 to N - 1.
+        lengths: N, the number of tokens in each row.
     """
     device = model.device
     if len(tokens) < MIN_ROWS:

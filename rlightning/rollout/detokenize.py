@@ -1,7 +1,7 @@
-"""From a completion's tokens to its text, once it is whole, by the trainer's tokenizer.
+"""Converts the tokens of finished completions to text, by the trainer's tokenizer.
 
-vLLM decodes token by token, which only stop strings need; with log-probabilities it looks up each token's own text
-besides. In its Python process this costs several times what all the rest of a token does (docs/performance.md).
+vLLM decodes token by token, which only stop strings need, and with log-probabilities looks up the text of each token.
+In vLLM's Python process this takes several times as long as all other work for a token (docs/performance.md).
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 CONTEXT_TOKENS = 32
-"""Last tokens of the prompt that are decoded too: some tokenizers decode the first token of a text differently."""
+"""Number of the prompt's last tokens that are decoded too: some tokenizers decode a text's first token differently."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Character to which bytes are decoded that are not, or not yet, a whole character."""
+"""The replacement character, to which the bytes of an incomplete character are decoded."""
 
 
 def decode_completions(
@@ -23,12 +23,12 @@ def decode_completions(
 ) -> list[str]:
     """Return the texts of completions, as vLLM would decode them.
 
-    Special tokens and the bytes of a character that the completion's end has cut are left out.
+    Special tokens are left out, and so are the bytes of an incomplete last character.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        prompt: [P], the tokens before them.
-        completions: [C] each.
+        prompt: [P] tokens before the completions.
+        completions: the tokens of each.
     """
     context = list(prompt[-CONTEXT_TOKENS:])
     before = decode_tokens(tokenizer, context)
@@ -44,7 +44,7 @@ def decode_completions(
 def decode_tokens(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
     """Return the text of tokens, without special ones.
 
-    Not by ``tokenizer.decode`` where there is a backend, which may remove spaces in front of punctuation.
+    Uses the tokenizer's Rust backend if it has one: ``tokenizer.decode`` may remove spaces before punctuation.
     """
     decoder = tokenizer.backend_tokenizer if has(tokenizer, HasBackend) else tokenizer
     return str(decoder.decode(token_ids, skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""A sampler over any server that has OpenAI's /v1/completions: to look at rollouts, not to train on them."""
+"""A sampler over any server with OpenAI's /v1/completions: for inspecting rollouts, not for training."""
 
 import json
 import logging
@@ -22,29 +22,29 @@ from rlightning.types import Sample
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT = 600.0
-"""Maximum seconds of a completion, where an environment's trajectories have no limit of their own."""
+"""Maximum seconds of a completion, where the environment has no time limit for trajectories."""
 WRONG_SERVER = (401, 403, 404, 405)
-"""HTTP statuses that every further request would get too."""
+"""HTTP statuses that any further request would get too."""
 
 
 Choice = Mapping[str, Any]
-"""One completion of a server's answer: JSON."""
+"""One completion of a server's response, from JSON."""
 
 
 class EndpointSampler(TokenSampler):
-    """Samples from a server by token ids. Whatever weights it has count as version 0.
+    """Samples from a server by token ids. The server's weights count as version 0.
 
-    A server that returns the ids of what it has sampled, as vLLM's does, gives exact samples. Of others the text is
-    tokenized again, which is said once; such samples must not be trained on, nor need these.
+    Samples are exact if the server returns token ids, as vLLM's does. Otherwise their text is tokenized again, which is
+    logged once; such samples must not be trained on.
 
     Args:
         url: of the API, such as ``http://127.0.0.1:8000/v1``.
-        files: of the policy: its tokenizer, and what ends a completion.
-        model: its name at the server; None: the server's only one.
-        key: that the server wants.
+        files: of the policy, for its tokenizer and end tokens.
+        model: its name at the server; None is the server's only model.
+        key: the API key that the server requires.
 
     Attributes:
-        max_length: tokens of the longest sequence, once :meth:`connect` knows it; None: the server does not say.
+        max_length: maximum tokens of a sequence, set by :meth:`connect`; None if the server does not tell.
     """
 
     def __init__(self, url: str, files: ModelFiles, *, model: str | None = None, key: str | None = None) -> None:
@@ -59,10 +59,10 @@ class EndpointSampler(TokenSampler):
         self.max_length: int | None = None
 
     def connect(self) -> None:
-        """Ask the server for its models.
+        """Request the server's list of models.
 
         Raises:
-            ConfigError: it cannot be reached, or does not have the model.
+            ConfigError: the server cannot be reached, or does not have the model.
         """
         try:
             response = httpx.get(f"{self.url}/models", headers=self._headers, timeout=intervals.SERVICE_CONNECT_TIMEOUT)
@@ -108,19 +108,19 @@ class EndpointSampler(TokenSampler):
         samples = make_samples(self.files, prompt, outputs)
         for sample, choice in zip(samples, choices, strict=True):
             if choice.get("token_ids") is None:
-                sample.text = str(choice["text"])  # which the tokens may not give back
+                sample.text = str(choice["text"])  # decoding the tokens may give another text
         return samples
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Refuse: OpenAI's API has no log-probabilities of a prompt."""
+        """Raise an error: OpenAI's API has no log-probabilities of a prompt."""
         raise EngineError(f"{self.url} cannot score sequences, which verifying trajectories needs. Turn that off.")
 
     async def _request(self, body: dict[str, object]) -> str:
-        """Return what the server answers.
+        """Send a request and return the body of the response.
 
         Raises:
-            RequestRefusedError: it refuses this request.
-            EngineError: it would fail all.
+            RequestRefusedError: the server refuses this request.
+            EngineError: the server fails, or would refuse any request.
         """
         if self._client is None:
             timeout = httpx.Timeout(REQUEST_TIMEOUT, connect=intervals.SERVICE_CONNECT_TIMEOUT)
@@ -141,7 +141,7 @@ class EndpointSampler(TokenSampler):
         raise RequestRefusedError(reason)
 
     def _read(self, choice: Choice) -> EngineOutput:
-        """Return a completion as an engine's process would."""
+        """Convert a completion of the response to the output of an engine's process."""
         token_ids = choice.get("token_ids")
         if token_ids is None:
             if self._returns_ids:
@@ -161,7 +161,7 @@ class EndpointSampler(TokenSampler):
 def make_body(
     model: str | None, prompt: list[int], sampling: Sampling, num_samples: int, returns_ids: bool
 ) -> dict[str, object]:
-    """Return the body of a request; what only some servers know is left out where it changes nothing."""
+    """Return the body of a request, without the fields of vLLM's that have their default values."""
     body: dict[str, object] = {
         "model": model,
         "prompt": prompt,

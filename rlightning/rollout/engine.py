@@ -1,4 +1,4 @@
-"""An engine as a sampler: started again after it has died, with the weights that it holds."""
+"""A vLLM engine as a sampler, which can be started again after its process has died."""
 
 import asyncio
 import secrets
@@ -27,10 +27,10 @@ from rlightning.types.supports import Supports
 
 
 class EngineSampler(ABC):
-    """Samples and scores by what an engine's server answers.
+    """Base of samplers that forward requests to an engine's server.
 
     Attributes:
-        prefix_cache: of the requests of :meth:`sample`.
+        prefix_cache: counts the cached tokens of requests to :meth:`sample`.
     """
 
     follows_schemas = True
@@ -84,26 +84,26 @@ class EngineSampler(ABC):
                     on_tokens(number, token_ids)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
         return np.asarray(await self._request("score", token_ids), np.float32)
 
 
 class Engine(EngineSampler):
     """vLLM's AsyncLLM in a child process, or where ``rlightning serve`` has started it.
 
-    It is a :class:`~rlightning.rollout.sampler.TokenSampler`; what waits may also be asked for by futures, from any
-    thread. A :class:`~rlightning.rollout.weights.driver.WeightUpdater` sends it weights. :meth:`start` returns at once,
-    so that the engine comes up while the actor is loaded; the first call waits for it.
+    A :class:`~rlightning.rollout.sampler.TokenSampler`, whose methods other threads may call by :meth:`submit`. A
+    :class:`~rlightning.rollout.weights.driver.WeightUpdater` sends it weights. :meth:`start` returns at once, since
+    engine and actor load at the same time; the first call waits for the engine.
 
     Raises:
-        EngineDiedError: by every method, when the process died or hangs; :meth:`start` may then be called again.
-        EngineError: by every method, when the engine refused to start, or refused a request.
+        EngineDiedError: by every method, if the process died or hangs; :meth:`start` may then be called again.
+        EngineError: by every method, if the engine did not start, or refused a request.
 
     Attributes:
         process: the connection to the engine that was started last.
-        is_verified: whether it has been found to hold the actor's weights, since its start.
-        is_proven: whether it has been found to use an adapter that it was sent, since its start.
-        has_base: whether it holds the weights that an adapter is added to.
+        is_verified: whether a check since its start has shown that it holds the actor's weights.
+        is_proven: whether a check since its start has shown that it applies the adapter.
+        has_base: whether it holds the frozen weights that the adapter is added to.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -116,7 +116,7 @@ class Engine(EngineSampler):
 
     @property
     def weight_version(self) -> int | None:
-        """The version of the weights that it serves; None before the first update, while asleep, and when dead."""
+        """The version of the engine's weights; None before the first update, while it sleeps, and if it is dead."""
         return self._held_version if self.is_alive else None
 
     @weight_version.setter
@@ -126,22 +126,22 @@ class Engine(EngineSampler):
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a process, as far as is known."""
+        """Whether the engine's process runs, as far as is known."""
         return self.process is not None and self.process.death is None
 
     @property
     def ready(self) -> "Future[EngineFacts]":
-        """A future of the engine process that was started last, done when it is up or has failed to start."""
+        """A future of the engine process that was started last, done when the engine is up or has failed to start."""
         return self._running.ready
 
     @property
     def is_up(self) -> bool:
-        """Whether it is alive and can be sent weights."""
+        """Whether the engine is alive and can be sent weights."""
         return self.is_alive and self.ready.done()
 
     @property
     def error(self) -> EngineError | None:
-        """What has ended it; None while it is alive."""
+        """The error that ended the engine; None while it is alive."""
         return EngineDiedError("The engine is not running.") if self.process is None else self.process.death
 
     def start(self) -> None:
@@ -152,7 +152,7 @@ class Engine(EngineSampler):
         self.process = ServedEngine(self.config) if self.config.url else EngineProcess(self.config)
 
     def submit(self, method: str, *arguments: object) -> "Future[Any]":
-        """Call a method of the engine's process; see :meth:`EngineConnection.submit`."""
+        """Call a method of the engine's process by name, from any thread (:meth:`EngineConnection.submit`)."""
         return self._running.submit(method, *arguments)
 
     @property
@@ -168,20 +168,20 @@ class Engine(EngineSampler):
         return await asyncio.wrap_future(self.submit(method, *arguments))
 
     def sleep(self) -> None:
-        """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
+        """Free the memory of an engine that shares its device with an actor, weights included; else do nothing."""
         if self.config.can_sleep and not self._is_asleep:
             self.submit("sleep").result()
             self._is_asleep, self.has_base = True, False
             self.weight_version = None
 
     def close(self) -> None:
-        """End it and everything that it started. May be called twice."""
+        """End the engine and all processes that it started. May be called twice."""
         if self.process is not None:
             self.process.close()
             self.process = None
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return what :meth:`score` gives for each of some sequences [N, L]: [N, L]; from a thread without a loop."""
+        """Return :meth:`score` of each of the sequences [N, L]: [N, L]. Not to be called on the event loop."""
         answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
         return np.array([answer.result() for answer in answers], np.float32)
 
@@ -196,9 +196,9 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
     """Return arguments of vLLM's SamplingParams.
 
     Args:
-        sampling: of one request; from its seed vLLM makes one for each sample, by adding the sample's number.
+        sampling: of one request; vLLM adds a sample's number to the seed.
         num_samples: completions of the prompt.
-        end_token_ids: end a completion, besides ``sampling.stop_token_ids``.
+        end_token_ids: tokens that end a completion, besides ``sampling.stop_token_ids``.
     """
     return {
         "n": num_samples,
@@ -208,7 +208,7 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
-        "json_schema": sampling.json_schema,  # which the engine's process makes vLLM's own of
+        "json_schema": sampling.json_schema,  # the engine's process makes vLLM's parameters of it
         # The trainer decides what ends a completion, whatever the engine has read.
         "ignore_eos": True,
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
@@ -220,9 +220,9 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
 
 
 def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[EngineOutput]) -> list[Sample]:
-    """Return a prompt's samples, from what the engine's process has answered.
+    """Return a prompt's samples from the outputs of the engine's process.
 
-    A text is that of all tokens that are trained, stop strings included, but for the end of sequence.
+    A sample's text includes a stop string, but not the end of sequence.
 
     Args:
         files: of the policy.
@@ -236,7 +236,7 @@ def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[Eng
 
 
 def make_sample(text: str, output: EngineOutput) -> Sample:
-    """Return one of them."""
+    """Return one sample."""
     reason: Literal["stop", "length"] = "length" if output["end"] is None else "stop"
     token_ids = array("q", np.asarray(output["token_ids"], np.int64).tobytes())
     logprobs = array("f", np.asarray(output["logprobs"], np.float32).tobytes())

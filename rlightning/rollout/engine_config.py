@@ -1,4 +1,4 @@
-"""How an engine is started, or what one that is served elsewhere has to be like."""
+"""The configuration of one engine: how to start it, or what an engine served elsewhere must match."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,26 +17,26 @@ EngineArguments = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How to start an engine, or what one that others have started has to be like.
+    """How to start an engine, or what an engine served elsewhere must match.
 
     Attributes:
-        engine_args: that it is started with.
-        device: this rank's, as the trainer names it; the engine runs on it, or on others of its type.
-        visible_devices: what CUDA calls the devices that the engine runs on, one a tensor-parallel worker; none: those
-            that this process sees.
-        dtype: what weights are sent in.
-        log_file: the engine's output, appended.
-        url: where an engine that others have started listens; "" is one of the trainer's own.
-        weight_folder: where weights pass through, if nothing faster connects trainer and engine.
-        can_sleep: whether it shares its device with an actor, so that sleeping pays.
+        engine_args: vLLM's arguments.
+        device: the rank's; the engine runs on it, or on other devices of its type.
+        visible_devices: for ``CUDA_VISIBLE_DEVICES``, one device a tensor-parallel worker; empty for all devices that
+            are visible to this process.
+        dtype: in which weights are sent.
+        log_file: to which the engine's output is appended.
+        url: where a served engine listens; "" if the trainer starts the engine.
+        weight_folder: for weights that are sent as files, if no faster transport connects trainer and engine.
+        can_sleep: whether it shares its device with an actor, and sleeps during updates.
         bucket_bytes: see :func:`~rlightning.rollout.weights.plan_chunks`.
-        start_timeout: seconds until the engine must be up.
-        hang_timeout: seconds without a heartbeat until it counts as dead; while it only samples, and has before,
-            ``intervals.ENGINE_PROGRESS_TIMEOUT`` if that is less.
-        environment: further variables of its process.
-        files: of the model, as the trainer has read them; None for who only starts an engine for others.
-        copies: the contents of the model folder's files but the weights, by name: what an engine needs to start again
-            where the folder is gone.
+        start_timeout: seconds in which the engine must be up.
+        hang_timeout: seconds without a heartbeat until it counts as dead; at most ``intervals.ENGINE_PROGRESS_TIMEOUT``
+            while it samples, after its first samples.
+        environment: additional environment variables of its process.
+        files: of the model, as the trainer has read them; None in ``rlightning serve``.
+        copies: contents by name of the model folder's files other than weights, to start an engine again if the folder
+            has been deleted.
     """
 
     engine_args: EngineArguments
@@ -56,10 +56,10 @@ class EngineConfig:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the engine adds an adapter to the weights of a frozen base, which are sent apart."""
+        """Whether the engine applies an adapter to frozen base weights, and receives both separately."""
         return bool(self.engine_args.get("enable_lora"))
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
+        """A host-wide unique name of each worker's device (:attr:`UpdatableEngine.worker_devices`)."""
         return self.visible_devices or ("",) * int(self.engine_args.get("tensor_parallel_size") or 1)

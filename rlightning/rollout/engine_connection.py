@@ -1,4 +1,4 @@
-"""One engine, from its start to its end, as the trainer calls it: in a child process, or served elsewhere by URL."""
+"""The trainer's connection to one engine, from start to end: a child process, or an engine served at a URL."""
 
 import asyncio
 import atexit
@@ -30,7 +30,7 @@ from rlightning.rpc.run_key import RUN_KEY_VARIABLE, read_key
 log = logging.getLogger(__name__)
 
 SAMPLING_METHODS = ("generate", "read_tokens", "score")
-"""Calls that leave the engine's workers free to answer for heartbeats, and that may be cancelled."""
+"""Methods during which the engine's workers still answer heartbeats, and which may be cancelled."""
 METHODS = (
     *SAMPLING_METHODS,
     "open_weight_receivers",
@@ -39,24 +39,24 @@ METHODS = (
     "sleep",
     "ping",
 )
-"""Methods of :class:`~rlightning.rollout.vllm.server.VLLMServer` that a trainer may call."""
+"""Methods of :class:`~rlightning.rollout.vllm.server.VLLMServer` that the trainer may call."""
 NAME = "the engine"
 BUSY = "it serves another trainer"
 
 
 class EngineConnection(ABC):
-    """Calls an engine until it dies. Any thread may use it; the calls wait on the background loop.
+    """Calls methods of an engine. Any thread may use it; calls run on the background event loop.
 
-    Calls may be made before the engine is up, and wait for it. Once it has died, every call fails with the same error.
-    It does what a weight update asks (:class:`~rlightning.rollout.weights.driver.UpdatableEngine`).
+    Calls before the engine is up wait for it. After its end every call fails with the same error. It implements
+    :class:`~rlightning.rollout.weights.driver.UpdatableEngine` for weight updates.
 
     Args:
         config: of the engine.
 
     Attributes:
         death: the error that calls fail with.
-        ready: what the engine says of itself, done when it is up.
-        ended: done when it is dead, and every call has failed.
+        ready: future of the engine's facts, done when it is up.
+        ended: future of the error, done when the engine is dead and every call has failed.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -79,33 +79,33 @@ class EngineConnection(ABC):
 
     @abstractmethod
     async def _connect(self) -> Peer:
-        """Return the peer that runs the engine.
+        """Connect to the process that runs the engine.
 
         Raises:
-            EngineError: there is none, and there will be none.
+            EngineError: it cannot be reached or started.
         """
 
     @abstractmethod
     async def _start(self, peer: Peer) -> EngineFacts:
-        """Return what the engine says of itself, once it is up."""
+        """Wait until the engine is up, and return its facts."""
 
     @abstractmethod
     async def _end(self, how: str) -> EngineError:
-        """End what is left of the engine, whatever state it is in; returns the error of all calls."""
+        """Clean up after the engine; return the error with which all calls fail. ``how`` says how it ended."""
 
     @abstractmethod
     def _terminate(self) -> None:
-        """End what this process has started, at once."""
+        """Kill at once the processes that this process has started for the engine."""
 
     # Calls
 
     def submit(self, method: str, *arguments: object) -> "Future[Any]":
-        """Call a method of the engine; its result is plain data, arrays are memoryviews.
+        """Call a method of the engine; its result is plain data, with arrays as memoryviews.
 
-        Cancelling the future cancels the call: the engine has been told so before it gets any later one.
+        Cancelling the future cancels the call, before the engine receives any later call.
 
         Returns:
-            Its exception is an EngineDiedError if the engine died, another EngineError if it refused.
+            A future; it fails with EngineDiedError if the engine died, with another EngineError if it refused.
         """
         if self.death is not None:
             answer: Future[Any] = Future()
@@ -114,7 +114,7 @@ class EngineConnection(ABC):
         return background_loop().submit(self.call(method, *arguments))
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the engine's server and return its result; for callers on the background loop."""
+        """Call a method of the engine's server from the background event loop, and return its result."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -139,25 +139,25 @@ class EngineConnection(ABC):
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
+        """A host-wide unique name of each worker's device (:attr:`UpdatableEngine.worker_devices`)."""
         return self.config.worker_devices
 
     def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
-        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
+        """Have each worker unpickle and open its receiver (:meth:`UpdatableEngine.open_weight_receivers`)."""
         return self.submit("open_weight_receivers", receivers)
 
     def receive_weights(self, chunk: int) -> "Future[list[str]]":
-        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
+        """Load a chunk of weights; return faults after the last one (:meth:`UpdatableEngine.receive_weights`)."""
         return self.submit("receive_weights", chunk)
 
     def finish_weight_update(self, version: int, keeps_cache: bool) -> "Future[None]":
-        """See :class:`~rlightning.rollout.weights.driver.UpdatableEngine`."""
+        """Continue with the loaded weights (:meth:`UpdatableEngine.finish_weight_update`)."""
         return self.submit("finish_weight_update", version, keeps_cache)
 
-    # Its life
+    # Start and end of the connection
 
     def close(self) -> None:
-        """End the engine, or what this trainer has of it. May be called twice."""
+        """End the engine, or this trainer's use of a served one. May be called twice."""
         atexit.unregister(self.close)
         self._is_closing = True
         self._terminate()
@@ -166,28 +166,28 @@ class EngineConnection(ABC):
             self.ended.result()
 
     def _begin(self) -> None:
-        """Connect; called once a subclass is complete."""
+        """Start to connect; called when a subclass's constructor is done."""
         atexit.register(self.close)
         background_loop().submit(self._live())
 
     async def _live(self) -> None:
-        """Use the engine until its end, then have all calls fail."""
+        """Connect, serve calls until the engine ends, and make all further calls fail."""
         error: EngineError | None = None
         how = "died"
         try:
             if not self._is_closing:
                 self._use = asyncio.ensure_future(self._run())
                 how = await self._use
-        except asyncio.CancelledError:  # by close()
+        except asyncio.CancelledError:  # cancelled by close()
             pass
         except EngineError as refusal:
             error = refusal
-        except Exception as problem:  # such as arguments that are no plain data
+        except Exception as problem:  # arguments that are not plain data, for example
             log.debug("The engine failed.", exc_info=True)
             error = EngineError(f"The engine cannot be used: {type(problem).__name__}: {cut_line(problem)}")
         try:
             ending = await self._end(how)
-        except RuntimeError:  # of executors while the interpreter exits: close() ends the process then
+        except RuntimeError:  # the interpreter exits and executors are shut down: close() ends the process
             ending = EngineDiedError(f"The engine {how}.")
         self.death = ending if error is None or self._is_closing else error
         if not self.ready.done():
@@ -203,7 +203,7 @@ class EngineConnection(ABC):
             self.ended.set_result(self.death)
 
     async def _run(self) -> str:
-        """Return how the engine ended."""
+        """Wait for the engine's end, and return how it ended."""
         peer = self._peer = await self._connect()
         try:
             facts = await self._start(peer)
@@ -234,7 +234,7 @@ class EngineConnection(ABC):
 
     @contextmanager
     def _counted(self, is_sampling: bool) -> Iterator[None]:
-        """Within, a call is under way."""
+        """Count a call as running within the context."""
         self._num_calls[is_sampling] += 1
         self._limit_silence()
         try:
@@ -244,7 +244,7 @@ class EngineConnection(ABC):
             self._limit_silence()
 
     def _limit_silence(self) -> None:
-        """Set how long the engine may be silent: loading weights, or compiling for the first samples, may take long."""
+        """Set the heartbeat timeout: loading weights, or compiling for the first samples, may take long."""
         if self._peer is None:
             return
         timeout = self.config.hang_timeout
@@ -254,9 +254,9 @@ class EngineConnection(ABC):
 
 
 class ServedEngine(EngineConnection):
-    """An engine that others have started with ``rlightning serve``, named by its URL.
+    """An engine at a URL, started elsewhere by ``rlightning serve``.
 
-    Tries to connect until ``config.start_timeout`` is over; returns before it has.
+    The constructor returns at once; connecting is retried for ``config.start_timeout`` seconds.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -322,4 +322,4 @@ class ServedEngine(EngineConnection):
         return EngineDiedError(f"The engine at {self.config.url} {how}.")
 
     def _terminate(self) -> None:
-        """It goes on, for others."""
+        """Do nothing: a served engine continues, for other trainers."""

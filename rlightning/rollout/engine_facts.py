@@ -1,4 +1,4 @@
-"""What an engine says of itself when it is up, and whether that is what a trainer needs."""
+"""Facts about a running engine, such as versions and model files, and the check that they match the trainer's."""
 
 import re
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from rlightning.rollout.engine_config import EngineConfig
 
 SHOWN = 5
-"""Maximum number of differences that an error names."""
+"""Maximum number of differences in an error's message."""
 MISSING = "nothing"
 CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rope_\w+|\w*attention\w*)")
-"""Keys of a model's configuration that are compared even if only one side has them."""
+"""Keys of a model's configuration that are compared even if only trainer or engine has them."""
 
 
 class EngineFacts(TypedDict, total=False):
-    """What an engine says of itself: what it has read of the model's files, by which versions, and its settings."""
+    """Facts about an engine: the model's files that it has read, versions of packages, and its settings."""
 
     rlightning: str
     transformers: str
@@ -32,17 +32,17 @@ class EngineFacts(TypedDict, total=False):
 
 
 def make_facts(**facts: Unpack[EngineFacts]) -> EngineFacts:
-    """Return the versions of rlightning and transformers, and further ``facts``."""
+    """Return facts with the versions of rlightning and transformers added."""
     return {"rlightning": _own_version(), "transformers": version("transformers"), **facts}
 
 
 def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
-    """Refuse an engine that is not what the run needs, or whose model's files are not those that the run began with.
+    """Check that an engine has the settings and the model's files that the run needs.
 
     Raises:
-        EngineStartError: with what differs, what the engine has and what it should have.
+        EngineStartError: names each difference, the engine's value and the needed one.
     """
-    if config.files is None:  # it only serves others
+    if config.files is None:  # the engine serves others only
         return
     arguments = config.engine_args
     size = int(arguments.get("tensor_parallel_size") or 1)
@@ -78,7 +78,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
 
 
 def _own_version() -> str:
-    """Return the version of the installed package; a source tree that is only on the path has none."""
+    """Return the version of the installed package; None for a source tree on the path."""
     try:
         return version("rlightning")
     except PackageNotFoundError:

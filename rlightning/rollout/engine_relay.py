@@ -1,11 +1,11 @@
-"""Sampling from the engines of other ranks: each rank relays what rank 0 asks its engines for.
+"""Sampling from the engines of other ranks: each rank relays requests of rank 0 to its engines.
 
 ::
 
     rank 0                              rank r                      engine process
       EnginePool --> RemoteEngine ---tcp---> EngineRelay ---> Engine --->  VLLMServer
 
-An engine has one connection, to the rank that starts it, sends it weights, and finds out how it died.
+An engine has one connection, to its own rank, which starts it, sends it weights, and reports how it died.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from rlightning.rollout.service import pack_arrays
 from rlightning.rollout.weights.rendezvous import find_own_address
 
 MAX_CONNECTIONS = 4
-"""Maximum number of rank 0's connections to a relay: one, and lost ones that the relay has not detected yet."""
+"""Maximum number of rank 0's connections to a relay: one, and lost ones that are not detected yet."""
 
 
 class EngineRelay:
@@ -40,7 +40,7 @@ class EngineRelay:
         self._server = rpc.background_loop().run(self._start(listener, key))
 
     def wait_until_idle(self) -> None:
-        """Return when no request is relayed, or after a moment: rank 0 has cancelled what it does not wait for."""
+        """Wait until no request is relayed, for a moment at most: rank 0 has cancelled what it does not need."""
         deadline = Deadline(intervals.CANCEL_GRACE)
         while self._num_requests and not deadline.is_over:
             time.sleep(intervals.TRANSFER_POLL_INTERVAL)
@@ -69,7 +69,7 @@ class EngineRelay:
 
 
 class RemoteEngine(EngineSampler):
-    """An engine of another rank, as rank 0 samples from it."""
+    """An engine of another rank, which rank 0 samples from."""
 
     def __init__(self, relay: "RelayConnection", engine_id: EngineId, files: ModelFiles) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class RemoteEngine(EngineSampler):
 
 
 class RelayConnection:
-    """Rank 0's connection to the relay of another rank, which is made anew when it has been lost."""
+    """Rank 0's connection to the relay of another rank; reconnects if the connection was lost."""
 
     def __init__(self, url: str, key: bytes) -> None:
         self._url, self._key = url, key
@@ -101,12 +101,12 @@ class RelayConnection:
         self._lock = asyncio.Lock()
 
     async def request(self, number: int, method: str, *arguments: object) -> object:
-        """Call a method of one of the rank's engines, on the background loop."""
+        """Call a method of the rank's engine ``number``, on the background event loop."""
         peer = await self.connect()
         return await peer.call("request", number, method, *arguments)
 
     async def connect(self) -> rpc.Peer:
-        """Return the other end, on the background loop."""
+        """Return the connected peer, on the background event loop."""
         async with self._lock:
             if self._peer is None or self._peer.closed.done():
                 self._peer = await rpc.connect(
@@ -121,10 +121,10 @@ class RelayConnection:
 
 
 class EngineNetwork:
-    """Connects rank 0 to the engines of all ranks, which all make one. It is made and closed with the engines.
+    """Connects rank 0 to the engines of all ranks. Every rank makes one, with its engines, and closes it with them.
 
     Attributes:
-        engines: those of all ranks; on other ranks than rank 0 there are none.
+        engines: on rank 0 the engines of all ranks; empty on other ranks.
     """
 
     def __init__(self, engines: Sequence[Engine], files: ModelFiles) -> None:
@@ -155,7 +155,7 @@ class EngineNetwork:
                 self.engines |= {engine_id: RemoteEngine(connection, engine_id, files) for engine_id in ids}
 
     def wait_until_idle(self) -> None:
-        """Return when this rank relays no request; call it before its engines sleep."""
+        """Wait until this rank relays no request; called before its engines sleep."""
         if self._relay is not None:
             self._relay.wait_until_idle()
 

@@ -1,4 +1,4 @@
-"""What an engine's processes need of their host beside a device: shared memory, open files, a network interface."""
+"""Checks of the host's resources that an engine needs: shared memory, open files, a network interface."""
 
 import contextlib
 import os
@@ -11,22 +11,22 @@ from rlightning.errors import EngineStartError
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 1 << 20
-"""Least free bytes in /dev/shm, for semaphores and small segments of Python's and of OpenMP."""
+"""Least free bytes in /dev/shm, for semaphores and small segments of Python and OpenMP."""
 MIN_SHARED_BYTES_OF_WORKERS = 64 << 20
-"""Least free bytes in /dev/shm for an engine of several workers, which exchange their results through it."""
+"""Least free bytes in /dev/shm for an engine of several workers, which exchange results there."""
 SCARCE_SHARED_BYTES = 512 << 20
-"""Free bytes of shared memory below which the error of an engine that ended without a cause mentions them."""
+"""Free bytes of /dev/shm below which the error of an engine that ended for no known reason mentions them."""
 MIN_OPEN_FILES = 256
 """Least number of files that an engine's process must be allowed to have open at once."""
 WANTED_OPEN_FILES = 65536
-"""Number of open files that an engine's process is allowed, where the host's own limit is that high."""
+"""Number of open files that an engine's process raises its limit to, as far as the host allows."""
 
 
 def check_host(num_workers: int) -> None:
-    """Refuse a host on which no engine of so many workers could start.
+    """Check that an engine of ``num_workers`` workers could start on this host.
 
     Raises:
-        EngineStartError: what is missing, and how to have it.
+        EngineStartError: names what is missing and the remedy.
     """
     needed = MIN_SHARED_BYTES_OF_WORKERS if num_workers > 1 else MIN_SHARED_BYTES
     for problem in (describe_shared_memory(needed), describe_open_files(), describe_network()):
@@ -35,13 +35,13 @@ def check_host(num_workers: int) -> None:
 
 
 def describe_host() -> str:
-    """Return in sentences what may have kept an engine from starting; "" if nothing is scarce."""
+    """Describe scarce resources of the host that may have kept an engine from starting; "" if there are none."""
     problems = (describe_shared_memory(SCARCE_SHARED_BYTES), describe_open_files(), describe_network())
     return " ".join(problem for problem in problems if problem is not None)
 
 
 def describe_shared_memory(needed: int) -> str | None:
-    """Return what is wrong with /dev/shm, if it has less than so many bytes free."""
+    """Describe a /dev/shm with less than ``needed`` bytes free; None if it has enough."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -57,7 +57,7 @@ def describe_shared_memory(needed: int) -> str | None:
 
 
 def describe_open_files() -> str | None:
-    """Return what is wrong with the limit on open files, which an engine's process raises as far as it may."""
+    """Describe a limit on open files that is too low; None if it is high enough, or can be raised."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES:
         return None
@@ -68,7 +68,7 @@ def describe_open_files() -> str | None:
 
 
 def describe_network() -> str | None:
-    """Return what is wrong with the loopback interface, over which an engine's processes find each other."""
+    """Describe a missing loopback interface, which connects an engine's processes; None if there is one."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=intervals.CONNECT_TIMEOUT).close()
@@ -81,7 +81,7 @@ def describe_network() -> str | None:
 
 
 def raise_open_files() -> None:
-    """Let this process have as many files open as its host allows, up to what an engine may want."""
+    """Raise this process's limit on open files to ``WANTED_OPEN_FILES``, as far as the host allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

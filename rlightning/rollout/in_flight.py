@@ -8,9 +8,9 @@
 
 A token's staleness is the number of updates between the weights that sampled it and those that it updates: at weight
 version v every token of a selected group has a version of at least v - max_staleness. Groups with the oldest tokens are
-selected first, and a step waits for groups that no later step could take, within reason: a group that is requeued has
-been sampled for nothing, and those would be the groups with long completions. Groups that were sampled with other
-settings than the step's, such as groups of another size in a resumed run, are requeued too.
+selected first. A step waits, within limits, for groups that would be too old for the next one: requeueing wastes what
+was sampled, mostly of long completions. Groups that were sampled with other settings than the step's, such as groups
+of another size in a resumed run, are requeued too.
 """
 
 import logging
@@ -27,13 +27,13 @@ from rlightning.types.trajectory import from_plain, to_plain
 log = logging.getLogger(__name__)
 
 SEED_OFFSET_PER_ATTEMPT = 1 << 52
-"""Offset between the random streams of two attempts at a group; the streams of a step are below it."""
+"""Offset between the random streams of two attempts at a group; the streams of first attempts are below it."""
 MAX_SURPLUS_GROUPS = 4
-"""Surplus finished groups, for each group that no later step could take, at which a step stops waiting for those."""
+"""Surplus of finished groups, for each running group that is too old for later steps, at which a step stops waiting."""
 
 
 class SavedGroup(TypedDict):
-    """A :class:`Group` in a checkpoint, in plain types; earlier releases have left out the last two."""
+    """A :class:`Group` in a checkpoint, as plain types; checkpoints of earlier releases lack the last two keys."""
 
     prompt: dict[str, Any]
     stream: int
@@ -48,16 +48,16 @@ SavedGroups = dict[str, list[SavedGroup]]
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One prompt and its trajectories, as far as they are there.
+    """One prompt and its trajectories.
 
     Attributes:
-        prompt: what is completed.
-        stream: number of its random stream; another one for each attempt.
+        prompt: that is completed.
+        stream: number of its random stream; each attempt has another one.
         number: its position in the order in which groups were added.
-        first_weight_version: none of its tokens was sampled by older weights; None if it has no tokens, or waits.
-        trajectories: once all of them have ended.
-        settings: what it is sampled with (:func:`~rlightning.rollout.sampler.sampling_settings`); None while it waits.
-        saved: its trajectories as far as they were when a checkpoint was written, in plain types; None: nowhere.
+        first_weight_version: the oldest version that sampled one of its tokens; None if it has no tokens, or waits.
+        trajectories: None until all of them have ended.
+        settings: with which it is sampled (:func:`~rlightning.rollout.sampler.sampling_settings`); None if it waits.
+        saved: its unfinished trajectories in a checkpoint, as plain types; None if there are none.
     """
 
     prompt: Prompt
@@ -69,7 +69,7 @@ class Group:
     saved: list[Any] | None = None
 
     def requeue(self) -> None:
-        """Drop what has been sampled; the next attempt has other random numbers, or it would take as long again."""
+        """Drop what has been sampled. With the same random stream the next attempt could take as long again."""
         self.first_weight_version = self.trajectories = self.settings = self.saved = None
         self.stream += SEED_OFFSET_PER_ATTEMPT
 
@@ -79,7 +79,7 @@ class InFlight:
     """The groups in flight, in the order of their admission.
 
     Args:
-        max_staleness: the greatest age of a token when it is consumed, in updates.
+        max_staleness: maximum staleness of a token when it is trained on, in updates.
 
     Attributes:
         num_stale: groups that were requeued because their tokens were too old, since the last :meth:`pop_selected`.
@@ -108,7 +108,7 @@ class InFlight:
 
     @property
     def num_started(self) -> int:
-        """Number of groups that run or are finished."""
+        """Number of groups that are running or finished."""
         return len(self._groups) - len(self.waiting)
 
     @property
@@ -131,20 +131,20 @@ class InFlight:
         self._finished.append(group)
 
     def requeue_stale(self, weight_version: int) -> list[Group]:
-        """Requeue groups whose tokens are too old to be trained on at this version or a later one.
+        """Requeue groups whose tokens are too old for an update of this version.
 
         Returns:
-            Those of them that are running, whose requests have to be cancelled.
+            The requeued groups that were running: their requests have to be cancelled.
         """
         old = self._sampled_by(weight_version - self.max_staleness - 1)
         self.num_stale += len(old)
         return self._requeue(old)
 
     def requeue_changed(self, settings: dict[str, object]) -> list[Group]:
-        """Requeue groups that were sampled with other settings than these, and log how many.
+        """Requeue groups that were sampled with other settings than these, and log their number.
 
         Returns:
-            As of :meth:`requeue_stale`.
+            The requeued groups that were running, as for :meth:`requeue_stale`.
         """
         changed = [group for group in self._groups if group.settings not in (None, settings)]
         if changed:
@@ -165,13 +165,13 @@ class InFlight:
         return running
 
     def requeue_all(self) -> tuple[int, list[Group]]:
-        """Requeue all groups that run or are finished; returns their number, and those of them that are running."""
+        """Requeue all running and finished groups; return their number, and those that were running."""
         waiting = set(self.waiting)
         started = [group for group in self._groups if group not in waiting]
         return len(started), self._requeue(started)
 
     def suspend(self) -> None:
-        """Requeue the running groups of which nothing is saved; the others stay as they are."""
+        """Requeue the running groups of which nothing is saved."""
         self._requeue([group for group in self.running if group.saved is None])
 
     def select_ready(self, num_groups: int, weight_version: int, *, per_step: int, room: int) -> list[Group]:
@@ -180,14 +180,14 @@ class InFlight:
         :meth:`requeue_stale` has to be called before.
 
         Args:
-            num_groups: to select in all. Fewer than a step takes are a refill, which does not wait for groups that the
-                next step could not take: its step has done so.
-            weight_version: of the weights that they will update.
-            per_step: that each later step is going to take.
-            room: that run or are finished when a step begins.
+            num_groups: total number to select. If it is below ``per_step``, for a refill, no group is waited for that
+                the next step could not take: the step's first call has done so.
+            weight_version: of the weights that the groups will update.
+            per_step: number of groups that each later step takes.
+            room: number of groups that are running or finished when a step begins.
 
         Returns:
-            The groups that were selected now, in no order.
+            The newly selected groups, in no particular order.
         """
         num_due = 0 if num_groups < per_step else self._count_due(num_groups, weight_version, per_step, room)
         num_spare = len(self._selected) + len(self._finished) - num_groups
@@ -205,10 +205,10 @@ class InFlight:
         return len(self._selected)
 
     def _count_due(self, num_groups: int, weight_version: int, per_step: int, room: int) -> int:
-        """Return how many running groups have to be among the next ``num_groups``: later steps cannot take them all.
+        """Return how many running groups this step must wait for, because later steps could not take them all.
 
-        After this step n more can take groups whose first weight version is ``weight_version - max_staleness + n``.
-        Groups beyond what steps take, by ``oversample``, may be left over.
+        Groups whose first weight version is ``weight_version - max_staleness + n`` can be taken by this step and n
+        more. Groups in excess of what steps take (``oversample``) need not be waited for.
         """
         num_due = 0
         for num_steps in range(self.max_staleness):
@@ -231,31 +231,31 @@ class InFlight:
         return sorted(taken, key=lambda group: group.number)
 
     def clear(self) -> None:
-        """Remove everything: another run begins."""
+        """Remove everything, because another run begins."""
         self._groups, self._finished, self._selected, self._at_step_start = [], [], [], None
         self._num_added = self.num_stale = 0
 
     # Checkpoints
 
     def begin_step(self) -> None:
-        """Keep what is in flight now: an unfinished step is repeated from here."""
+        """Keep a copy of what is in flight, from which a checkpoint repeats the step if it does not end."""
         self._at_step_start = list(self._groups)
 
     def end_step(self) -> None:
-        """Note that the step is done, with what it has taken."""
+        """Drop the copy of :meth:`begin_step`: the step has ended."""
         self._at_step_start = None
 
     def state_dict(self, *, at_step_start: bool = True) -> SavedGroups:
-        """Return what is in flight: finished trajectories, and prompts to complete.
+        """Return the groups in flight as plain types: finished trajectories, and prompts to complete.
 
         Args:
-            at_step_start: whether to return, in a step that has not ended, what was in flight at its start.
+            at_step_start: in a step that has not ended, whether to return the state at its start.
         """
         groups = self._at_step_start if at_step_start and self._at_step_start is not None else self._groups
         return {"groups": [_pack(group) for group in groups]}
 
     def load_state_dict(self, state: SavedGroups) -> None:
-        """Go on from a checkpoint: finished groups stay finished, those that were saved run, and all others wait."""
+        """Restore the groups of a checkpoint: finished ones stay finished, partly saved ones run, all others wait."""
         self.clear()
         for packed in state["groups"]:
             self.add([(Prompt(**packed["prompt"]), packed["stream"])])

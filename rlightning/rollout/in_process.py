@@ -1,4 +1,4 @@
-"""A sampler in the trainer's process, as a weight sync drives it: rank 0 has it, the others give it their shards."""
+"""Weight syncs of a sampler in the trainer's process: rank 0 has the sampler, the other ranks send their shards."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from rlightning.rpc.client import LoopThread
 
 
 class InProcessSampler:
-    """A sampler and what is known of its weights; see :class:`~rlightning.rollout.canary.VerifiedSampler`.
+    """Makes a sampler of this process a :class:`~rlightning.rollout.canary.VerifiedSampler`.
 
     Args:
         sampler: that samples and scores.
-        loop: that it is asked on.
+        loop: event loop of its calls.
     """
 
     is_alive = True
@@ -31,7 +31,7 @@ class InProcessSampler:
 
     @property
     def weight_version(self) -> int | None:
-        """See :class:`~rlightning.rollout.sampler.Sampler`."""
+        """The version of the sampler's weights; None if it has none."""
         return self.sampler.weight_version
 
     @weight_version.setter
@@ -39,7 +39,7 @@ class InProcessSampler:
         self.sampler.weight_version = version
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.canary.VerifiedSampler`."""
+        """Return the log-probabilities [N, L] of sequences [N, L] at temperature 1; 0 for each first token."""
 
         async def score() -> list[NDArray[np.float32]]:
             return await asyncio.gather(*(self.sampler.score(sequence) for sequence in token_ids.tolist()))
@@ -48,7 +48,7 @@ class InProcessSampler:
 
 
 class InProcessSamplers(RankSamplers):
-    """This rank's part in a run that samples in the trainer's process.
+    """The samplers of a rank in a run that samples in the trainer's process.
 
     Args:
         samplers: rank 0's sampler; none on the other ranks.
@@ -64,7 +64,7 @@ class InProcessSamplers(RankSamplers):
 
     @property
     def can_sleep(self) -> bool:
-        """See :class:`RankSamplers`."""
+        """Whether the sampler shares the actor's device, and frees its memory while it is not needed."""
         return self._can_sleep
 
     def states(self, weight_version: int) -> SamplerStates:
@@ -94,7 +94,7 @@ class InProcessSamplers(RankSamplers):
 
 @torch.no_grad()
 def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
-    """Take part in the :meth:`Sampler.update_weights` of rank 0, on a rank without a sampler."""
+    """Take part in :meth:`Sampler.update_weights` of rank 0, on a rank without a sampler: send this rank's shards."""
     weights = [tensor for _, tensor in source.named_weights()]
     nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
     gather_into(nothing, weights, destination=COLLECTOR_RANK)

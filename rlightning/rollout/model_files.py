@@ -1,4 +1,4 @@
-"""What a run reads of a model's files beside its weights; the trainer and all of its engines must read the same."""
+"""A model's files other than its weights, which the trainer and all of its engines must read alike."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ from rlightning.models.remote_code import read_config, read_tokenizer
 from rlightning.protocols import HasBackend, has
 
 IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
-"""Keys of a model's configurations that change no sampled token."""
+"""Keys of a model's configurations that do not affect sampled tokens."""
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 LARGEST_COPY = 64 << 20
-"""Maximum bytes of a file that is copied; tokenizers have up to 35 MB."""
+"""Maximum bytes of a file that is copied; tokenizers take up to 35 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class ModelFiles:
 
     Attributes:
         tokenizer: decodes completions.
-        end_token_ids: each ends a completion: the tokenizer's end of sequence and the generation configuration's.
-        facts: what an engine must have read, too: plain values by name.
+        end_token_ids: tokens that end a completion, by the tokenizer and by the generation configuration.
+        facts: plain values by name that an engine must have read alike.
     """
 
     tokenizer: Tokenizer
@@ -37,7 +37,7 @@ class ModelFiles:
 
     @classmethod
     def read(cls, model: str, *, trust_remote_code: bool = False) -> "ModelFiles":
-        """Read a model's files, by transformers alone: an engine's process does not import the actor's code.
+        """Read a model's files by transformers alone, since an engine's process does not import the actor's code.
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
@@ -68,7 +68,7 @@ class ModelFiles:
 
 
 def read_copies(model: str) -> dict[str, bytes]:
-    """Return the files of a local folder that are no weights, of at most ``LARGEST_COPY`` bytes; of the hub's, none."""
+    """Return a local folder's files other than weights, each at most ``LARGEST_COPY`` bytes; none for a hub's name."""
     folder = Path(model)
     if not folder.is_dir():
         return {}
@@ -77,7 +77,7 @@ def read_copies(model: str) -> dict[str, bytes]:
 
 
 def load_generation_config(model: str, config: PreTrainedConfig) -> GenerationConfig:
-    """Read ``generation_config.json``; without one, what ``config`` says of generation."""
+    """Read ``generation_config.json``; without the file, return the generation settings of ``config``."""
     try:
         return GenerationConfig.from_pretrained(model)
     except OSError:
@@ -85,14 +85,14 @@ def load_generation_config(model: str, config: PreTrainedConfig) -> GenerationCo
 
 
 def digest_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return a digest of what maps texts to tokens and back."""
+    """Return a digest of all that affects how a tokenizer encodes and decodes."""
     is_fast = has(tokenizer, HasBackend)
     content = tokenizer.backend_tokenizer.to_str() if is_fast else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
 
 
 def _relevant(values: Mapping[str, object]) -> dict[str, object]:
-    """Those that may change what is sampled, under plain names."""
+    """Return the settings that may affect sampled tokens, by their names in JSON."""
     names = {name: name.rpartition(".")[2] for name in values}
     return {
         name: values[name]

@@ -1,4 +1,4 @@
-"""Which rank asks the engines, and which devices an engine runs on, by the names that CUDA has for them."""
+"""The rank that samples from the engines, and the devices that an engine runs on, by CUDA's names."""
 
 import logging
 import os
@@ -12,12 +12,13 @@ from rlightning.parallel.collectives import gather_objects
 log = logging.getLogger(__name__)
 
 COLLECTOR_RANK = 0
-"""The rank that samples from all engines. It has those that stand alone, and what sends them weights, or the sampler
-that is no engine."""
+"""The rank that samples from all engines. It owns the standalone engines and their weight sender, or the sampler in the
+trainer's process.
+"""
 
 
 def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
-    """The devices of the ranks that share an engine, whatever each of these sees of them."""
+    """The names of the devices of ranks that share an engine, independent of each rank's ``CUDA_VISIBLE_DEVICES``."""
     if own.type != "cuda":
         return ()
     name = _name(own)
@@ -31,15 +32,15 @@ def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
 
 
 def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -> list[tuple[str, ...]]:
-    """Return for each standalone engine devices that no rank of this host has; further engines share them in turn.
+    """Return for each standalone engine devices that no rank of this host uses; surplus engines share them in turn.
 
     Args:
-        own: this rank's.
-        num_engines: that are to be started by rank 0, on its host.
-        devices_per_engine: of each.
+        own: this rank's device.
+        num_engines: number of engines, all on rank 0's host.
+        devices_per_engine: number of devices of an engine.
 
     Raises:
-        ConfigError: if there are too few for one.
+        ConfigError: if there are too few free devices for one engine.
     """
     host = socket.gethostname()
     taken = {name for other, name in gather_objects((host, _name(own)), name="devices") if other == host}

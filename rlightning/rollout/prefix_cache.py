@@ -1,4 +1,4 @@
-"""The share of requests' tokens that an engine finds in its prefix cache."""
+"""Counts of prompt tokens that an engine found in its prefix cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from rlightning.rollout.engine_output import EngineOutput
 
 @dataclass(slots=True)
 class PrefixCacheUse:
-    """Numbers of tokens in the prompts of requests.
+    """Numbers of prompt tokens, in total and in the prefix cache.
 
     Attributes:
-        num_tokens: all tokens.
-        num_cached: the tokens whose keys and values the engine had cached.
+        num_tokens: tokens of all prompts.
+        num_cached: tokens whose keys and values the engine had cached.
     """
 
     num_tokens: int = 0
@@ -23,27 +23,27 @@ class PrefixCacheUse:
         """Count a request.
 
         Args:
-            token_ids: [P], that its samples follow.
-            outputs: of its samples.
+            token_ids: [P], the prompt.
+            outputs: of the request's samples.
         """
         self.num_tokens += len(token_ids)
         self.num_cached += outputs[0].get("num_cached_tokens", 0)
 
     def add(self, other: "PrefixCacheUse") -> None:
-        """Count what another one has counted."""
+        """Add another object's counts."""
         self.num_tokens += other.num_tokens
         self.num_cached += other.num_cached
 
     def take(self) -> "PrefixCacheUse":
-        """Return what has been counted since the last call."""
+        """Return the counts since the last call, and reset them."""
         taken = PrefixCacheUse(self.num_tokens, self.num_cached)
         self.num_tokens = self.num_cached = 0
         return taken
 
 
 class CountsPrefixCache(Protocol):
-    """An engine that counts its requests' tokens."""
+    """An engine that counts its cached prompt tokens."""
 
     @property
     def prefix_cache(self) -> PrefixCacheUse:
-        """The counts of tokens since they were taken last."""
+        """The counts since they were last taken."""

@@ -1,4 +1,4 @@
-"""The engines that a rank has: their processes, and the actor's weights in them.
+"""The engines of a rank: their processes and their weights.
 
 ::
 
@@ -41,22 +41,22 @@ MAX_RESTARTS = 1
 
 
 class RankEngines(RankSamplers):
-    """The engines of this rank. All ranks make one, and call it alike.
+    """The engines of this rank. Every rank makes one, and all ranks call the same methods in the same order.
 
-    An engine that died is started again at the next weight sync, once a step. The run goes on without engines that die
-    twice in a step, or cannot be started again, as long as another one is left.
+    A dead engine is restarted at the next weight sync, once a step. The run continues without engines that die twice in
+    a step, or cannot be restarted, as long as another engine is left.
 
     Args:
-        configs: of the engines; those of rank 0's on ranks that have none, which only send weights.
+        configs: of this rank's engines; on ranks without engines, which only send weights, of rank 0's.
         engines: this rank's.
-        make_sender: of the weights.
-        is_colocated: whether the engines share their devices with actors: the run waits for all of them then, and
-            weights are only sent while none of them samples.
+        make_sender: makes the sender of the weights.
+        is_colocated: whether engines share devices with actors. The run then waits until all are up, and sends weights
+            only while none of them samples.
         is_shared: whether ranks share an engine.
         keeps_cache: see :class:`~rlightning.rollout.weights.driver.WeightUpdater`.
 
     Attributes:
-        updated: engines that were sent weights last.
+        updated: engines that were sent weights in the last sync.
         pause_seconds: for which the last weight sync paused engines that were sampling.
     """
 
@@ -80,7 +80,7 @@ class RankEngines(RankSamplers):
         self._make_sender = make_sender
         self._updater: WeightUpdater | None = None
         self._restarts = [RestartPolicy(MAX_RESTARTS) for _ in engines]
-        self._lost: dict[int, EngineError] = {}  # by number: engines that are not started again
+        self._lost: dict[int, EngineError] = {}  # engines that are not started again, by number
         self._sent: dict[Engine, EngineConnection] = {}
         self._is_pausing = self._has_served = self._has_waited = False
 
@@ -88,7 +88,7 @@ class RankEngines(RankSamplers):
 
     @property
     def can_sleep(self) -> bool:
-        """Whether engines give their device's memory back while they are not needed."""
+        """Whether engines free their device memory while they are not needed."""
         return self.config.can_sleep
 
     def start(self) -> None:
@@ -97,10 +97,10 @@ class RankEngines(RankSamplers):
             engine.start()
 
     def wait_for_first(self) -> None:
-        """Wait until one of the engines that have been started is up.
+        """Wait until the first of the started engines is up, or has failed.
 
         Raises:
-            EngineStartError: of one that could not start.
+            EngineStartError: this engine could not start.
         """
         starts = [engine.ready for engine in self.samplers if engine.process is not None]
         for start in wait(starts, return_when=FIRST_COMPLETED).done:
@@ -125,10 +125,10 @@ class RankEngines(RankSamplers):
         return bool(starting) and (self.is_colocated or not has_one)
 
     def wait_for_start(self) -> None:
-        """Block until the run need not wait for an engine of this rank: all are up or dead, or, standalone, one is up.
+        """Block until all engines of this rank are up or dead; until one is up, if they are standalone.
 
-        The first time it also waits up to ``intervals.ENGINE_START_GRACE`` for the other standalone engines, or the one
-        that is up first would get all requests.
+        The first call also waits up to ``intervals.ENGINE_START_GRACE`` seconds for the other standalone engines, since
+        otherwise the first one would get all requests.
         """
         while starting := [engine.ready for engine in self.living if engine.is_alive and not engine.is_up]:
             if not self.is_colocated and any(engine.is_up for engine in self.living):
@@ -139,16 +139,16 @@ class RankEngines(RankSamplers):
         self._has_waited = True
 
     def needs_sync(self) -> bool:
-        """Whether a weight sync would bring an engine of this rank back, while others may be sampling."""
+        """Whether a weight sync would bring an engine of this rank back into use, while others may be sampling."""
         if self.is_colocated:
             return False
         return bool(self.dead) or any(engine.is_up and engine.weight_version is None for engine in self.living)
 
     def restart_dead(self) -> None:
-        """Start engines again that have died; they need weights then.
+        """Restart dead engines, within their restart budget; they then need weights.
 
         Raises:
-            EngineError: a colocated engine cannot be started.
+            EngineError: a colocated engine cannot be restarted.
         """
         for number in self.dead:
             engine = self.samplers[number]
@@ -171,7 +171,7 @@ class RankEngines(RankSamplers):
             log.warning("%s is not restarted: %s", self._describe(number), error.line)
 
     def reset_restart_budget(self) -> None:
-        """Allow each engine one more restart: a step begins, or has ended."""
+        """Allow each engine one more restart; called when a step begins, and when it has ended."""
         for policy in self._restarts:
             policy.reset()
 
@@ -207,7 +207,7 @@ class RankEngines(RankSamplers):
     # Weights
 
     def states(self, weight_version: int) -> SamplerStates:
-        """Return what the other ranks have to know."""
+        """Return the state of this rank's engines for the other ranks."""
         living = self.living
         pending = living if self.is_colocated else [engine for engine in living if engine.is_up]
         return SamplerStates(
@@ -219,12 +219,12 @@ class RankEngines(RankSamplers):
         )
 
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """Have each engine that is stale load the actor's weights; see :meth:`WeightUpdater.send_weights`.
+        """Send the actor's weights to each engine that lacks them; see :meth:`WeightUpdater.send_weights`.
 
         Args:
             source: of the weights.
-            weight_version: of them.
-            unproven: send them to engines alone that have not shown yet that they use an adapter.
+            weight_version: of the weights.
+            unproven: send only to engines that have not shown yet that they apply an adapter.
         """
         adapter_source = None
         if self.config.has_adapter:
@@ -247,7 +247,7 @@ class RankEngines(RankSamplers):
         self._updater.send_weights(source, list(self._sent.values()))
 
     def activate_weights(self, weight_version: int) -> None:
-        """Have the engines that were sent weights sample from them; those that died meanwhile hold none."""
+        """Let the engines sample from the weights that they were sent; an engine that died meanwhile has none."""
         assert self._updater is not None, "send_weights comes first"
         self._synchronize("engine takes its KV cache")
         complete = self._updater.activate_weights(weight_version)
@@ -271,11 +271,11 @@ class RankEngines(RankSamplers):
 
 
 def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> RankEngines:
-    """Return engines on this rank's device, or on those of neighbours.
+    """Return engines on this rank's device, or one engine on the devices of several consecutive ranks.
 
     Args:
-        configs: of the engines, as this rank would start them alone; all share its device.
-        num_ranks: neighbours, this one among them, whose devices an engine spans: its ``tensor_parallel_size``.
+        configs: of the engines on this rank's device, as if the rank were alone.
+        num_ranks: consecutive ranks whose devices an engine spans: its ``tensor_parallel_size``.
     """
     first = global_rank() // num_ranks * num_ranks
     ranks = range(first, first + num_ranks)
@@ -291,7 +291,7 @@ def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> Ra
 
 
 def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = True) -> RankEngines:
-    """Return engines on devices of their own, which rank 0 has.
+    """Return engines on devices of their own, which rank 0 starts.
 
     Args:
         configs: of the engines.
@@ -307,7 +307,7 @@ def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = T
 
 
 def check_group_size(size: int) -> None:
-    """Refuse a number of ranks an engine that the run cannot be cut into."""
+    """Raise ConfigError if ranks cannot be grouped by ``size``, the number of ranks that share an engine."""
     if size == 1:
         return
     hosts = gather_objects(socket.gethostname(), name="hosts")

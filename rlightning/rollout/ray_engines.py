@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineActor:
-    """One engine, which serves a trainer after the other; the class behind Ray's actors."""
+    """An engine that serves one trainer after the other; the class of the Ray actors."""
 
     def __init__(self, driver: DriverContext) -> None:
         driver.enter()
@@ -59,15 +59,15 @@ class EngineActor:
         log_file: Path,
         key: str,
     ) -> None:
-        """Start the engine and serve; returns by an exception only, and when it is called again.
+        """Start the engine and serve until an exception, or until another call of this method.
 
         Args:
             options: of the rollout.
-            module: as it is configured, without weights.
+            module: the configured module, without weights.
             sampling: of training completions.
             max_prompt_tokens: of the longest prompt; None is whatever the model allows.
             log_file: of the engine.
-            key: that trainers must know.
+            key: shared key by which trainers authenticate.
         """
         if self._has_run:
             return
@@ -88,10 +88,10 @@ C = TypeVar("C", bound=HasOptions)
 
 
 class RayEngines(Generic[C]):
-    """The standalone engines of a run in Ray actors; they outlive its workers.
+    """The standalone engines of a run as Ray actors, which outlive the training workers.
 
     Args:
-        callback: whose engines they are.
+        callback: the rollout callback that uses the engines.
     """
 
     def __init__(self, callback: C) -> None:
@@ -102,10 +102,10 @@ class RayEngines(Generic[C]):
         self._uses_gpus = False
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
-        """Refuse engines that the cluster has no place for beside the workers, which tell what kind of device is used.
+        """Check that the cluster has enough resources for the engines beside the workers.
 
         Raises:
-            ConfigError: names what is needed and what there is.
+            ConfigError: names the needed and the available resources.
         """
         options = self.callback.options
         has = import_ray().cluster_resources()
@@ -121,19 +121,19 @@ class RayEngines(Generic[C]):
             )
 
     def start(self, module: object, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> C:
-        """Start the engines, unless they are there already; returns before they are up.
+        """Start the engines unless they are running; return before they are up.
 
         Args:
-            module: as it is configured, without weights.
+            module: the configured module, without weights.
             max_prompt_tokens: of the longest prompt; None is whatever the model allows.
-            folder: of their logs.
-            driver: what their actors take over from this process.
+            folder: for the engines' logs.
+            driver: settings of this process that the actors take over.
 
         Returns:
-            A copy of the callback that knows where they are.
+            A copy of the callback with the engines' URLs.
 
         Raises:
-            ConfigError: Ray has no place for an actor.
+            ConfigError: Ray lacks the resources for an actor.
         """
         ray = import_ray()
         if not self.actors:

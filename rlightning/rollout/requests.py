@@ -1,4 +1,4 @@
-"""What a run asks of its engines: prompts, how they are sampled, and from which random streams."""
+"""Requests to the engines: prompts, their sampling settings, and the numbers of their random streams."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ PromptStream = tuple[Prompt, int]
 
 
 class RandomStreams:
-    """Numbers of random streams for prompts; all ranks make one, and call it alike.
+    """Draws the numbers of prompts' random streams. Every rank has one; :meth:`draw` is a collective.
 
-    No prompt has the number of another one, or its own of other weights or of another purpose; one that comes again, on
-    another rank or in a refill, gets another number. A resumed run gives the same numbers, on any number of ranks.
+    A number is unique to a prompt, a weight version and a purpose (training or validation), and to each repetition of
+    the prompt, on any rank or in a refill. A resumed run draws the same numbers, on any number of ranks.
     """
 
     def __init__(self) -> None:
         self.purpose: Purpose = "training"
-        self._num_drawn: Counter[int] = Counter()  # of each prompt since begin()
+        self._num_drawn: Counter[int] = Counter()  # samples drawn of each prompt since begin()
 
     def begin(self, purpose: Purpose) -> None:
         """Begin a training step, or a validation of one or several sets."""
@@ -38,7 +38,7 @@ class RandomStreams:
         self._num_drawn.clear()
 
     def draw(self, prompts: Sequence[Prompt], weight_version: int) -> list[int]:
-        """Return a number for each of this rank's prompts; a collective."""
+        """Return the number of a random stream for each of this rank's prompts; a collective."""
         drawn_by_rank = gather_objects([prompt.index for prompt in prompts], name="prompts to complete")
         seen = self._num_drawn + Counter(index for drawn in drawn_by_rank[: global_rank()] for index in drawn)
         self._num_drawn.update(index for drawn in drawn_by_rank for index in drawn)
@@ -57,23 +57,23 @@ class RandomStreams:
 def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
     """Return ``sampling`` with the seed of ``seed_everything``, unless it has one.
 
-    On a GPU vLLM draws for each seeded request by itself, which slows sampling: there ``rollout.seed`` decides alone.
+    On a GPU it is returned unchanged: vLLM samples seeded requests one by one there, which is slow.
     """
     is_wanted = sampling.seed is None and device.type == "cpu"
     return replace(sampling, seed=run_seed()) if is_wanted else sampling
 
 
 def group_sampling(sampling: Sampling, prompt: Prompt, stream: int) -> Sampling:
-    """Return how one prompt's completions are sampled, with a seed of their own."""
+    """Return the sampling settings of one prompt, with a seed from the run's seed and the prompt's stream."""
     seed = None if sampling.seed is None else mix_seed(sampling.seed, "completions", stream)
     return replace(sampling.of(prompt), seed=seed)
 
 
 def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, max_model_len: int) -> None:
-    """Refuse what an engine would cut, or refuse itself in the midst of a step.
+    """Check that prompts and completions fit the engine's maximum length, before a step begins.
 
     Raises:
-        ConfigError: with the numbers.
+        ConfigError: names the lengths.
     """
     if num_samples > 1 and any(sampling.of(prompt).temperature == 0 for prompt in prompts):
         raise ConfigError(
@@ -91,10 +91,10 @@ def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampli
 
 
 def check_own_limit(longest: int, sampling: Sampling) -> None:
-    """Refuse a prompt's own limit above the run's, by which engines and memory are laid out.
+    """Raise ConfigError if a prompt's own ``max_new_tokens`` exceeds the run's, for which engines and memory are made.
 
     Args:
-        longest: the largest limit of a prompt's own; 0 where none has one.
+        longest: the largest limit of any prompt; 0 if no prompt has one.
         sampling: of the run.
     """
     if longest > sampling.max_new_tokens:
@@ -105,7 +105,7 @@ def check_own_limit(longest: int, sampling: Sampling) -> None:
 
 
 def check_stop_tokens(sampling: Sampling, vocab_size: int) -> None:
-    """Refuse stop tokens that the model does not have."""
+    """Raise ConfigError for stop tokens outside the model's vocabulary."""
     if any(token >= vocab_size for token in sampling.stop_token_ids):
         raise ConfigError(
             f"rollout.stop_token_ids={list(sampling.stop_token_ids)} must be below {vocab_size}, the size of the "
@@ -114,6 +114,6 @@ def check_stop_tokens(sampling: Sampling, vocab_size: int) -> None:
 
 
 def validation_sampling(sampling: Sampling, chosen: "ValidationSet") -> Sampling:
-    """How a validation set is sampled: as in training, but for its temperature."""
+    """Return the sampling settings of a validation set: those of training with the set's temperature."""
     assert chosen.temperature is not None
     return replace(sampling, temperature=chosen.temperature)

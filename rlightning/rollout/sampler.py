@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 MAX_SUPPORT = 128
-"""Largest support in tokens: a distribution truncated to more of them is not corrected in the trainer."""
+"""Largest support in tokens. A truncated distribution with a larger one is not corrected in the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +32,18 @@ class Sampling:
     """How completions are sampled; the names are vLLM's.
 
     Attributes:
-        temperature: logits are divided by it before sampling, and by the trainer too; 0 is greedy. vLLM takes no
-            other below 0.01, and none above 2.
+        temperature: divides the logits, in sampler and trainer; 0 is greedy. Otherwise from 0.01 to 2.
         top_p: sample from the smallest set of tokens with this probability mass.
-        top_k: sample from this many likeliest tokens; 0 is all, and with ``top_p`` or ``min_p`` the ``MAX_SUPPORT``
-            likeliest.
+        top_k: sample from this many likeliest tokens; 0 for all, or for ``MAX_SUPPORT`` with ``top_p`` or ``min_p``.
         min_p: leave out tokens less likely than this share of the likeliest one's probability.
-        max_new_tokens: completions are cut here.
+        max_new_tokens: maximum tokens of a completion.
         stop: strings that end a completion, and are part of its text.
         stop_token_ids: tokens that end a completion, besides the end of sequence, and are part of its text unless the
             tokenizer calls them special.
-        json_schema: of what completions are, as JSON; other tokens have no probability then. Only samplers that are
-            :class:`StructuredSampler` follow it.
-        seed: makes sampling repeatable; each sample of each prompt draws from a stream of its own, a hash of this seed,
-            the step and the prompt.
-        returns_supports: whether samples of truncated distributions have their supports, which training needs.
+        json_schema: JSON schema, as text, that constrains completions; only a :class:`StructuredSampler` follows it.
+        seed: makes sampling repeatable; each sample has a random stream of its own, from a hash of this seed, the step
+            and the prompt.
+        returns_supports: whether samples of truncated distributions contain their supports, which training needs.
     """
 
     temperature: float = 1.0
@@ -76,33 +73,33 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are cut off the distribution that is sampled from."""
+        """Whether ``top_p``, ``top_k`` or ``min_p`` truncate the distribution."""
         return self.temperature > 0 and bool(self.top_p < 1 or self.top_k or self.min_p)
 
     @property
     def effective_top_k(self) -> int:
-        """The sampler's ``top_k``: ``MAX_SUPPORT`` where ``top_p`` or ``min_p`` truncate without one; 0 is all."""
+        """The ``top_k`` given to the sampler: ``MAX_SUPPORT`` if only ``top_p`` or ``min_p`` truncate; 0 is all."""
         return self.top_k or (MAX_SUPPORT if self.is_truncated else 0)
 
     @property
     def max_support(self) -> int:
-        """Tokens of the largest support that the sampler returns; 0: it returns none."""
+        """Maximum tokens of a support that the sampler returns; 0 if it returns none."""
         return min(self.effective_top_k, MAX_SUPPORT) if self.is_truncated and self.returns_supports else 0
 
     def of(self, prompt: Prompt) -> "Sampling":
-        """Return how a prompt's completions are sampled: with its own temperature and limit, where it has any."""
+        """Return these settings with a prompt's own temperature and limit, if it has any."""
         own = {"temperature": prompt.temperature, "max_new_tokens": prompt.max_new_tokens}
         given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
         return replace(self, **given) if given else self
 
 
 def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, object]:
-    """Return what decides how a group's completions are distributed, by configuration key, in plain types.
+    """Return the settings that affect the distribution of a group's completions, as plain values by configuration key.
 
     Args:
         num_samples: completions of each prompt.
-        sampling: of them. Its seed is left out: completions of another seed are as good. So are a schema, which only
-            single requests have, and whether supports are returned.
+        sampling: its seed, ``json_schema`` and ``returns_supports`` are left out: completions of another seed are
+            equivalent, and a schema belongs to single requests.
     """
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
     del values["seed"], values["json_schema"], values["returns_supports"]
@@ -110,9 +107,9 @@ def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, object]
 
 
 def temperature_rule(temperature: float) -> dict[str, bool]:
-    """Return the rule of temperatures, and whether ``temperature`` follows it; for :func:`check_rules`.
+    """Return the rule for temperatures and whether ``temperature`` satisfies it, for :func:`check_rules`.
 
-    vLLM samples at 0.01 if it is given less, while the trainer would divide by what it was given.
+    Below 0.01 vLLM samples at 0.01, while the trainer would divide by the smaller number.
     """
     lowest, highest = TEMPERATURES
     rule = f"temperature={temperature} must be 0, which is greedy, or from {lowest} to {highest:g}"
@@ -120,15 +117,15 @@ def temperature_rule(temperature: float) -> dict[str, bool]:
 
 
 OnCompleted = Callable[[Prompt, list[Trajectory]], None]
-"""Called with a prompt and all of its trajectories while others are still generated, once or, for some, not at all."""
+"""Called with a prompt and all of its trajectories while others are still generated, at most once a prompt."""
 
 
 TakePrompts = Callable[[int], list[Prompt]]
-"""A function that returns a number of further prompts of the training set."""
+"""A function that returns the next ``n`` prompts of the training set."""
 
 
 class Generator(Protocol):
-    """Completes prompts; what an RLModule asks of the callback that owns the engine. Subclass it."""
+    """Protocol of the rollout callback, by which an RLModule gets completions of prompts. Subclass it."""
 
     max_staleness: int = 0
     """Maximum staleness, in updates, of the tokens that :meth:`collect_trajectories` returns."""
@@ -151,28 +148,28 @@ class Generator(Protocol):
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
     ) -> list[list[Trajectory]]:
-        """Hand in prompts to train on and get the trajectories of as many: these, or earlier ones that were in flight.
+        """Add prompts, and return the trajectories of as many: of these, or of earlier ones that were in flight.
 
         Args:
-            prompts: of this rank.
-            num_samples: trajectories of each.
-            sampling: how.
-            on_completed: called as of :meth:`generate`.
-            take_prompts: gives further ones to be in flight.
+            prompts: this rank's.
+            num_samples: trajectories of each prompt.
+            sampling: settings of all requests.
+            on_completed: see :data:`OnCompleted`.
+            take_prompts: returns additional prompts to keep in flight.
         """
         return self.generate(prompts, num_samples, sampling, on_completed)
 
     def describe(self) -> str:
-        """Return what samples, in a line; "" to say nothing of it."""
+        """Describe the sampler in a line for the start of a run; "" for none."""
         return ""
 
 
 class HasGenerator(Protocol):
-    """A module that has its prompts completed in its own steps, such as an RLModule.
+    """A module that requests completions in its steps, such as an RLModule.
 
     Attributes:
-        generator: completes them; the rollout callback sets it.
-        sampling: how; the rollout callback sets it.
+        generator: completes prompts; set by the rollout callback.
+        sampling: settings of training completions; set by the rollout callback.
     """
 
     generator: Generator | None
@@ -208,27 +205,27 @@ class TokenSampler(Protocol):
                 for the last tokens of a sample.
 
         Returns:
-            ``num_samples`` of them, each token with its log-probability under the distribution that it was drawn from,
-            that distribution's support where ``sampling.max_support`` is above 0, and the version of the weights.
+            ``num_samples`` samples. Each token has its log-probability under the distribution that it was drawn from,
+            that distribution's support if ``sampling.max_support`` is above 0, and the version of the weights.
 
         Raises:
-            EngineError: the sampler has no weights, has failed, or does not take a sequence of this length.
+            EngineError: the sampler has no weights, has failed, or the sequence is too long.
         """
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return log-probabilities (temperature 1) of ``token_ids`` [P] under its weights: [P], 0 for the first."""
+        """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
 
 
 class StructuredSampler(Protocol):
-    """A :class:`TokenSampler` that may follow ``Sampling.json_schema``."""
+    """A :class:`TokenSampler` that may support ``Sampling.json_schema``."""
 
     @property
     def follows_schemas(self) -> bool:
-        """Whether it does."""
+        """Whether completions follow ``Sampling.json_schema``."""
 
 
 def follows_schemas(sampler: TokenSampler) -> bool:
-    """Return whether a sampler follows schemas; one that does not say so does not."""
+    """Return whether a sampler follows JSON schemas; False if it is no :class:`StructuredSampler`."""
     return sampler.follows_schemas if has(sampler, StructuredSampler) else False
 
 
@@ -236,30 +233,29 @@ class Sampler(TokenSampler, Protocol):
     """A :class:`TokenSampler` in rank 0's process that holds its own copy of the policy.
 
     Attributes:
-        weight_version: of the weights that it holds; None before the first ones came, and while it sleeps.
+        weight_version: version of its weights; None before the first update and while it sleeps.
     """
 
     weight_version: int | None
 
     def update_weights(self, source: "WeightSource", version: int) -> None:
-        """Take the actor's weights, awake; called on rank 0, which has the sampler, on the trainer's thread.
+        """Copy the actor's weights; called while awake, on rank 0, which has the sampler, on the trainer's thread.
 
         The other ranks meanwhile call :func:`~rlightning.rollout.in_process.send_shards`, which is one
-        :func:`~rlightning.parallel.gathering.gather_into` to rank 0 of all weights. Where the weights are sharded, this
-        method must issue the same collectives: one ``gather_into`` of all of ``source.named_weights()``, in their
-        order, with ``destination=0`` and outputs of the dtype that the sampler was made for. A call for each weight
-        issues others, and hangs.
+        :func:`~rlightning.parallel.gathering.gather_into` of all weights to rank 0. With sharded weights this method
+        must issue the same collectives: one ``gather_into`` of all of ``source.named_weights()``, in their order, with
+        ``destination=0`` and outputs of the sampler's dtype. One call for each weight would hang.
 
         Args:
             source: of the weights.
-            version: of these weights.
+            version: of the weights.
         """
 
     def sleep(self) -> None:
-        """Give the device's memory back to an actor on the same device; a no-op elsewhere. Weights are lost."""
+        """Free the memory of a sampler that shares its device with an actor, weights included; else do nothing."""
 
     def wake(self) -> None:
-        """Take the memory again, if it was given back; called before each :meth:`update_weights`."""
+        """Allocate the memory that :meth:`sleep` freed; called before each :meth:`update_weights`."""
 
     def close(self) -> None:
-        """End it and everything that it started; what is under way fails. May be called twice."""
+        """End the sampler and all that it started; running requests fail. May be called twice."""

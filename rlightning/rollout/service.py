@@ -1,12 +1,12 @@
-"""The serving side of an engine that trainers on other hosts use, one after the other.
+"""Serves one engine to trainers on other hosts, one after the other (``rlightning serve``).
 
 ::
 
     trainer                     rlightning serve                     engine process
       ServedEngine  ---tcp--->    EngineService ---> EngineProcess --->  VLLMServer
 
-The engine outlives its trainers. One that dies is started again, and the trainer, whose connection ends, connects anew.
-One that keeps dying before it has sampled anything ends the service.
+The engine outlives its trainers. If it dies, the trainer's connection ends, the engine is restarted, and the trainer
+reconnects. An engine that dies repeatedly before it has sampled anything ends the service.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from rlightning.rollout.vllm.launcher import EngineProcess
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
-"""Maximum number of restarts of an engine until it has answered a request for samples."""
+"""Maximum number of restarts of an engine that has not completed a sampling request."""
 
 
 class Client:
-    """A trainer that has the engine to itself; what it is served with.
+    """Serves one connected trainer.
 
     Args:
         engine: that is up.
-        restarts: its budget, which is restored when it has sampled.
+        restarts: the engine's restart budget, which is reset when the engine has sampled.
     """
 
     def __init__(self, engine: EngineProcess, restarts: RestartPolicy) -> None:
@@ -43,13 +43,13 @@ class Client:
         self._unfinished: set[asyncio.Future[Any]] = set()
 
     async def serve(self, end: socket.socket, address: str) -> None:
-        """Return when the trainer is gone or the engine has died, and what is not to be left half done is done."""
+        """Serve until the trainer disconnects or the engine dies, and calls that must not be cut short are done."""
         methods = {name: partial(self._forward, name) for name in METHODS}
         peer = await rpc.Peer.open(
             end,
             {**methods, "describe": self._describe},
             name=f"the trainer at {address}",
-            heartbeat_timeout=float("inf"),  # one that is suspended keeps its place
+            heartbeat_timeout=float("inf"),  # a suspended trainer keeps its place
             check_alive=self._ping,
         )
         ended = asyncio.wrap_future(self.engine.ended)
@@ -66,14 +66,14 @@ class Client:
                 await asyncio.wait(self._unfinished)
 
     async def _describe(self) -> EngineFacts:
-        await self._ping()  # once the engine is up
+        await self._ping()  # returns once the engine is up
         return self.engine.ready.result()
 
     async def _ping(self) -> None:
         await self._forward("ping")
 
     async def _forward(self, method: str, *arguments: object) -> object:
-        """Call the engine; sampling is cancelled when the trainer is gone, anything else is soon done."""
+        """Call the engine. When the trainer disconnects, sampling is cancelled; other calls end soon."""
         call = asyncio.ensure_future(self.engine.call(method, *arguments))
         if method not in SAMPLING_METHODS:
             self._unfinished.add(call)
@@ -91,7 +91,7 @@ class Client:
 
 
 class EngineService:
-    """Keeps an engine up, and lets one trainer at a time use it.
+    """Keeps an engine running, and serves one trainer at a time.
 
     Args:
         config: of the engine.
@@ -106,10 +106,10 @@ class EngineService:
         self._restarts = RestartPolicy(MAX_RESTARTS)
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until this thread is interrupted; ``on_ready`` is called when the engine is up for the first time.
+        """Serve until this thread is interrupted; call ``on_ready`` when the engine is up for the first time.
 
         Raises:
-            EngineError: the engine could not start, or has used up its restarts.
+            EngineError: the engine could not start, or has exhausted its restarts.
         """
         try:
             rpc.background_loop().run(self._serve(on_ready))
@@ -136,7 +136,7 @@ class EngineService:
             await server.close()
 
     async def _start(self) -> EngineProcess:
-        """Return a new engine, once it is up."""
+        """Start a new engine, and return it when it is up."""
         self._engine = EngineProcess(self.config)
         await asyncio.shield(asyncio.wrap_future(self._engine.ready))
         return self._engine
@@ -158,7 +158,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def pack_arrays(value: object) -> object:
-    """Return a result with its arrays as such: a memoryview would arrive as bytes."""
+    """Return a result whose memoryviews are arrays again, which keep their dtype in transport."""
     if isinstance(value, memoryview):
         return rpc.Buffer(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Choosing the next token of each sequence from its logits, by its own settings and its own random number.
+"""Chooses the next token of each sequence from its logits, sampling settings and a random number.
 
 Letters: ``N`` sequences, ``V`` vocabulary.
 """
@@ -17,8 +17,8 @@ class Choice(NamedTuple):
 
     Attributes:
         tokens: [N].
-        logprobs: [N], under the distributions that they were drawn from; of greedy ones, at temperature 1.
-        supports: N, the tokens of each distribution where it is truncated to at most ``max_support``.
+        logprobs: [N], under the distribution that each was drawn from; at temperature 1 if it is greedy.
+        supports: N, the tokens of each distribution that is truncated to at most ``max_support``, else empty.
     """
 
     tokens: Tensor
@@ -29,17 +29,17 @@ class Choice(NamedTuple):
 def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Choice:
     """Choose a token for each sequence.
 
-    The order is vLLM's: the temperature, ``min_p``, ``top_k``, ``top_p``. A sequence's token depends on its own row and
-    number alone.
+    Settings apply in vLLM's order: temperature, ``min_p``, ``top_k``, ``top_p``. A token depends on its sequence's
+    logits and random number alone.
 
     Args:
         logits: [N, V] float32.
         samplings: N.
-        uniforms: N random numbers in [0, 1), by which a token is taken from the cumulated probabilities; greedy
-            sequences (``temperature=0``) need none.
+        uniforms: N random numbers in [0, 1), for inverse transform sampling; unused by greedy sequences
+            (``temperature=0``).
 
     Returns:
-        What was chosen, on the CPU.
+        The tokens, on the CPU.
     """
     device = logits.device
     temperatures = torch.tensor([one.temperature or 1.0 for one in samplings], device=device)
@@ -55,7 +55,7 @@ def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
 
 
 def find_supports(logprobs: Tensor, samplings: Sequence[Sampling]) -> list[list[int]]:
-    """Return the tokens that truncated distributions [N, V] are left with, if they are at most ``max_support``."""
+    """Return the supports of truncated distributions [N, V]; empty for one of more than ``max_support`` tokens."""
     supports: list[list[int]] = [[] for _ in samplings]
     if any(one.max_support for one in samplings):
         limits = torch.tensor([one.max_support for one in samplings], device=logprobs.device)
@@ -66,7 +66,7 @@ def find_supports(logprobs: Tensor, samplings: Sequence[Sampling]) -> list[list[
 
 
 def cut_distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Return logits [N, V], -inf where ``min_p``, ``top_k`` or ``top_p`` of a sequence leave a token out."""
+    """Return logits [N, V] with -inf for the tokens that a sequence's ``min_p``, ``top_k`` or ``top_p`` leave out."""
     device = logits.device
     if any(one.min_p for one in samplings):
         share = torch.tensor([one.min_p for one in samplings], device=device)

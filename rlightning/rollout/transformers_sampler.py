@@ -1,7 +1,7 @@
-"""A sampler in the trainer's own process: Hugging Face's model, on any device, without an engine.
+"""A sampler in the trainer's process: a Hugging Face model, on any device, without an engine.
 
-Requests of all callers are decoded together, a token a step of every sequence, in a thread that runs while there are
-any. A request joins at the next step, and its sequences leave as they end.
+Requests are decoded with continuous batching, one token of every sequence a step, in a thread that runs while there are
+requests.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class _SampleRequest:
 
 @dataclass(eq=False)
 class _Sequence:
-    """One sample of a request: its tokens so far, and its random numbers, one a token, whatever it is batched with."""
+    """One sample of a request: its tokens so far, and its random numbers, one a token, independent of the batch."""
 
     request: _SampleRequest
     uniforms: list[float]
@@ -66,7 +66,7 @@ class _Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens that the cache holds of it: all but the one that was sampled last."""
+        """Number of the sequence's tokens in the cache: all but the last sampled one."""
         return len(self.request.token_ids) + len(self.token_ids) - 1
 
 
@@ -75,14 +75,14 @@ class TransformersSampler:
 
     Args:
         config: of the policy.
-        files: of the policy: its tokenizer, and what ends a completion.
-        device: where it computes.
-        dtype: what it computes in.
-        max_length: tokens of the longest sequence.
-        max_sequences: that are decoded at once; others wait.
+        files: of the policy, for its tokenizer and end tokens.
+        device: of the copy.
+        dtype: of the copy.
+        max_length: maximum tokens of a sequence.
+        max_sequences: maximum number of sequences that are decoded at once; others wait.
 
     Attributes:
-        weight_version: of the weights that it holds; None before the first came, and while it sleeps.
+        weight_version: version of its weights; None before the first update and while it sleeps.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TransformersSampler:
         return await asyncio.wrap_future(request.done)  # a cancelled one is dropped at the next step
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :meth:`Sampler.score`."""
+        """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
         return await asyncio.wrap_future(self._thread.submit(self._score, list(token_ids)))
 
     def _score(self, token_ids: list[int]) -> NDArray[np.float32]:
@@ -147,10 +147,10 @@ class TransformersSampler:
 
     @torch.no_grad()
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """See :meth:`Sampler.update_weights`; tokens of running sequences go on with the new weights.
+        """Copy the actor's weights (:meth:`Sampler.update_weights`); running sequences continue with them.
 
         Raises:
-            EngineError: a weight is missing, or is none of the model's; the sampler has no weights then.
+            EngineError: a weight is missing or unknown to the model; the sampler has no weights then.
         """
         with self._model_lock:
             self.weight_version = None
@@ -162,7 +162,7 @@ class TransformersSampler:
             self.weight_version = version
 
     def sleep(self) -> None:
-        """See :meth:`Sampler.sleep`."""
+        """Free the model's memory, weights included, if it shares the actor's device."""
         if not can_sleep(self.device):
             return
         with self._model_lock:
@@ -171,20 +171,20 @@ class TransformersSampler:
                 parameter.data = parameter.data.new_empty(0)
 
     def wake(self) -> None:
-        """See :meth:`Sampler.wake`."""
+        """Allocate the memory that :meth:`sleep` freed."""
         with self._model_lock:
             for name, parameter in self.model.named_parameters():
                 if parameter.shape != self._shapes[name]:
                     parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self.device)
 
     def close(self) -> None:
-        """End the thread; what is under way fails. May be called twice."""
+        """End the thread; running requests fail. May be called twice."""
         with self._queue_lock:
             self._fail([*self._waiting, *self._running], EngineError("The sampler has been closed."))
             self._waiting.clear()
         self._thread.shutdown(cancel_futures=True)
 
-    # In the thread
+    # Methods that run in the sampling thread, or start it
 
     def _start_work(self) -> None:
         with self._queue_lock:
@@ -203,7 +203,7 @@ class TransformersSampler:
                         self._cache = KeyValueCache()
                         return
                 self._step()
-        except Exception as error:  # what a step fails with is its requests' error, not this thread's
+        except Exception as error:  # the error belongs to the requests, not to this thread
             with self._queue_lock:
                 self._is_working = False
                 self._fail([*self._waiting, *self._running], error)
@@ -240,7 +240,7 @@ class TransformersSampler:
             self._remove(sequence)
 
     def _admit(self) -> list[_Sequence]:
-        """Take in as many waiting sequences as there is room for, in their order."""
+        """Admit waiting sequences in their order, as many as there is room for."""
         admitted: list[_Sequence] = []
         num_tokens = 0
         with self._queue_lock:
@@ -255,7 +255,7 @@ class TransformersSampler:
         return admitted
 
     def _read_prompts(self, admitted: list[_Sequence]) -> torch.Tensor:
-        """Compute their prompts, each once; the logits of each sequence's first token [N, V]."""
+        """Compute each admitted prompt once; return the logits [N, V] of each sequence's first token."""
         first = len(self._running) - len(admitted)
         requests = list(dict.fromkeys(sequence.request for sequence in admitted))
         rows: dict[_SampleRequest, list[int]] = {request: [] for request in requests}
@@ -309,7 +309,7 @@ class TransformersSampler:
         return make_samples(self.files, request.token_ids, outputs)
 
     def _remove(self, sequence: _Sequence) -> None:
-        """Give a sequence's row to the last one."""
+        """Remove a sequence: the last row of the cache moves to its row."""
         row, last = self._running.index(sequence), len(self._running) - 1
         if row != last:
             self._cache.move(last, row)
@@ -318,7 +318,7 @@ class TransformersSampler:
 
     @torch.inference_mode()
     def _drop_abandoned(self) -> None:
-        """Leave out sequences of requests that were cancelled, or have failed."""
+        """Remove the sequences of requests that were cancelled, or have failed."""
         self._waiting = deque(sequence for sequence in self._waiting if not sequence.request.done.done())
         for sequence in [sequence for sequence in self._running if sequence.request.done.done()]:
             self._remove(sequence)
@@ -334,16 +334,16 @@ class TransformersSampler:
 
 
 def can_sleep(device: torch.device) -> bool:
-    """Whether a sampler's memory is of a kind that the actor lacks; the CPU's is kept."""
+    """Return whether a sampler on a device frees its memory for the actor: not on a CPU."""
     return device.type != "cpu"
 
 
 def draw_uniforms(sampling: Sampling, number: int) -> list[float]:
-    """Return a sample's random numbers in [0, 1), one a token, the same on any device and in any batch.
+    """Return a sample's random numbers in [0, 1), one a token, independent of device and batch.
 
     Args:
-        sampling: of the request; without a seed the numbers are new ones each time.
-        number: of the sample among the request's.
+        sampling: of the request; without a seed the numbers are different in each call.
+        number: the sample's index in the request.
     """
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed + number
     drawn: list[float] = np.random.Generator(np.random.Philox(seed)).random(sampling.max_new_tokens).tolist()

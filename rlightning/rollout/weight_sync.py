@@ -1,8 +1,7 @@
-"""Weight syncs: which samplers need the actor's weights, the hooks around each sync, and the canary that proves it.
+"""Weight syncs: which samplers need the actor's weights, the hooks around each sync, and its verification.
 
-All samplers go this way, whatever brings the weights to them: engines, by
-:class:`~rlightning.rollout.rank_engines.RankEngines`, and a sampler in the trainer's process, by
-:class:`~rlightning.rollout.in_process.InProcessSamplers`.
+The same code serves engines, by :class:`~rlightning.rollout.rank_engines.RankEngines`, and a sampler in the trainer's
+process, by :class:`~rlightning.rollout.in_process.InProcessSamplers`.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +21,7 @@ from rlightning.rpc.client import LoopThread
 
 
 class SamplerStates(NamedTuple):
-    """What a rank knows of its samplers before a weight sync.
+    """The state of a rank's samplers before a weight sync.
 
     Attributes:
         is_stale: whether one of them has to be sent weights.
@@ -40,9 +39,9 @@ class SamplerStates(NamedTuple):
 
 
 class RankSamplers(ABC):
-    """The samplers of this rank, as a weight sync drives them. All ranks make one, and call it alike.
+    """The samplers of this rank. Every rank makes one, and all ranks call the same methods in the same order.
 
-    What is not abstract holds for samplers that neither start nor die.
+    The methods that are not abstract suit samplers that cannot die.
 
     Attributes:
         samplers: this rank's; on a rank that only sends weights, none.
@@ -57,55 +56,55 @@ class RankSamplers(ABC):
     @property
     @abstractmethod
     def can_sleep(self) -> bool:
-        """Whether they give their device's memory back while they are not needed."""
+        """Whether samplers free their device memory while they are not needed."""
 
     @property
     def dead(self) -> Sequence[int]:
-        """Numbers of those that have died and will be started again."""
+        """Indices of the dead samplers that will be restarted."""
         return ()
 
     @property
     def is_starting(self) -> bool:
-        """Whether the run has to wait for one of them."""
+        """Whether the run has to wait for a sampler to start."""
         return False
 
     def restart_dead(self) -> None:
-        """Start those again that have died; they need weights then."""
+        """Restart dead samplers, which then need weights."""
         return
 
     def wait_for_start(self) -> None:
-        """Block until the run need not wait for one of them."""
+        """Block until the run need not wait for a sampler to start."""
         return
 
     def needs_sync(self) -> bool:
-        """Return whether a weight sync would bring one of them back, while others may be sampling."""
+        """Return whether a weight sync would bring a sampler back into use, while others may be sampling."""
         return False
 
     @abstractmethod
     def states(self, weight_version: int) -> SamplerStates:
-        """Return what the other ranks have to know."""
+        """Return the state of this rank's samplers for the other ranks."""
 
     @abstractmethod
     def sleep_before_sync(self) -> None:
-        """Have those that hold weights give their memory back, so that a weight sync of others has it."""
+        """Free the memory of samplers that hold weights, since a weight sync of other samplers needs it."""
 
     @abstractmethod
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """Have each sampler that is stale load the actor's weights; a collective.
+        """Send the actor's weights to each sampler that lacks them; a collective.
 
         Args:
             source: of the weights.
-            weight_version: of them.
-            unproven: send them to those alone that have not shown yet that they use an adapter.
+            weight_version: of the weights.
+            unproven: send only to samplers that have not shown yet that they apply an adapter.
         """
 
     @abstractmethod
     def activate_weights(self, weight_version: int) -> None:
-        """Have those that were sent weights sample from them; those that died meanwhile hold none."""
+        """Let the samplers sample from the weights that they were sent; one that died meanwhile has none."""
 
 
 class WeightSync:
-    """Keeps the samplers of all ranks at the actor's weights. All ranks make one, and call it alike.
+    """Sends the actor's weights to the samplers of all ranks. Every rank makes one, and calls it at the same points.
 
     Args:
         trainer: whose callbacks are told of each sync.
@@ -132,9 +131,9 @@ class WeightSync:
         self._pool, self._loop = pool, loop
 
     def sync_weights(self) -> None:
-        """Send the actor's current weights to all engines that need them, until each has them; a collective.
+        """Send the actor's current weights to all engines that lack them; a collective.
 
-        Engines that have died are started again.
+        Dead engines are restarted.
 
         Raises:
             EngineError: no engine is left.
@@ -177,10 +176,10 @@ class WeightSync:
             fire(self._trainer, self._module, "on_engine_ready")
 
     def _sync(self) -> None:
-        """Send the actor's weights; all ranks take part, though one alone may have an engine that needs them.
+        """Send the actor's weights; a collective, even if only one rank has an engine that needs them.
 
-        Engines that are new to an adapter are sent another one before: of an adapter that changes nothing yet, as each
-        does that has just been made, nothing can be seen.
+        Engines that have not shown yet that they apply an adapter are first sent a test adapter, since a new adapter
+        does not change the outputs.
         """
         samplers = self._samplers
         if self._verification.needs_proof(self._module, samplers.samplers):

@@ -1,14 +1,14 @@
 """Mutual authentication by a shared key, which is never sent: each side proves that it has the key.
 
-Before both ends have shown that they know the run's key, what they send has a fixed length of some dozen bytes, and
-nothing of it is parsed. Without a key, on a loopback address, the other end must belong to the same user::
+Before both sides have proved that they have the run's key, they exchange messages of a fixed length of some dozen
+bytes. Without a key, on a loopback address, the other side must belong to the same user::
 
     server                                            client
     greeting: magic, with or without a key, nonce ->
                                                   <-  magic, nonce, HMAC(key, "client", both nonces)
     verdict, HMAC(key, "server", both nonces)     ->                                                     then messages
 
-A socket pair that a child process has inherited needs none of this.
+A socket pair inherited by a child process needs no authentication.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ NONCE_BYTES = DIGEST_BYTES = KEY_BYTES = 32
 
 
 class AuthenticationError(RPCError):
-    """The two sides do not have the same key, or are not of the same user; retrying does not help."""
+    """The two sides have different keys, or belong to different users; retrying does not help."""
 
 
 class BusyError(ConnectionLostError):
@@ -41,7 +41,7 @@ class BusyError(ConnectionLostError):
 
 
 class Verdict(Enum):
-    """The server's decision on a client, after it has read the client's proof."""
+    """The server's decision on a client that has sent its proof."""
 
     WELCOME = b"w"
     WRONG_KEY = b"k"
@@ -64,9 +64,9 @@ def parse_url(url: str) -> tuple[str, int]:
     """Return host and port of ``tcp://host:port``.
 
     Raises:
-        ValueError: it is no such address.
+        ValueError: the URL has another form.
     """
-    with contextlib.suppress(ValueError):  # of a port that is no number
+    with contextlib.suppress(ValueError):  # the port is no number
         parts = urlsplit(url)
         if parts.scheme == SCHEME and parts.hostname and parts.port and not parts.path.strip("/"):
             return parts.hostname, parts.port
@@ -77,13 +77,13 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
     """As a client, prove to the server that this side has the key, and check the server's proof.
 
     Args:
-        end: connected and non-blocking.
-        key: None is for a server of this user's on this host that has none.
+        end: connected, non-blocking socket.
+        key: the shared key; None for a server without a key, of this user on this host.
 
     Raises:
-        AuthenticationError: it has another key, or none, or is another user's.
-        BusyError: it has no place for another client.
-        OSError: it has closed the connection.
+        AuthenticationError: the server has another key, or none, or belongs to another user.
+        BusyError: the server has its maximum number of clients.
+        OSError: the server has closed the connection.
     """
     greeting = await _receive(end, len(MAGIC) + 1 + NONCE_BYTES)
     magic, mode, their_nonce = greeting[: len(MAGIC)], greeting[len(MAGIC) : len(MAGIC) + 1], greeting[-NONCE_BYTES:]
@@ -110,17 +110,17 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
 
 
 async def authenticate_client(end: socket.socket, key: bytes | None, admit: Callable[[], bool]) -> None:
-    """As a server, check the client's proof that it has the key, and prove the same.
+    """As a server, check the client's proof that it has the key, and send a proof to the client.
 
     Args:
-        end: connected and non-blocking.
-        key: None is for clients of this user's on this host.
-        admit: called when the client is known to have the key; whether there is a place for it.
+        end: connected, non-blocking socket.
+        key: the shared key; None admits clients of this user on this host.
+        admit: called when the client has proved that it has the key; returns whether it is accepted.
 
     Raises:
-        AuthenticationError: it has another key, or none, or is another user's.
-        BusyError: it has been told that.
-        OSError: it has closed the connection.
+        AuthenticationError: the client has another key, or none, or belongs to another user.
+        BusyError: ``admit`` returned False.
+        OSError: the client has closed the connection.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     await _send(end, MAGIC + (WITHOUT_KEY if key is None else WITH_KEY) + nonce)
@@ -144,7 +144,7 @@ async def authenticate_client(end: socket.socket, key: bytes | None, admit: Call
 
 
 def is_of_this_user(end: socket.socket) -> bool:
-    """Return whether the remote end of a TCP connection is a socket of this user on this host."""
+    """Return whether the remote end of a TCP connection belongs to this user on this host."""
     if not ipaddress.ip_address(end.getpeername()[0]).is_loopback:
         return False
     wanted = [_proc_name(end.family, end.getpeername()), _proc_name(end.family, end.getsockname())]

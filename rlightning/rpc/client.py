@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ProcessStartError(RPCError):
-    """A child process did not become ready."""
+    """A child process ended or timed out before it was ready."""
 
     def __init__(self, message: str, log_tail: str) -> None:
         super().__init__(f"{message}\n{log_tail}".strip())
@@ -41,15 +41,15 @@ async def connect(
 
     Args:
         url: ``tcp://host:port``.
-        key: of the run; None for a server of this user's on this host that has none.
+        key: the run's; None for a server without a key, of this user on this host.
         methods: that the server may call; see :class:`Peer`.
-        timeout: seconds, of all of it.
-        settings: further ones of :class:`Peer`.
+        timeout: maximum seconds until both sides are authenticated.
+        settings: of :class:`Peer`.
 
     Raises:
-        ValueError: ``url`` is no such address.
-        AuthenticationError: the keys differ; trying again does not help.
-        BusyError: the server has no place for another client.
+        ValueError: ``url`` has another form.
+        AuthenticationError: the keys differ; retrying does not help.
+        BusyError: the server has its maximum number of clients.
         ConnectionLostError: there is no server, or it does not answer.
     """
     host, port = parse_url(url)
@@ -71,12 +71,12 @@ async def connect_process(process: ManagedProcess, methods: Mapping[str, Method]
     """Connect to a child process, and wait until it reports that it is ready.
 
     Args:
-        process: that has just been started; it is ended if it does not get ready.
+        process: started before; it is ended if it does not become ready.
         methods: that it may call; see :class:`Peer`.
         ready_timeout: seconds, for its ``notify("ready")``.
 
     Raises:
-        ProcessStartError: it ended before, or took too long; its message has the end of the process's log.
+        ProcessStartError: the process ended or timed out; the message has the end of its log.
     """
     ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -103,10 +103,10 @@ async def end_process(process: ManagedProcess, peer: Peer) -> str:
     """End a child process with its process group, and close the connection to it.
 
     Args:
-        process: to end. One that has closed its connection is given a moment to exit by itself.
+        process: to end. If it has closed its connection, it gets a short time to exit by itself.
 
     Returns:
-        How it ended, such as "exit code 3" or "SIGKILL".
+        How the process ended, such as "exit code 3" or "SIGKILL".
     """
     loop = asyncio.get_running_loop()
     if peer.closed.done():
@@ -139,13 +139,13 @@ async def _connect(host: str, port: int, key: bytes | None) -> socket.socket:
 
 
 class LoopThread:
-    """An asyncio event loop in a daemon thread, for callers that have none.
+    """An asyncio event loop in a daemon thread, for callers without a loop.
 
-    A SystemExit or KeyboardInterrupt of one task does not end it, and work that has not ended when it does fails.
+    A SystemExit or KeyboardInterrupt in a task does not end the loop. When it closes, unfinished work fails.
 
     Args:
         name: of the thread.
-        closes_at_exit: before what was registered earlier with ``atexit``; else :meth:`close` is for the caller.
+        closes_at_exit: whether an ``atexit`` handler closes it; otherwise the caller has to call :meth:`close`.
     """
 
     def __init__(self, name: str, *, closes_at_exit: bool = True) -> None:
@@ -165,10 +165,10 @@ class LoopThread:
         """Run a coroutine on the loop and wait for it; return its result or raise its exception.
 
         Args:
-            timeout: seconds, after which it is cancelled.
+            timeout: seconds after which the coroutine is cancelled; None for no limit.
 
         Raises:
-            DeadlineExceededError: it took longer.
+            DeadlineExceededError: the timeout has passed.
         """
         if threading.current_thread() is self._thread:
             work.close()
@@ -181,7 +181,7 @@ class LoopThread:
                 raise
             raise DeadlineExceededError(f"it took more than {timeout:g} s") from None
         finally:
-            future.cancel()  # whatever has interrupted this wait, such as Ctrl-C
+            future.cancel()  # in case an interruption, such as Ctrl-C, has ended this wait
 
     def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Call a function on the loop, and return its result.
@@ -230,11 +230,11 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
             for future in list(self._submitted):
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has just been cancelled
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future has just been cancelled
                     future.set_exception(RuntimeError(f"the event loop '{threading.current_thread().name}' has ended"))
 
     def _run_until_stopped(self) -> bool:
-        """Run the loop; return False if an exception that a task raised, and its future holds, ended it."""
+        """Run the loop; return False if an exception of a task stopped it, which the task's future holds."""
         try:
             self.loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:  # signals come to the main thread, these from user code
@@ -249,9 +249,9 @@ _background_lock = threading.Lock()
 
 
 def background_loop() -> LoopThread:
-    """Return this process's event loop for connections; it is started on the first call.
+    """Return this process's event loop for connections, which the first call starts.
 
-    User code, CUDA and torch.distributed never run there; environments have a loop of their own.
+    User code, CUDA and torch.distributed never run on this loop; environments have a loop of their own.
     """
     with _background_lock:
         if not _background:

@@ -5,8 +5,8 @@
     frame:  body bytes (u32) | number of buffers (u32) | bytes of each buffer (u64 each) | body | buffer | buffer | ...
 
 Plain data is None, booleans, numbers, text, bytes, and lists and dictionaries of these; tuples arrive as lists. Arrays
-(``array.array``, NumPy's, and whatever :class:`Buffer` wraps) travel as buffers and arrive as a ``memoryview`` of the
-same format and shape, which ``numpy.frombuffer`` reads without a copy. Nothing is ever pickled. Both ends are
+(``array.array``, NumPy's, and objects in a :class:`Buffer`) are sent as buffers and arrive as a ``memoryview`` of the
+same format and shape, which ``numpy.frombuffer`` reads without a copy. Nothing is pickled. Both sides must be
 little-endian.
 """
 
@@ -19,28 +19,28 @@ from typing import Protocol, cast
 import msgpack
 
 MAX_BODY_BYTES = 256 << 20
-"""Maximum bytes of a message without its buffers; text and numbers of a batch are far below."""
+"""Maximum bytes of a message without its buffers; a batch's text and numbers take far less."""
 MAX_BUFFERS = 1 << 16
 MAX_BUFFER_BYTES = 64 << 30
 """Maximum bytes of all buffers of a message together."""
 WRITE_BUFFER_BYTES = 1 << 20
-"""Bytes in a connection's write buffer above which a sender waits until the receiver has read."""
+"""Bytes in a connection's write buffer above which a sender waits until the receiver has read some."""
 SCRATCH_BYTES = 1 << 18
-"""Size of the buffer that is read into; longer data is read into its own memory."""
+"""Size of the buffer for reading; longer data is read directly into its own memory."""
 FRAME_BYTES = 4096
-"""Bytes of memory that are allocated at first to write a message's body."""
+"""Initial allocation for writing a message's body, in bytes."""
 BUFFER_CODE = 1
-"""Code of msgpack's extension type for a buffer, which has the buffer's number, format and shape."""
+"""Code of msgpack's extension type for a buffer, whose data is the buffer's index, format and shape."""
 FORMATS = frozenset("bBhHiIlLqQfd?")
-"""Formats of an array's elements; an array of other elements has to be viewed as one of them."""
+"""Supported formats of an array's elements; other arrays have to be viewed as one of them."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
-"""A host that is gone is noticed after half a minute; after one if something has been sent to it meanwhile."""
+"""TCP keepalive: a lost host is detected after half a minute, or after a minute if data to it is unacknowledged."""
 
 _HEADER = struct.Struct("<II")
 
 
 class RPCError(Exception):
-    """Base of errors of a call; the class tells the reason."""
+    """Base of a call's errors; the class tells the cause."""
 
 
 class ConnectionLostError(RPCError, ConnectionError):
@@ -52,7 +52,7 @@ class MessageError(ConnectionLostError):
 
 
 class _Array(Protocol):
-    """What has a buffer of memory: bytes, ``array.array``, NumPy's arrays."""
+    """An object with a memory buffer: bytes, ``array.array``, a NumPy array."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -72,8 +72,8 @@ def encode(message: object) -> tuple[bytes, list[memoryview]]:
     """Return a message's frame and, separately, its buffers as bytes.
 
     Raises:
-        TypeError: something in it is not plain data.
-        ValueError: it is too large.
+        TypeError: the message contains something other than plain data.
+        ValueError: the message is too large.
     """
     buffers: list[memoryview] = []
 
@@ -99,7 +99,7 @@ def decode(body: "bytes | memoryview", buffers: list[bytearray]) -> object:
     """Return the message in a frame's body and buffers.
 
     Raises:
-        MessageError: it is none.
+        MessageError: the frame is invalid.
     """
 
     def find_buffer(code: int, data: bytes) -> memoryview:
@@ -119,10 +119,10 @@ class Connection(asyncio.BufferedProtocol):
     """One side of a stream of messages.
 
     Args:
-        on_closed: called once, when the connection has ended, with the reason.
+        on_closed: called once with the error when the connection has ended.
 
     Attributes:
-        num_received, num_sent: bytes so far.
+        num_received, num_sent: bytes received and sent so far.
     """
 
     def __init__(self, on_message: Callable[[object], None], on_closed: Callable[[ConnectionLostError], None]) -> None:
@@ -161,7 +161,7 @@ class Connection(asyncio.BufferedProtocol):
     async def send(self, message: object) -> None:
         """Send a message; return when it has been written, or fits into the write buffer.
 
-        It is sent, unless the connection ends, even if this call is cancelled.
+        The message is sent even if this call is cancelled.
 
         Raises:
             ConnectionLostError: the connection has ended.
@@ -192,7 +192,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def close_copy(self) -> None:
-        """Close a forked child's copy, which would keep the connection open after this process ends."""
+        """Close a forked child's copy, which would keep the connection open when this process has ended."""
         self._socket.close()
 
     def _write(self, data: "bytes | memoryview") -> None:
@@ -208,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio at the end of the connection."""
-        self._may_write.set()  # for those that wait to find it closed
+        self._may_write.set()  # wakes writers, which then find the connection closed
         if self._error is None:
             self._error = ConnectionLostError(f"the connection broke: {exc}" if exc else "it closed the connection")
         self._on_closed(self._error)

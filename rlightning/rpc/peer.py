@@ -1,4 +1,4 @@
-"""Peer: calls in both directions over one connection."""
+"""Calls in both directions over one connection."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 CALL, RESULT, ERROR, CANCEL, NOTIFICATION, HEARTBEAT = range(6)
 MAX_CALLS = 4096
-"""Maximum number of calls in flight in one direction: a caller waits for a place; above twice as many are refused."""
+"""Maximum number of concurrent calls in one direction: further callers wait, and above twice as many are refused."""
 
 Method = Callable[..., Awaitable[Any]]
 
@@ -35,7 +35,7 @@ class RemoteError(RPCError):
     """The called method raised an exception on the remote side.
 
     Attributes:
-        traceback: with the frames at the other end.
+        traceback: text with the frames of the remote side.
     """
 
     def __init__(self, type_name: str, message: str, traceback: str) -> None:
@@ -56,15 +56,15 @@ class Peer:
     """The remote side of a connection: its methods can be called, and it can call the methods given here.
 
     Args:
-        methods: by the names that the other end calls them by. They run as tasks, each until its end or until its
-            caller cancels it; once the connection has ended all of them are cancelled.
-        name: of the other end, for errors.
-        heartbeat_timeout: seconds without anything from the other end after which it counts as lost; may be set anew.
-        heartbeat_interval: seconds between two signs that this end is there.
-        check_alive: awaited before each of them: while it waits there are none.
+        methods: by the names under which the remote side calls them. Each call runs as a task, which its caller or the
+            end of the connection cancels.
+        name: of the remote side, for errors.
+        heartbeat_timeout: seconds without a message after which the remote side counts as lost; may be changed later.
+        heartbeat_interval: seconds between two heartbeats that this side sends.
+        check_alive: awaited before each heartbeat, which is delayed until it returns.
 
     Attributes:
-        closed: done with the error of all further calls when the connection has ended.
+        closed: future of the error of all further calls, done when the connection has ended.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Peer:
 
         Args:
             arguments: plain data; see :mod:`rlightning.rpc.connection`.
-            timeout: seconds, also for getting a place among the calls in flight.
+            timeout: seconds, including the wait if there are too many concurrent calls; None for no limit.
 
         Raises:
-            RemoteError: the method raised.
-            DeadlineExceededError: it took too long.
-            ConnectionLostError: the other end is gone.
+            RemoteError: the method raised an exception.
+            DeadlineExceededError: the timeout has passed.
+            ConnectionLostError: the connection has ended.
         """
         if timeout is None:
             return await self._call(method, arguments)
@@ -123,7 +123,7 @@ class Peer:
         await self._send([NOTIFICATION, method, arguments])
 
     async def close(self) -> None:
-        """Close the connection; pending calls fail, and methods that run are cancelled."""
+        """Close the connection; pending calls fail, and running methods are cancelled."""
         self._connection.close()
         await asyncio.wait([self.closed], timeout=intervals.CANCEL_GRACE)
         if not self.closed.done():
@@ -132,7 +132,7 @@ class Peer:
         await asyncio.gather(*self._tasks, *self._handlers.values(), return_exceptions=True)
 
     async def wait_closed(self) -> None:
-        """Return when the connection has ended."""
+        """Wait until the connection has ended."""
         await asyncio.wait([self.closed])
 
     def abort(self, reason: str) -> None:
@@ -140,7 +140,7 @@ class Peer:
         self._connection.close(ConnectionLostError(f"{self.name}: {reason}"))
 
     def close_copy(self) -> None:
-        """Close a forked child's copy of the connection, which stays open in the parent process."""
+        """Close a forked child's copy of the connection, which stays open in this process's parent."""
         self._connection.close_copy()
 
     async def _call(self, method: str, arguments: tuple[object, ...]) -> object:
@@ -154,10 +154,10 @@ class Peer:
             await self._send([CALL, number, method, arguments])
             return await answer
         except asyncio.CancelledError:
-            if number in self._pending:  # its place is free when the other end has ended it
+            if number in self._pending:  # its slot is released when the other end confirms
                 self._start(self._send([CANCEL, number]))
             raise
-        except (TypeError, ValueError, OverflowError):  # of arguments that are not plain data
+        except (TypeError, ValueError, OverflowError):  # the arguments are not plain data
             if self._pending.pop(number, None) is not None:
                 self._slots.release()
             raise
@@ -213,7 +213,7 @@ class Peer:
         with contextlib.suppress(ConnectionLostError):
             try:
                 await self._send(reply)
-            except (TypeError, ValueError, OverflowError) as error:  # of a result that is not plain data
+            except (TypeError, ValueError, OverflowError) as error:  # the result is not plain data
                 await self._send(_describe(number, error))
 
     async def _handle_notification(self, method: str, arguments: list[object]) -> None:
@@ -234,7 +234,7 @@ class Peer:
         if answer is None:
             return
         self._slots.release()
-        if answer.done():  # its caller has left
+        if answer.done():  # the caller no longer waits
             return
         if kind == RESULT:
             answer.set_result(*fields)
@@ -272,21 +272,21 @@ class Peer:
             self._slots.release()
             if not answer.done():
                 answer.set_exception(lost)
-                answer.exception()  # its caller may still be about to send, and get the error there
+                answer.exception()  # marks it as retrieved: a caller that has yet to send gets the error there
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:
     """Await ``work``, and cancel it after this number of seconds.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the time has passed.
     """
     if sys.version_info >= (3, 11):
         async with asyncio.timeout(seconds):
             return await work
     try:
         return await asyncio.wait_for(work, seconds)
-    except asyncio.TimeoutError:  # another class than the built-in one
+    except asyncio.TimeoutError:  # in Python 3.10 not the built-in TimeoutError
         raise TimeoutError from None
 
 

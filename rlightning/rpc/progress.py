@@ -1,6 +1,6 @@
-"""Shared memory in which a worker process shows its parent which call it executes, and whether it progresses.
+"""Shared memory in which a worker process records which call it executes, and whether it makes progress.
 
-The parent can read it while a call holds the interpreter's lock, and after a call has ended the process.
+Its parent can read this while a call holds the interpreter's lock, and after a call has ended the process.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ _FIELDS = struct.Struct("qqq")
 
 
 class Progress(NamedTuple):
-    """The newest progress that a process has shown.
+    """The last recorded progress of a process.
 
     Attributes:
-        num_steps: grows as long as the process gets on.
-        call: the key of the last call that it has executed a step of, or 0.
-        is_executing: whether it is in the middle of that step.
+        num_steps: counter that grows while the process makes progress.
+        call: the key of the call whose step was executed last, or 0.
+        is_executing: whether that step is still running.
     """
 
     num_steps: int = 0
@@ -33,7 +33,7 @@ class Progress(NamedTuple):
 
 
 class ProgressFile:
-    """Shared memory in which a process shows its progress to its parent."""
+    """Shared memory in which a process records its progress for its parent."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -47,13 +47,13 @@ class ProgressFile:
         return cls(fd)
 
     def show(self, call: int, is_executing: bool) -> None:
-        """Show progress and whether a step is executing; ``call`` is its key, 0 for the same as before."""
+        """Record progress and whether a step is running; ``call`` is its key, 0 for the same as before."""
         self._num_steps += 1
         self._call = call or self._call
         os.pwrite(self.fd, _FIELDS.pack(self._num_steps, self._call, is_executing), 0)
 
     def read(self) -> Progress:
-        """Return the progress that was shown last."""
+        """Return the progress that was recorded last."""
         num_steps, call, is_executing = _FIELDS.unpack(os.pread(self.fd, _FIELDS.size, 0))
         return Progress(num_steps, call, bool(is_executing))
 
@@ -78,7 +78,7 @@ def call_tasks(loop: asyncio.AbstractEventLoop) -> "set[asyncio.Task[object]]":
 
 
 class _Steps(Coroutine[Any, Any, Any]):
-    """A coroutine wrapper that shows, for the duration of each step, which call the task belongs to."""
+    """A coroutine wrapper that records, during each step, which call the task belongs to."""
 
     def __init__(self, work: Coroutine[object, object, object], call: int, show: Callable[[int, bool], None]) -> None:
         self._work, self._call, self._show = work, call, show

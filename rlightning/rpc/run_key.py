@@ -1,4 +1,4 @@
-"""The run's key, a secret shared by engines and trainers on other hosts. Does not import torch."""
+"""The run's key, a secret that engines and trainers on other hosts share. Does not import torch."""
 
 import ipaddress
 import os
@@ -12,10 +12,10 @@ OLD_VARIABLE = "RLIGHTNING_ENGINE_TOKEN"
 
 
 def read_key() -> bytes | None:
-    """Return the key of this environment, if there is one.
+    """Return the key from the environment; None if it is not set.
 
     Raises:
-        ConfigError: it has the name of earlier versions.
+        ConfigError: the variable has the name of earlier versions.
     """
     if OLD_VARIABLE in os.environ:
         raise ConfigError(f"{OLD_VARIABLE} is now called {RUN_KEY_VARIABLE}. Rename it.")
@@ -28,7 +28,7 @@ def environment_without_key() -> dict[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` resolves to loopback addresses alone."""
+    """Return whether ``host`` resolves to loopback addresses only."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_key(host: str, name: str) -> None:
-    """Refuse connections to other hosts without a key; ``name`` is the option that names ``host``."""
+    """Raise a ConfigError for a host other than this one without a key; ``name`` is the option that sets ``host``."""
     if read_key() is None and not is_loopback(host):
         raise ConfigError(
             f"{name}={host} is no loopback address, and any client could use what is served there. Set the "

@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 32
-"""Maximum number of connections at once whose client is not authenticated yet."""
+"""Maximum number of concurrent connections whose client is not authenticated yet."""
 
 
 class Server:
     """Accepts connections, authenticates each client, and serves it.
 
-    Of more than ``max_unauthenticated`` connections that have not authenticated, the oldest is closed, and so is
-    the oldest where this process has no file descriptor for a new one: strangers cannot keep clients out.
+    With more than ``max_unauthenticated`` unauthenticated connections, or without a file descriptor for a new one, the
+    oldest unauthenticated connection is closed: unauthenticated connections cannot block clients.
 
     Args:
         listener: a listening socket, closed by :meth:`close`.
-        key: that clients must know; None serves processes of this user's on this host.
-        serve: called with the socket of each client that has authenticated, and its address; usually it opens a
-            :class:`Peer`, and returns when that is closed. Its errors are logged.
-        max_clients: at once; further ones are told that the server is busy.
-        max_unauthenticated: connections at once.
-        timeout: seconds to authenticate; None is ``intervals.CONNECT_TIMEOUT``.
+        key: by which clients authenticate; None admits processes of this user on this host.
+        serve: called with the socket and the address of each authenticated client; usually opens a :class:`Peer`, and
+            returns when that is closed. Its errors are logged.
+        max_clients: maximum number of concurrent clients; further ones are told that the server is busy.
+        max_unauthenticated: maximum number of concurrent connections before authentication.
+        timeout: maximum seconds of authentication; None for ``intervals.CONNECT_TIMEOUT``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Server:
         self._accepting = asyncio.ensure_future(self._accept())
 
     async def close(self) -> None:
-        """Accept no more connections, and close the open ones."""
+        """Accept no more connections, and close the existing ones."""
         tasks = [self._accepting, *self._unauthenticated, *self._served]
         for task in tasks:
             task.cancel()
@@ -93,7 +93,7 @@ class Server:
         self._served.discard(task)
 
     def _admit(self, task: "asyncio.Task[None]") -> bool:
-        """Take a place for an authenticated client; return whether there was one."""
+        """Add an authenticated client; return whether there was room for it."""
         if len(self._served) >= self.max_clients:
             return False
         del self._unauthenticated[task]
@@ -122,19 +122,19 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 selects a free port.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: the address cannot be used.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
-    except OverflowError as error:  # of the port's number
+    except OverflowError as error:  # the port's number is out of range
         raise OSError(str(error)) from error
 
 
 async def serve_parent(fd: int, methods: Mapping[str, Method], **settings: "Unpack[PeerSettings]") -> Peer:
     """Return the parent process as a peer, over the socket that it passed as file descriptor ``fd``.
 
-    It may call the ``methods``; ``settings`` are further ones of :class:`Peer`.
+    The parent may call the ``methods``; ``settings`` are those of :class:`Peer`.
     """
     settings.setdefault("name", "the parent process")
     settings.setdefault("heartbeat_timeout", float("inf"))

@@ -13,16 +13,16 @@ from rlightning.rpc.progress import ProgressFile
 from rlightning.rpc.server import serve_parent
 
 STACK_SIGNAL = signal.SIGUSR1
-"""Signal by which a worker writes the stacks of all threads, also while a call holds the interpreter's lock."""
+"""Signal at which a worker writes the stacks of all threads, even while a call holds the interpreter's lock."""
 
 
 class Worker:
-    """This process as a pool's worker; the pool appends four arguments to its command line.
+    """Makes this process a pool's worker; the pool appends four arguments to its command line.
 
-    It ends with the pool's process, is not interrupted by Ctrl-C, and writes its output to standard error.
+    The process ends with the pool's process, ignores Ctrl-C, and writes its output to standard error.
 
     Attributes:
-        progress: in which it has to show which call it executes.
+        progress: where the worker has to record which call it executes.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Worker:
         """Connect to the pool and report that this process is ready.
 
         Args:
-            methods: ``setup`` with the pool's ``setup``; ``call`` with a call's key and arguments; ``finish``.
+            methods: ``setup`` gets the pool's ``setup``, ``call`` a call's key and arguments, ``finish`` nothing.
         """
         parent = await serve_parent(self._connection, methods)
         await parent.notify("ready")

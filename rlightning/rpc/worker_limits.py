@@ -10,17 +10,17 @@ from typing import NamedTuple
 from rlightning.processes.managed_process import STANDARD_ERROR
 
 OUTPUT_SECONDS = 60.0
-"""Seconds in which a worker may write at most ``max_output_mb``."""
+"""Period in seconds in which a worker may write at most ``max_output_mb``."""
 CHUNK_BYTES = 1 << 16
 MB = 1_000_000
 
 
 class WorkerLimits(NamedTuple):
-    """The limits of a worker; None is no limit.
+    """The limits of a worker; None for no limit.
 
     Attributes:
-        max_memory_mb: that the process has in memory.
-        max_output_mb: that it writes to its output, with what it has started, in ``OUTPUT_SECONDS``.
+        max_memory_mb: maximum resident memory of the process.
+        max_output_mb: maximum output in ``OUTPUT_SECONDS`` of the process and its child processes.
     """
 
     max_memory_mb: float | None = None
@@ -34,8 +34,8 @@ class WorkerOutput:
     """Copies a worker's output to this process's standard error up to a limit; the rest is discarded.
 
     Attributes:
-        fd: that the worker writes to; close it by :meth:`close_fd` once the worker has it.
-        is_flooded: whether the worker has written more.
+        fd: file descriptor for the worker's output; close it by :meth:`close_fd` when the worker has inherited it.
+        is_flooded: whether the worker has exceeded the limit.
     """
 
     def __init__(self, max_bytes: float) -> None:
@@ -63,7 +63,7 @@ class WorkerOutput:
 
 
 def find_excess(limits: WorkerLimits, pid: int, output: WorkerOutput | None) -> str | None:
-    """Return which limit a worker exceeds, as the end of a sentence; None if it exceeds none."""
+    """Return which limit a worker exceeds, as the end of a sentence; None if it exceeds no limit."""
     if limits.max_memory_mb is not None:
         memory_mb = resident_bytes(pid) / MB
         if memory_mb > limits.max_memory_mb:

@@ -1,4 +1,4 @@
-"""A pool of worker processes that are restarted: a call that hangs or kills its process fails alone.
+"""A pool of worker processes that are restarted: if a call hangs or kills its process, only that call fails.
 
 ::
 
@@ -7,9 +7,9 @@
                             |                 v
                             +--- others ------+---> WorkerHungError or WorkerExitError of the call that it executed
 
-Which call that was the process has shown before (:mod:`rlightning.rpc.progress`). Where it cannot be known, as it was a
-thread's doing, each of its calls is run alone: the one that does it again was it. Where calls may not be repeated, all
-that the process had end with it. A call may offer methods, which the worker calls meanwhile on the same connection.
+The process has recorded which call it executed (:mod:`rlightning.rpc.progress`). If the cause is unknown, as with a
+thread, each of its calls is repeated alone, and the one that fails again is the cause. If calls may not be repeated,
+all calls of the process fail. A call may provide methods, which the worker calls meanwhile on the same connection.
 """
 
 import asyncio
@@ -39,15 +39,15 @@ STACK_SECONDS = 1.0
 """Maximum seconds for a hanging process to write its stacks; a suspended process writes none."""
 MAX_STACK_BYTES = 1 << 20
 MAX_UNEXPLAINED_DEATHS = 20
-"""Maximum number of deaths of workers in a row that no call caused, without a successful call in between."""
+"""Maximum number of workers in a row that ended without a call as the cause, and without a successful call between."""
 
 
 class WorkerLostError(RPCError):
     """A call killed its worker process or made it hang.
 
     Attributes:
-        stacks: of the process's threads, as faulthandler writes them; "" if there are none.
-        is_bystander: whether it is known to have been another call.
+        stacks: of the process's threads, as faulthandler writes them; "" if unknown.
+        is_bystander: whether another call is known to be the cause.
     """
 
     def __init__(self, message: str, stacks: str = "", *, is_bystander: bool = False) -> None:
@@ -64,23 +64,23 @@ class WorkerExitError(WorkerLostError):
 
 
 class WorkerPool:
-    """Runs calls in child processes, started on the first call. All methods must run in one event loop.
+    """Runs calls in child processes, which start with the first calls. All methods must be called on one event loop.
 
     Args:
         command: of a worker's process, a program that makes a :class:`~rlightning.rpc.worker.Worker`.
         name: of a worker, for errors.
-        num_workers: processes at once.
-        max_calls: that a process runs at once.
-        max_queued: further calls that a process has, while others wait, so that it need not wait for the next.
-        setup: arguments of its ``setup``, called first.
-        start_timeout: seconds for that.
-        finish_timeout: seconds for what a worker does in its ``finish`` before :meth:`close` ends it; 0: nothing.
-        may_repeat: whether calls run again after their worker ended for a reason that is not theirs.
-        limits: of a worker; one that is above them is ended, and its calls fail.
+        num_workers: maximum number of processes.
+        max_calls: maximum number of concurrent calls of a process.
+        max_queued: number of additional calls that are sent to a process in advance.
+        setup: arguments of the worker's ``setup``, which is called first.
+        start_timeout: maximum seconds until ``setup`` has returned.
+        finish_timeout: maximum seconds of the worker's ``finish`` when the pool closes; 0 skips it.
+        may_repeat: whether a call is repeated if its worker ended for another reason than this call.
+        limits: of a worker, which is killed above them; its calls fail.
 
     Attributes:
-        deaths: the budget of restarts that no call explains; where calls are not repeated, of all restarts. Workers
-            that do not start count too, once one has started.
+        deaths: the budget of restarts without a call as the cause; of all restarts if calls are not repeated. After the
+            first worker has started, workers that fail to start count too.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class WorkerPool:
         """Start all workers in advance, and return when one is ready.
 
         Raises:
-            ProcessStartError: it did not start.
+            ProcessStartError: no worker started.
         """
         call = _Call(next(self._keys), float("inf"), {})
         self._start_workers(self.num_workers)
@@ -130,9 +130,9 @@ class WorkerPool:
 
         Args:
             arguments: plain data, for the worker's ``call``.
-            hang_timeout: seconds for which it may keep its process from everything else.
+            hang_timeout: maximum seconds for which the call may block its process.
             methods: that the worker may call until this call ends, by ``request`` with the call's key and the name.
-            on_start: called when a worker has a place for it.
+            on_start: called when a worker has room for the call.
 
         Raises:
             WorkerLostError: it hung, or ended its process.
@@ -170,14 +170,14 @@ class WorkerPool:
         self._num_closed += 1
         finishing = [worker.finish(self.finish_timeout) for worker in self._workers if self.finish_timeout]
         await asyncio.gather(*finishing)
-        self._fail_waiting(ConnectionLostError("the pool was closed"))  # or they would start workers
+        self._fail_waiting(ConnectionLostError("the pool was closed"))  # otherwise waiting calls would start workers
         lives = list(self._lives)
         for life in lives:
             life.cancel()
         await asyncio.gather(*lives, return_exceptions=True)
 
     async def _get_place(self, call: "_Call") -> "_Worker":
-        """Wait for a worker with a free place, and return it with the call added to its ``calls``."""
+        """Wait for a worker with room for the call, and return it with the call added to its ``calls``."""
         call.place = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if call.is_alone else self._waiting.append)(call)
         self._start_workers(self._num_calls)
@@ -196,11 +196,11 @@ class WorkerPool:
         """Assign waiting calls to workers in order, and start workers for the remaining ones."""
         while self._waiting:
             call = self._waiting[0]
-            if call.place.done():  # cancelled
+            if call.place.done():  # the call was cancelled
                 self._waiting.popleft()
                 continue
             limit = self.max_calls + min(self.max_queued, len(self._waiting) // (2 * self.num_workers))
-            if self._num_starting:  # their share of the calls is left to them
+            if self._num_starting:  # leave a share of the calls to the workers that are starting
                 limit = min(limit, -(-self._num_calls // self.num_workers))
             free = [worker for worker in self._workers if worker.has_place(call, limit)]
             if not free:
@@ -235,14 +235,14 @@ class WorkerPool:
                 call.place.set_exception(error)
 
     async def _live(self, worker: "_Worker") -> None:
-        """Run a worker's whole life: start it, watch it, and end it."""
+        """Start a worker, watch it, and end it."""
         try:
             peer = await worker.start(self.setup, self.start_timeout)
             self._has_started = True
             self._dispatch()
             await worker.watch(peer)
         except (ProcessStartError, OSError) as error:
-            if self._has_started and self.deaths.take():  # others take the calls, or one that starts next
+            if self._has_started and self.deaths.take():  # other workers, or the next one, take the calls
                 log.warning("%s did not start, as others have: %s", self.name, cut_line(str(error)))
             else:
                 self._fail_waiting(error)
@@ -257,7 +257,7 @@ class _Call:
 
     Attributes:
         methods: that its worker may call.
-        is_alone: whether no other may run beside it.
+        is_alone: whether its worker may run no other call at the same time.
     """
 
     def __init__(self, key: int, hang_timeout: float, methods: Mapping[str, Method]) -> None:
@@ -286,13 +286,13 @@ class _Call:
 
 
 class _End(NamedTuple):
-    """The way in which a worker ended.
+    """How and why a worker ended.
 
     Attributes:
-        culprit: the key of the call that was the cause; None if none is known to be.
+        culprit: the key of the call that was the cause; None if unknown.
         error: of that call.
-        calls: the keys of all that it had.
-        may_repeat: whether the others may run again.
+        calls: the keys of all of the worker's calls.
+        may_repeat: whether the other calls may be repeated.
     """
 
     culprit: int | None
@@ -310,9 +310,9 @@ class _Worker:
     """One process of the pool.
 
     Attributes:
-        peer: once it is ready.
-        abandoned: calls that were cancelled, one of which it may execute still.
-        ended: done when the process is.
+        peer: the connection to the process; None before it is ready.
+        abandoned: cancelled calls, one of which the process may still execute.
+        ended: future, done when the process has ended.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -350,7 +350,7 @@ class _Worker:
         """Start the process; return its peer when it has been set up.
 
         Raises:
-            ProcessStartError: it ended before, or took too long.
+            ProcessStartError: the process ended or timed out.
         """
         deadline, name = Deadline(timeout), self.pool.name
         fds, own = (self._progress.fd, self._stacks), environment_without_key()
@@ -383,7 +383,7 @@ class _Worker:
         return await self.calls[key].serve(method, *arguments)
 
     async def watch(self, peer: Peer) -> None:
-        """Return when the process has ended, hangs, or exceeds a limit."""
+        """Wait until the process has ended, hangs, or exceeds a limit."""
         peer.closed.add_done_callback(lambda _: self._has_news.set())
         num_steps = -1
         while not peer.closed.done():

@@ -1,11 +1,11 @@
 """The axis of each field of a batch, by which batches are selected, joined, moved, padded and sent.
 
-A field says which axis its first dimension is, and that is all there is to say::
+A field declares the axis of its first dimension, nothing else::
 
     values: Tensor | None = field(default=None, metadata=axis("T"))
 
-``T`` tokens, ``N`` sequences (branches), ``M`` trajectories, ``G`` groups, in the order of their ids. A field holds a
-tensor, a dictionary of tensors, a list, or None. Fields without an axis stay as they are.
+``T`` tokens, ``N`` sequences (branches), ``M`` trajectories, ``G`` groups, in the order of their ids. A field's value
+is a tensor, a dictionary of tensors, a list, or None. Fields without an axis are not changed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ Batch = TypeVar("Batch", bound="DataclassInstance")
 Value: TypeAlias = Tensor | dict[str, Tensor] | list[object] | None
 """Value of a field with an axis."""
 Runs = Sequence[tuple[int, int]]
-"""Begins and ends of runs of tokens: an index for each token would take more memory than what it selects."""
+"""Begins and ends of runs of tokens: indices of all tokens would take more memory than the selected values."""
 KEY = "axis"
 
 
@@ -38,8 +38,8 @@ class AxisOf(NamedTuple):
     """The metadata of a batch's field: its axis and how to pad it.
 
     Attributes:
-        name: of the axis of its first dimension.
-        fill: its value in a padding batch.
+        name: of the first dimension's axis.
+        fill: the field's value in a padding batch.
     """
 
     name: Axis
@@ -51,7 +51,7 @@ def axis(name: Axis, *, fill: float | bool = 0) -> dict[str, AxisOf]:
 
     Args:
         name: of the axis.
-        fill: its value in a batch that counts for nothing.
+        fill: the field's value in a padding batch, which has no effect.
     """
     return {KEY: AxisOf(name, fill)}
 
@@ -72,7 +72,7 @@ def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
 
     Args:
         batch: a dataclass with axes.
-        entries: by axis, which ones in which order: indices, or runs.
+        entries: for each axis the selected entries in their new order: indices, or runs.
     """
     taken: dict[str, object] = {}
     for f, own, value in axis_values(batch):
@@ -96,7 +96,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     """Join batches along all axes; fields without an axis are taken from the first one.
 
     Raises:
-        ConfigError: a field, or an entry of one, is there in some of them and not in others.
+        ConfigError: only some of the batches have a field, or an entry of it.
     """
     joined: dict[str, object] = {}
     for of_batches in zip(*map(axis_values, batches), strict=True):
@@ -139,8 +139,8 @@ def pad(batch: Batch, one: Batch) -> Batch:
     """Add to a one-entry batch the fields that another batch has and this one lacks, filled with padding.
 
     Args:
-        batch: which fields there are, of which shape and dtype.
-        one: gets them.
+        batch: has the fields, with their shapes and dtypes.
+        one: to which the fields are added.
     """
     filled: dict[str, object] = {}
     for (f, own, value), (_, _, mine) in zip(axis_values(batch), axis_values(one), strict=True):
@@ -154,12 +154,12 @@ def _fill(fill: float | bool, values: Tensor) -> Tensor:
 
 
 def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
-    """Convert a field's new value to a tensor, and refuse a length other than the axis's.
+    """Convert new values of fields to tensors, and check their lengths.
 
     Args:
         batch: changed in place.
-        sizes: by axis.
-        unit: what an axis has an entry for, for the error.
+        sizes: length of each axis.
+        unit: names of the axes' entries, for the error.
 
     Raises:
         ConfigError: names the field.
@@ -176,7 +176,7 @@ def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[A
 
 
 def _to_tensor(value: object, place: str, size: int, unit: str) -> Tensor:
-    """Return a field's value as a tensor; a ConfigError if it does not have ``size`` entries."""
+    """Return a field's value as a tensor; raises a ConfigError if it does not have ``size`` entries."""
     tensor = torch.as_tensor(value)
     if tensor.ndim == 0 or len(tensor) != size:
         raise ConfigError(
@@ -187,13 +187,13 @@ def _to_tensor(value: object, place: str, size: int, unit: str) -> Tensor:
 
 
 def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[object]]]:
-    """Return the batch without its lists, and the lists by field: tensors and objects are sent separately."""
+    """Return the batch without its lists, and the lists by field, since tensors and objects are sent separately."""
     lists = {f.name: value for f, _, value in axis_values(batch) if isinstance(value, list)}
     return replace(batch, **{name: [] for name in lists}), lists
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Value) -> Value:
-    """Apply ``change`` to a field's tensor or tensors; a list stays as it is, and so does None."""
+    """Apply ``change`` to a field's tensor or tensors; a list and None are returned unchanged."""
     if isinstance(value, dict):
         return {name: change(part) for name, part in value.items()}
     return change(value) if isinstance(value, Tensor) else value

@@ -35,7 +35,7 @@ TOKEN_FIELDS = (
     ("weight_versions", "weight_versions", np.int32),
     ("turn_ids", "turns", np.int32),
 )
-"""Fields of a batch, the attributes of a branch that they are laid end to end from, and their types."""
+"""Per-token fields of a batch, the attribute of a branch from which each is concatenated, and its type."""
 
 
 class LossTotals(NamedTuple):
@@ -52,9 +52,9 @@ class LossTotals(NamedTuple):
 class RolloutBatch:
     """Trajectories whose token sequences (branches) are concatenated without padding.
 
-    Position ``t`` of every [T] tensor is about ``token_ids[t]`` itself: ``old_logprobs[t]`` is the log-probability of
-    that token given those before it in its sequence (0 for a sequence's first token, which nothing precedes). Where
-    every trajectory has one branch, sequences and trajectories are the same.
+    Position ``t`` of every [T] tensor refers to ``token_ids[t]`` itself: ``old_logprobs[t]`` is the log-probability of
+    that token given those before it in its sequence (0 for a sequence's first token). If every trajectory has one
+    branch, sequences and trajectories are the same.
 
     An algorithm adds a field of its own in a subclass, which it names as ``batch_type``::
 
@@ -67,27 +67,27 @@ class RolloutBatch:
         is_sampled: [T] bool, the tokens that the policy sampled; no other is trained.
         rollout_logprobs: [T] float32, the sampler's; 0 where not sampled.
         weight_versions: [T] int32, the sampler's; -1 where not sampled.
-        turn_ids: [T] int32, the turn of its trajectory that each token is of; -1 for the prompt.
+        turn_ids: [T] int32, the turn of its trajectory to which each token belongs; -1 for the prompt.
         cu_seqlens: [N+1] int32, sequence ``i`` is ``cu_seqlens[i]:cu_seqlens[i+1]``.
         trajectory_ids: [N] int64, the trajectory that each sequence is a branch of.
-        completion_lengths: [M] int64, sampled tokens of each trajectory, in all of its branches, of which a micro-batch
-            may have some.
+        completion_lengths: [M] int64, sampled tokens in all branches of each trajectory, also if a micro-batch has only
+            some of them.
         group_ids: [M] int64, equal for trajectories of one prompt.
-        group_lengths: [M] int64, sampled tokens of each trajectory's whole group, of which a micro-batch may have some;
-            set for an update.
-        reasons: N of them, why each branch began.
-        trajectories: M of them, without their branches, which are the tensors; :meth:`unpack` puts them together.
+        group_lengths: [M] int64, sampled tokens of each trajectory's whole group, also if a micro-batch has only a part
+            of it; set for an update.
+        reasons: [N] list, why each branch began.
+        trajectories: [M] list, without branches, which are in the tensors; :meth:`unpack` combines both.
         rewards: [M] float64.
-        scores: [M] float64 each, by the reward function's name, unweighted; NaN where it gave none.
+        scores: [M] float64 each, by the reward function's name, unweighted; NaN if it does not apply or failed.
         advantages: [T] float32.
         old_logprobs: [T] float32, of the policy before this rollout's first update.
         ref_logprobs: [T] float32, of the reference model.
-        is_skipped: [N] bool, sequences that cannot move the gradient, which the update does not compute.
-        totals: set on micro-batches.
-        shared: which tokens of a micro-batch are computed for several sequences at once; None: each for its own.
+        is_skipped: [N] bool, sequences without gradient, which the update does not compute.
+        totals: the loss's denominators; set on micro-batches.
+        shared: which tokens of a micro-batch are computed once for several sequences; None if none are.
 
-    A batch that :meth:`to` has moved knows what its host knew, so that computing with it does not wait for its device;
-    ``is_sampled`` is to be changed before.
+    A batch that :meth:`to` has moved caches values from the host, so that computing with it does not wait for its
+    device; ``is_sampled`` must be changed before.
     """
 
     token_ids: Tensor = field(metadata=axis("T"))
@@ -133,11 +133,11 @@ class RolloutBatch:
             groups: the trajectories of each prompt, in any number.
 
         Returns:
-            A batch on the CPU, without rewards. A field of a subclass that has one number a trajectory is set from
-            ``Trajectory.metrics`` where these have its name: float32, NaN for a trajectory without it.
+            A batch on the CPU, without rewards. A subclass's field with one number a trajectory is set from
+            ``Trajectory.metrics`` of the same name: float32, NaN for a trajectory without it.
 
         Raises:
-            ConfigError: a branch begins with a sampled token, which nothing could predict.
+            ConfigError: a branch begins with a sampled token, which has no context.
             ValueError: a sampled token of a trajectory is trained in no branch, or in several.
         """
         trajectories = [one for group in groups for one in group]
@@ -167,7 +167,7 @@ class RolloutBatch:
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[Sequence[int]]) -> Self:
-        """Return a batch of token sequences in which every token but the first counts as sampled."""
+        """Return a batch of token sequences in which all tokens but the first count as sampled."""
         groups = []
         for number, tokens in enumerate(sequences):
             count = len(tokens) - 1
@@ -181,7 +181,7 @@ class RolloutBatch:
         return {source: values[name].cpu().numpy() for name, source, _ in TOKEN_FIELDS}
 
     def unpack(self) -> list[Trajectory]:
-        """Return the trajectories with their branches: the argument of :meth:`pack`, less branches not selected."""
+        """Return the trajectories, the argument of :meth:`pack`; branches that are not in the batch are missing."""
         columns = self.token_arrays().items()
         branches: list[list[Branch]] = [[] for _ in self.trajectories]
         bounds = self.cu_seqlens.tolist()
@@ -245,9 +245,10 @@ class RolloutBatch:
 
     @property
     def supports(self) -> Tensor | None:
-        """The tokens that each sampled token was drawn from, and -1 beyond: [S, K] int32, as :attr:`sampled_index`.
+        """The tokens from which each sampled token was drawn, filled up with -1: [S, K] int32, as
+        :attr:`sampled_index`.
 
-        Only -1 where nothing was cut off. None: nowhere, as without ``top_p``, ``top_k`` and ``min_p``.
+        A row of only -1 is not truncated. None if no row is, as without ``top_p``, ``top_k`` and ``min_p``.
         """
         return pack_supports(self) if self._supports is None else self._supports
 
@@ -286,7 +287,7 @@ class RolloutBatch:
             default: the run's temperature.
 
         Returns:
-            [M] float32, on the batch's device; ``default`` where no prompt has a temperature of its own.
+            [M] float32, on the batch's device; ``default`` if no prompt has its own temperature.
         """
         if all(prompt.temperature is None for prompt in self.prompts):
             return default
@@ -302,8 +303,8 @@ class RolloutBatch:
         """Return the batch of the given trajectories, in the given order, packed again.
 
         Args:
-            indices: each in ``range(M)``, none twice; or of the axis.
-            axis: "M"; or "N" for sequences, whose trajectories follow in the order of their first ones.
+            indices: in ``range(M)``, or of the axis, without repetition.
+            axis: "M"; or "N" to select sequences, whose trajectories are in the order of their first sequences.
         """
         given = indices if isinstance(indices, Tensor) else torch.tensor(list(indices), dtype=torch.int64)
         index = given.to(self.token_ids.device, torch.int64)
@@ -340,12 +341,12 @@ class RolloutBatch:
         )
 
     def padding(self) -> Self:
-        """Return a batch of one token with no loss, for a rank that must join a computation without data."""
+        """Return a batch of one token without loss, for a rank that must join a computation without data."""
         one = axes.pad(self, replace(type(self).of_sequences([[0]]), totals=self.totals))
         return one.to(self.token_ids.device)
 
     def check(self) -> None:
-        """Convert the set fields to tensors, and refuse lengths other than those of their axes.
+        """Convert fields that were set to tensors, and check their lengths.
 
         Raises:
             ConfigError: names the field.
@@ -363,7 +364,7 @@ class RolloutBatch:
     def concatenate(cls, batches: Sequence[Self]) -> Self:
         """Concatenate several batches. Optional tensors must be present in all of them or in none.
 
-        Groups stay apart: the ids of each batch are counted on from the one before it. One batch alone is not copied.
+        Groups of different batches stay separate: their ids are offset. A single batch is not copied.
         """
         if len(batches) == 1:
             return replace(batches[0])
@@ -387,7 +388,7 @@ class RolloutBatch:
 
 
 def _check_sampled(batch: RolloutBatch) -> None:
-    """Raise an error unless each sampled token is trained in exactly one branch, and starts none.
+    """Raise an error unless each sampled token is trained in exactly one branch, and none begins a branch.
 
     Args:
         batch: with the trajectories' branches.

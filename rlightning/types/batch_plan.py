@@ -12,10 +12,10 @@ class BatchPlan:
 
     Attributes:
         prompts_per_step: over all ranks.
-        samples_per_prompt: completions of each.
-        updates_per_rollout: minibatches that a rollout is split into; each is one optimizer step.
+        samples_per_prompt: completions of each prompt.
+        updates_per_rollout: minibatches into which a rollout is split; each is one optimizer step.
         epochs_per_rollout: passes over a rollout.
-        max_tokens_per_microbatch: the most tokens, prompts included, that one forward pass sees.
+        max_tokens_per_microbatch: maximum tokens of one forward pass, with prompts.
     """
 
     prompts_per_step: int
@@ -40,7 +40,7 @@ class BatchPlan:
         return self.updates_per_rollout * self.epochs_per_rollout
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse a number of ranks over which the prompts of a step cannot be split evenly."""
+        """Raise a ConfigError for a number of ranks that does not divide the prompts of a step."""
         if self.prompts_per_step % world_size:
             raise ConfigError(
                 f"prompts_per_step={self.prompts_per_step} cannot be split over {world_size} ranks. "
@@ -55,8 +55,8 @@ class BatchPlan:
         Args:
             max_prompt_tokens: of a prompt.
             max_new_tokens: of a completion.
-            max_model_length: tokens of the longest sequence that the model takes.
-            reason: why it takes no longer ones, where that is not the number of its positions.
+            max_model_length: maximum tokens of a sequence of the model.
+            reason: explains that maximum, if it is not the number of positions.
         """
         longest = max_prompt_tokens + max_new_tokens
         total = f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} = {longest}"

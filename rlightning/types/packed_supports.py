@@ -1,9 +1,9 @@
 """The supports of a batch's sampled tokens as one tensor, by which the trainer truncates its own distributions.
 
-The samples hold them, each in its own size. The tensor, as wide as the largest, is made of a micro-batch at a time.
+The samples contain supports of various sizes. The tensor is as wide as the largest, and made for one micro-batch at a
+time.
 
-Letters: ``D`` tokens that samplers drew into a batch, ``S`` those of them that are trained, ``K`` tokens of the largest
-support.
+Letters: ``D`` tokens of all samples in a batch, ``S`` trained ones, ``K`` tokens of the largest support.
 """
 
 from typing import Protocol
@@ -18,11 +18,11 @@ from rlightning.types.supports import Supports
 from rlightning.types.trajectory import Sample, Trajectory
 
 NO_TOKEN = -1
-"""Filler at the end of a smaller support's row; a row of it alone belongs to a distribution that is not truncated."""
+"""Filler at the end of a smaller support's row; a row of only this belongs to a distribution that is not truncated."""
 
 
 class PackedTrajectories(Protocol):
-    """A batch, see :class:`~rlightning.types.RolloutBatch`, as far as it tells which samples its tokens are of."""
+    """The parts of a :class:`~rlightning.types.RolloutBatch` from which the samples of its tokens are found."""
 
     trajectories: list[Trajectory]
     trajectory_ids: Tensor
@@ -35,7 +35,7 @@ class PackedTrajectories(Protocol):
 def pack_supports(batch: PackedTrajectories) -> Tensor | None:
     """Return the supports of a batch's sampled tokens: [S, K] int32, filled up with -1; None if no sample has any.
 
-    They are on the batch's device, and computed on the CPU.
+    The tensor is computed on the CPU, and moved to the batch's device.
     """
     if not _has_supports(batch):
         return None
@@ -49,7 +49,7 @@ def pack_supports(batch: PackedTrajectories) -> Tensor | None:
 
 
 def check_supports(batch: PackedTrajectories) -> None:
-    """Refuse supports that a sampler has given other tokens than its own."""
+    """Raise an error if a support does not contain the sampled token."""
     for sample in _drawn_samples(batch)[1] if _has_supports(batch) else ():
         if sample.supports is not None:
             _check_sample(sample, sample.supports)
@@ -61,9 +61,9 @@ def _has_supports(batch: PackedTrajectories) -> bool:
 
 
 def _drawn_samples(batch: PackedTrajectories) -> tuple[NDArray[np.intp], list[Sample]]:
-    """Return the places of the drawn tokens, [D], and the samples that they are, one after the other.
+    """Return the positions of all samples' tokens in the batch, [D], and the samples in this order.
 
-    ``is_sampled`` does not tell: training may leave tokens out.
+    ``is_sampled`` does not suffice, since training may leave tokens out.
     """
     drawn = np.flatnonzero(batch.weight_versions.cpu().numpy() >= 0)
     sequences = np.searchsorted(batch.cu_seqlens.cpu().numpy(), drawn, side="right") - 1

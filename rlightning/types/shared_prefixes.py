@@ -6,9 +6,9 @@
     sequence 1   a b c x            x
     sequence 2   a b y z            y z
 
-A token's hidden state depends on the tokens before it alone. In the order of their tokens each sequence shares most
-with the one before it: what it adds are its own tokens, whose keys and values are those of its whole path. Prompts of a
-group, branches of a trajectory and system prompts of a data set are found in the same way, from token ids.
+A token's hidden state depends only on the tokens up to it. If sequences are sorted by their tokens, each shares its
+longest prefix with the sequence before it; the remaining tokens are its own, and attend to its whole path. Prompts of a
+group, branches of a trajectory and system prompts of a data set are all found from token ids.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class Prefixes(NamedTuple):
     """For each of ``N`` sorted sequences, the length of the prefix that it shares with the sequence before it.
 
     Attributes:
-        order: the sequences in this order.
-        lengths: [N] int64, by sequence: leading tokens that it shares; less than all of its tokens.
+        order: the sequences in sorted order.
+        lengths: [N] int64, by sequence: length of its shared prefix, less than that of the sequence.
     """
 
     order: list[int]
@@ -42,7 +42,7 @@ class Prefixes(NamedTuple):
 
     @classmethod
     def none(cls, num_sequences: int) -> "Prefixes":
-        """Return prefixes of length 0, so that each sequence is computed by itself."""
+        """Return prefixes of length 0, with which each sequence is computed separately."""
         return cls([*range(num_sequences)], np.zeros(num_sequences, np.int64))
 
 

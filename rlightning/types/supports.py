@@ -1,6 +1,6 @@
 """Supports of truncated sampling: for each token of a sample, the tokens that top-k or top-p left to choose from.
 
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+Workers of environments import this file in other interpreters: it needs only Python 3.10 and the standard library.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 
 class Supports:
-    """For each token of a sample, the ids of the tokens that it was drawn from.
+    """For each token of a sample, the ids of the tokens from which it was drawn.
 
     Args:
-        token_ids: int32, or their bytes, the tokens of each support, one support after the other.
-        sizes: [C] int32, of each support; 0: it has too many tokens, and the trainer's distribution is not truncated.
+        token_ids: int32, or their bytes: all supports, concatenated.
+        sizes: [C] int32, of each support; 0 for a support that is too large, which is not corrected in the trainer.
     """
 
     __slots__ = ("sizes", "token_ids")
@@ -34,5 +34,5 @@ class Supports:
         return f"Supports({self.token_ids!r}, {self.sizes!r})"
 
     def to_plain(self) -> list[bytes]:
-        """Return them in plain types, from which the class makes them again."""
+        """Return the supports in plain types, from which the class constructs them again."""
         return [self.token_ids.tobytes(), self.sizes.tobytes()]

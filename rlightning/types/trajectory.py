@@ -1,6 +1,6 @@
 """One attempt at a prompt: its samples, turns and branches.
 
-Workers of environments import this file in other interpreters: Python 3.10 and the standard library, nothing else.
+Workers of environments import this file in other interpreters: it needs only Python 3.10 and the standard library.
 Letters in shapes: ``P`` tokens of a prompt, ``C`` of a sample, ``L`` of a branch.
 """
 
@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rlightning.types.supports import Supports
 
 TEMPERATURES = (0.01, 2.0)
-"""The lowest above 0 and the highest that vLLM samples with as they are."""
+"""The lowest temperature above 0 and the highest one that vLLM applies without changing them."""
 
 Number = TypeVar("Number", int, float)
 Plain = dict[str, Any]
-"""A record as numbers, texts, lists, tuples and mappings, which every checkpoint format can save."""
+"""A record as numbers, texts, lists, tuples and mappings, which every checkpoint format supports."""
 
 FinishReason = Literal["stop", "length"]
 Status = Literal["finished", "truncated", "timeout", "aborted", "failed"]
@@ -36,25 +36,25 @@ BranchReason = Literal[
     "tools_changed",
     "started_over",
 ]
-"""Why a branch begins: the trajectory does; or its history was continued more than once (``n``, parallel requests, a
-retry), or was rewritten: a message of the user's or a tool's is another one, or a turn of the policy's; messages were
-left out, or replaced by fewer; only the policy's earlier reasoning was left out; it is the same text in other tokens;
-it differs otherwise; the system message or the tools were changed; or it begins differently (a sub-agent)."""
+"""Why a branch begins: with the trajectory; because its history was continued more than once (``n``, parallel requests,
+a retry); or because its history was rewritten: a message of the user or a tool was changed, or a turn of the policy;
+messages were left out, or replaced by fewer; only the policy's earlier reasoning was left out; the same text has other
+tokens; for another reason; the system message or the tools were changed; or it has another beginning (a sub-agent)."""
 
 
 class Prompt(NamedTuple):
     """One row of a prompt set, in the form that is sent to the engine.
 
-    A tuple like :class:`Turn`: Lightning walks through batches and predictions, and fails at frozen dataclasses.
+    A tuple like :class:`Turn`, because Lightning traverses batches and predictions, and fails at frozen dataclasses.
 
     Attributes:
-        index: the row's place in its set; stable over epochs and resumes.
-        text: what the model reads, after the chat template.
-        token_ids: [P], the tokens of ``text``; nothing is tokenised again later.
+        index: of the row in its set; stable over epochs and resumes.
+        text: the model's input, after the chat template.
+        token_ids: [P], the tokens of ``text``, which are not tokenised again.
         columns: the row as it was read; reward functions get these by name.
-        completion_ids: [C], the tokens of the row's own completion, to learn from; None where it has none.
-        temperature: that its completions are sampled with, in place of the run's; None: the run's.
-        max_new_tokens: that its completions are cut at, below the run's limit; None: the run's.
+        completion_ids: [C], the tokens of the row's own completion, for SFT; None without one.
+        temperature: of its completions; None for the run's.
+        max_new_tokens: maximum tokens of its completions, below the run's limit; None for the run's.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index()
@@ -67,7 +67,7 @@ class Prompt(NamedTuple):
 
 
 class Buffers:
-    """Base of records with arrays, which Lightning leaves whole: it takes tuples, lists and dataclasses apart."""
+    """Base of records with arrays, which Lightning does not traverse, unlike tuples, lists and dataclasses."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -95,10 +95,10 @@ class Sample(Buffers):
         token_ids: [C] int64, as sampled (a final end-of-sequence token included).
         logprobs: [C] float32, of each token under the distribution that it was sampled from.
         weight_versions: [C] int32, the version of the weights that sampled each token.
-        text: the tokens decoded, without special tokens and the end of sequence; a stop string or stop token that the
-            run has named is part of it.
+        text: the decoded tokens, without special tokens and the end of sequence, but with a configured stop string or
+            stop token.
         finish_reason: "stop" (end of sequence or a stop string) or "length" (cut at the token limit).
-        supports: C of them, the tokens that each token was drawn from; None: the whole vocabulary.
+        supports: for each token the tokens from which it was drawn; None for the whole vocabulary.
     """
 
     __slots__ = ("finish_reason", "logprobs", "supports", "text", "token_ids", "weight_versions")
@@ -130,7 +130,7 @@ class Turn(NamedTuple):
 
     Attributes:
         message: as in chat APIs, with ``role`` ("assistant", "tool", "user", ...) and ``content``.
-        sample: that the policy's message came from; None for an observation (tool result, environment, user).
+        sample: from which the policy's message was parsed; None for an observation (tool result, environment, user).
     """
 
     message: dict[str, Any]
@@ -145,7 +145,7 @@ def samples_of(turns: Iterable[Turn]) -> list[Sample]:
 class Branch(Buffers):
     """One token sequence of a trajectory. A new one begins where the history was rewritten.
 
-    A token that was sampled into an earlier branch and is history here is not ``is_sampled`` here: every sampled token
+    Tokens that were sampled in an earlier branch are history in this one, and not ``is_sampled``: every sampled token
     is trained in exactly one branch.
 
     Args:
@@ -156,7 +156,7 @@ class Branch(Buffers):
         is_sampled: [L] int8, 1 for tokens that the policy sampled into this branch.
         logprobs: [L] float32, the sampler's; 0 where not sampled.
         weight_versions: [L] int32, the sampler's; -1 where not sampled.
-        turns: [L] int32, the place in ``Trajectory.turns`` of the turn that each token is of; -1 for the prompt.
+        turns: [L] int32, the index in ``Trajectory.turns`` of the turn to which each token belongs; -1 for the prompt.
     """
 
     __slots__ = ("is_sampled", "logprobs", "reason", "token_ids", "turns", "weight_versions")
@@ -177,8 +177,8 @@ class Branch(Buffers):
         """Add tokens that were not sampled in this branch: prompt, observation, template, or history.
 
         Args:
-            token_ids: of them.
-            turn: that they are of; -1: the prompt.
+            token_ids: the tokens.
+            turn: index of the turn to which they belong; -1 for the prompt.
         """
         count = len(token_ids)
         self.token_ids.extend(token_ids)
@@ -199,7 +199,7 @@ class Branch(Buffers):
 
         Args:
             sample: of the turn.
-            turn: its place in the trajectory.
+            turn: its index in the trajectory.
         """
         count = len(sample.token_ids)
         self.token_ids.extend(sample.token_ids)
@@ -213,9 +213,9 @@ class AgentTrace(NamedTuple):
     """The turns and the reward of one agent in a trajectory of several agents.
 
     Attributes:
-        agent: its name. The rewards of an agent's traces are compared with each other over the prompt's trajectories.
-        reward: the environment's, of the trace.
-        turns: the trace's among the policy's turns, counted from 0; each turn is of one trace.
+        agent: its name. The rewards of traces of the same agent are compared over the prompt's trajectories.
+        reward: from the environment, for the trace.
+        turns: indices of the trace's turns among the policy's turns, counted from 0; each turn belongs to one trace.
     """
 
     agent: str
@@ -228,19 +228,19 @@ class Trajectory:
     """One attempt at a prompt.
 
     Attributes:
-        prompt: what was attempted.
-        branches: its token sequences; one, unless the history was written anew on the way.
-        turns: its messages after the prompt, in their order.
-        status: ``finished``; ``truncated`` by a limit on tokens or turns, and trained all the same; or one that counts
-            as not sampled: ``timeout``, ``aborted`` (staleness, shutdown), ``failed`` (infrastructure).
-        scores: by reward function, unweighted; None where a function gave none.
-        reward: the environment's; None where it gives none.
-        turn_rewards: the environment's, one for each turn of the policy; None where it gives none.
-        metrics: the environment's numbers.
-        timings: seconds by what was waited for: of the ``trajectory`` in all and, unless it is of a single turn, of the
-            ``engine`` and of the ``environment``.
+        prompt: that was attempted.
+        branches: its token sequences; more than one if the history was rewritten.
+        turns: its messages after the prompt, in order.
+        status: ``finished``; ``truncated`` by a limit on tokens or turns, but trained on; or one of those that count as
+            not sampled: ``timeout``, ``aborted`` (staleness, shutdown), ``failed`` (infrastructure).
+        scores: unweighted result of each reward function; None if a function does not apply.
+        reward: from the environment; None if it gives none.
+        turn_rewards: from the environment, one for each turn of the policy; None if it gives none.
+        metrics: numbers from the environment.
+        timings: seconds of the ``trajectory`` in total, and, unless it has a single turn, of waiting for the ``engine``
+            and for the ``environment``.
         error: why it did not finish.
-        traces: the environment's, of several agents; None where the trajectory's reward is that of all turns.
+        traces: of several agents, from the environment; None if all turns have the trajectory's reward.
     """
 
     prompt: Prompt
@@ -274,7 +274,7 @@ class Trajectory:
         """The sample of a single-turn trajectory.
 
         Raises:
-            ValueError: there is none, or several.
+            ValueError: the trajectory has no sample, or several.
         """
         samples = self.samples
         if len(samples) != 1:
@@ -309,13 +309,13 @@ class Outcome:
     """The result that an environment returns at the end of a trajectory.
 
     Attributes:
-        reward: of the trajectory; None: the sum of ``turn_rewards`` or the mean of ``traces``, and without these reward
-            functions alone decide.
-        turn_rewards: one for each turn of the policy, parts of the trajectory's reward; None where there are none.
+        reward: of the trajectory; None for the sum of ``turn_rewards`` or the mean of ``traces``; without these only
+            reward functions score it.
+        turn_rewards: one for each turn of the policy, parts of the trajectory's reward; None without any.
         status: see :class:`Trajectory`.
         metrics: numbers to log.
         error: why it did not finish.
-        traces: what each of several agents did, with its own reward; None: all turns have the trajectory's.
+        traces: turns and reward of each of several agents; None if all turns have the trajectory's reward.
     """
 
     reward: float | None = None
@@ -358,7 +358,7 @@ def from_plain(plain: Plain, prompt: Prompt) -> Trajectory:
     """Return the trajectory of a :func:`to_plain` result.
 
     Args:
-        plain: what it returned.
+        plain: a result of :func:`to_plain`.
         prompt: the trajectory's.
     """
     branches = []
@@ -370,13 +370,13 @@ def from_plain(plain: Plain, prompt: Prompt) -> Trajectory:
     turns = tuple(Turn(message, sample and _sample(sample)) for message, sample in plain["turns"])
     plain = dict(plain)
     traces = plain.pop("traces", None)
-    prompt = prompt._replace(temperature=plain.pop("temperature", prompt.temperature))  # what it was sampled at
+    prompt = prompt._replace(temperature=plain.pop("temperature", prompt.temperature))  # the temperature sampled at
     own = {"prompt": prompt, "branches": tuple(branches), "turns": turns, "traces": read_traces(traces)}
     return Trajectory(**{**plain, **own})
 
 
 def read_traces(plain: Iterable[Iterable[object]] | None) -> list[AgentTrace] | None:
-    """Return agent traces from the lists or tuples that they were saved as."""
+    """Return agent traces from their saved lists or tuples."""
     return None if plain is None else [AgentTrace._make(trace) for trace in plain]
 
 
@@ -389,13 +389,13 @@ def _plain_buffers(record: Buffers) -> Plain:
 
 
 def _sample(plain: Plain) -> Sample:
-    """Return the sample of what :func:`_plain_buffers` has made of it."""
+    """Return a sample from the result of :func:`_plain_buffers`."""
     supports = plain.get("supports")
     return Sample(**{**plain, "supports": None if supports is None else Supports(*supports)})
 
 
 def _buffer(typecode: str, values: Iterable[Number]) -> array[Number]:
-    """Return values as an array; an array of this type is returned as it is."""
+    """Return values as an array of this type; such an array is returned unchanged."""
     if isinstance(values, array) and values.typecode == typecode:
         return values
     return array(typecode, values)

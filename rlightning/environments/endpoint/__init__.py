@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in the trainer's process, which records what agents sample from the policy through it."""
+"""An OpenAI-compatible server in the trainer's process, which records the tokens that agents sample through it."""
 
 from rlightning.environments.endpoint.server import Endpoint
 from rlightning.environments.endpoint.session import Session

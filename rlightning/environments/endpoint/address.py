@@ -12,7 +12,7 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 def find_address(host: str) -> str:
     """Return the address at which clients reach a server that listens on ``host``: the host itself.
 
-    For all addresses, such as 0.0.0.0, it is the one by which this host reaches others, or else its loopback.
+    For a wildcard address such as 0.0.0.0 it is the address from which this host connects to others, or its loopback.
     """
     try:
         if not ipaddress.ip_address(host or "0.0.0.0").is_unspecified:

@@ -109,7 +109,7 @@ def _event(kind: str, **fields: object) -> Event:
 
 
 class MessageWriter(BlockWriter):
-    """Writes a response of Anthropic's API, whole or as a stream; a stream has each tool call in one event."""
+    """Writes a response of Anthropic's API, whole or as a stream, in which each tool call is one event."""
 
     def __init__(self, stops: list[str], model: str) -> None:
         super().__init__()

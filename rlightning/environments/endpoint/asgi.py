@@ -21,7 +21,7 @@ class ClientGoneError(Exception):
 
 
 class Request:
-    """An HTTP request: the path is without a query and slashes at its end, names of headers are in small letters."""
+    """An HTTP request; its path has no query and no trailing slash, names of headers are in lower case."""
 
     def __init__(self, scope: Message, receive: Receive) -> None:
         self.method: str = scope["method"]
@@ -30,7 +30,7 @@ class Request:
         self._receive = receive
 
     async def read_json(self, max_bytes: int) -> JsonObject:
-        """Return the body parsed as a JSON object; raises an APIError if it is none, or longer than ``max_bytes``."""
+        """Return the body parsed as a JSON object; raises an APIError if it is none, or exceeds ``max_bytes``."""
         read, is_whole = bytearray(), False
         while not is_whole:
             message = await self._receive()
@@ -49,7 +49,7 @@ class Request:
         return body
 
     async def wait_until_gone(self) -> None:
-        """Return when the client has closed its connection; the body must have been read before."""
+        """Wait until the client has closed its connection; the body must have been read before."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 

@@ -37,7 +37,7 @@ class APIError(Exception):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise an APIError for a malformed part of a request, or one that the chat template refuses."""
+    """Within the context, turn errors of a malformed part ``what`` of a request, or of the template, into APIErrors."""
     try:
         yield
     except ConfigError as error:

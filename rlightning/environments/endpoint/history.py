@@ -1,4 +1,4 @@
-"""Finds the longest recorded history that a client's messages continue, and the reason if they continue none."""
+"""Finds the longest recorded conversation that a client's messages continue, or the reason why there is none."""
 
 import json
 import re
@@ -19,7 +19,7 @@ SYSTEM = ("system", "developer")
 class Known(NamedTuple):
     """A normalised message: without the differences that clients introduce unintentionally.
 
-    A developer's role is the system's. Calls are JSON, "" for none. Reasoning counts where the client sends it.
+    The role "developer" becomes "system". Tool calls are JSON, "" for none. Reasoning counts if the client sends it.
     """
 
     role: str
@@ -28,16 +28,16 @@ class Known(NamedTuple):
     reasoning: str
 
     def matches(self, recorded: "Known") -> bool:
-        """Return whether this message of a client's equals a recorded one."""
+        """Return whether this message of a client equals a recorded one."""
         return self[:3] == recorded[:3] and self.reasoning in ("", recorded.reasoning)
 
     def without_reasoning(self) -> "Known":
-        """Return the message without its reasoning, also where that stands in its text."""
+        """Return the message without its reasoning, also if its text contains it."""
         return self._replace(text=THOUGHT.sub("", self.text, count=1).strip(), reasoning="")
 
 
 class Past(NamedTuple):
-    """A recorded conversation: its tools as JSON, and its messages, of which the last is the policy's ``turn``."""
+    """A recorded conversation: its tools as JSON, and its messages, the last of which is the policy's ``turn``."""
 
     tools: str
     messages: tuple[Known, ...]
@@ -45,9 +45,9 @@ class Past(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The recorded conversation that a client's messages continue; None if it has to be rendered anew.
+    """The recorded conversation that a client's messages continue; None if the messages have to be rendered anew.
 
-    The last ``num_new`` messages are no turns of the trajectory yet. If a branch begins, it is for the reason.
+    The last ``num_new`` messages are not recorded yet. ``reason`` says why a branch begins, if one does.
     """
 
     past: Past | None
@@ -61,7 +61,7 @@ class Histories:
     def __init__(self) -> None:
         self._pasts: list[Past] = []
         self._asked: set[int] = set()
-        """Hashes of all conversations that were to be continued: whole ones would take far more memory."""
+        """Hashes of all conversations that requests have continued; whole ones would take far more memory."""
 
     def find(self, messages: Sequence[Known], tools: str) -> Found:
         """Find the longest recorded conversation that a client's messages continue."""
@@ -80,7 +80,7 @@ class Histories:
         return Found(None, num_new, "sampled_again" if is_repeated else self._find_reason(own, tools))
 
     def add(self, messages: Sequence[Known], tools: str, turn: RecordedTurn) -> None:
-        """Record a conversation that a turn of the policy's has just ended."""
+        """Record a conversation that a turn of the policy has just ended."""
         self._pasts.append(Past(tools, (*messages, read_known(turn.message.to_message())), turn))
 
     def _find_fork_reason(self, own: tuple[Known, ...], past: Past) -> BranchReason:
@@ -104,7 +104,7 @@ class Histories:
                 return "system_changed"
             if not _begins(talk, known):
                 return "reasoning_dropped"
-            if not _begins(own, past.messages):  # system messages have moved
+            if not _begins(own, past.messages):  # only the system messages have moved
                 return "history_edited"
         return describe_difference(talk, find_closest(talk, [_without_system(past.messages) for past in self._pasts]))
 
@@ -116,7 +116,7 @@ def find_closest(own: Sequence[Known], pasts: Sequence[Sequence[Known]]) -> Sequ
 
 
 def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchReason:
-    """Return why a branch begins: how a conversation ``own`` of a client's differs from the recorded one ``past``."""
+    """Return why a branch begins: how a client's conversation ``own`` differs from the recorded one ``past``."""
     start = _count_shared(own, past)
     new, old = [one[:3] for one in own[start:]], [one[:3] for one in past[start:]]
     said = {one[:3] for one in past if one.role == "assistant"}
@@ -124,9 +124,9 @@ def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchRe
         return "started_over"
     if not new and not old:
         return "history_edited"
-    if not new:  # it ends earlier
+    if not new:  # the new history ends earlier
         return "sampled_again" if old[0][0] == "assistant" else "messages_dropped"
-    if not old:  # with a turn that the policy has not said
+    if not old:  # it has an assistant turn that the policy did not sample
         return "turn_edited"
     if new[0] in old:
         return "messages_dropped"
@@ -149,9 +149,9 @@ def read_known(message: Message) -> Known:
 
 
 def clean(messages: object) -> list[Message]:
-    """Return the messages of a request, texts alone, with the fields that chat templates read, and no others.
+    """Return the messages of a request, with only text contents and the fields that chat templates read.
 
-    Answers of tools get the name of the tool that was called. Raises an APIError for anything else.
+    Results of tools get their tool's name. Raises an APIError for other contents.
     """
     if not isinstance(messages, list) or not messages:
         raise APIError(f"messages={cut_value(messages)} has to be a list of messages.", param="messages")

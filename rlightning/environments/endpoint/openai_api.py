@@ -70,7 +70,7 @@ def list_models(session: Session) -> JsonObject:
 
 
 def read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
-    """Return the tools of a request; with the tool choice "none" the policy is shown them, and its calls stay text."""
+    """Return the tools of a request. With the tool choice "none" the policy gets the tools, and its calls stay text."""
     choice = None if "tool_choice" in ignored else body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise APIError(
@@ -145,7 +145,7 @@ class ChatWriter(CompletionWriter):
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield the events for the text of a choice that later tokens cannot change."""
+        """Yield the events for the part of a choice's text that later tokens cannot change."""
         if choice not in self._num_written:
             yield self._delta(choice, {"role": "assistant", "content": ""})
         new = self._take_new(choice, reasoning, content)
@@ -178,7 +178,7 @@ class TextWriter(CompletionWriter):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield the events for the text of a choice that later tokens cannot change."""
+        """Yield the events for the part of a choice's text that later tokens cannot change."""
         _, text = self._take_new(choice, reasoning, content)
         if text:
             yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})

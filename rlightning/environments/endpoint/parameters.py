@@ -1,4 +1,4 @@
-"""The sampling parameters of a request. One that is not supported is refused with an error that names it."""
+"""The sampling parameters of a request. Unsupported ones are refused with an error that names them."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ WITHOUT_EFFECT = {
     *("safety_identifier", "request_id", "include", "skip_special_tokens", "spaces_between_special_tokens"),
     "routed_experts_prompt_start",
 }
-"""Parameters that do not change what is sampled."""
+"""Parameters that do not affect sampling."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -42,7 +42,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
 }
-"""Parameters that no engine of ours has, by the values with which they change nothing."""
+"""Parameters that no engine here supports, with the values at which they have no effect."""
 Count = Annotated[int, Field(ge=1)]
 Stop = Annotated[str, Field(min_length=1)]
 
@@ -71,7 +71,7 @@ class RequestParameters(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings, which end a turn and are removed from the text that the client receives."""
+        """Stop strings, which end a turn and are removed from the text for the client."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
@@ -98,9 +98,9 @@ class RequestParameters(BaseModel):
 def read_parameters(
     body: Mapping[str, object], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
 ) -> RequestParameters:
-    """Parse the parameters of a request, without the ``ignored`` and the ``others``, which the route reads by itself.
+    """Parse the parameters of a request, except ``ignored`` ones and the ``others``, which the route itself reads.
 
-    Raises an APIError for a parameter of the wrong type, or one that cannot be honoured.
+    Raises an APIError for a parameter of the wrong type, or an unsupported one.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in ignored}
     neutral = {**NEUTRAL, "top_p": (sampling.top_p,), "min_p": (sampling.min_p,)}
@@ -134,12 +134,12 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
     """Convert the parameters of a request to a :class:`Sampling`.
 
     Args:
-        own: the run's, in this trajectory.
-        stream: number of the trajectory's random stream, so that the same seed draws something else in each.
-        temperature: that the trajectory's earlier turns were sampled at; None: there are none.
+        own: the trajectory's settings, from the run.
+        stream: number of the trajectory's random stream, so that one seed gives different samples in each trajectory.
+        temperature: of the trajectory's earlier turns; None without any.
 
     Raises:
-        APIError: the temperature is none, or another than that of the earlier turns.
+        APIError: the temperature is invalid, or differs from that of the earlier turns.
     """
     wanted = own.temperature if asked.temperature is None else asked.temperature
     lowest, highest = TEMPERATURES

@@ -22,7 +22,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "background": (False,),
     "reasoning": ({},),
 }
-"""Parameters of this route alone, by the values with which they change nothing."""
+"""Parameters that only this route has, with the values at which they have no effect."""
 
 
 async def respond(session: Session, body: JsonObject, emit: Emit) -> Reply:
@@ -64,7 +64,7 @@ def _read_earlier(session: Session, body: JsonObject) -> list[Message]:
 
 
 def _read_input(given: object) -> list[Message]:
-    """Return the messages of the chat; items that the policy wrote in one turn are joined to one message."""
+    """Return the messages of the chat; items that the policy wrote in one turn are merged into one message."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise APIError(f"input={cut_value(given)} has to be a text or a list of items.", param="input")
@@ -108,7 +108,7 @@ def _read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
 class ResponseWriter(BlockWriter):
     """Writes a response of the Responses API, whole or as a stream, in which each tool call is one part.
 
-    Its ``ids`` are those of the response ("resp") and its parts.
+    ``ids`` are the ids of the response ("resp") and its parts.
     """
 
     def __init__(self, body: JsonObject, model: str) -> None:

@@ -46,22 +46,21 @@ CLOSE_SECONDS = 5.0
 class Endpoint:
     """A server of OpenAI's and Anthropic's APIs, on the event loop that starts it.
 
-    Each trajectory has a session with a key of its own, and what its requests sample is recorded in it.
+    Each trajectory has a session with its own key, which records what its requests sample.
 
     Args:
-        host: to listen at; others than this host's own programs reach it only if this says so. ``0.0.0.0``: at all
-            addresses.
-        port: to listen at; 0: a free one.
-        advertised_host: name or address that agents are given, such as ``host.docker.internal`` for those in
-            containers; None: ``host``, or, where that is all addresses, the one by which this host reaches others.
-        keeps_reasoning: whether the policy goes on reading its earlier reasoning in turns that follow, so that a
-            trajectory stays one branch. Otherwise the chat template decides, as it does in other servers.
-        ignored: parameters of requests that are passed over where they cannot be honoured, such as ``top_p``.
-        allowed: parameters that are honoured, though the trainer's own log-probabilities are without them:
+        host: address to listen at; by default only programs on this host can connect. ``0.0.0.0`` for all addresses.
+        port: to listen at; 0 for a free one.
+        advertised_host: name or address that is given to agents, such as ``host.docker.internal`` for containers; None
+            for ``host``, or, if that means all addresses, the one from which this host connects to others.
+        keeps_reasoning: whether later turns keep the reasoning of earlier ones in the policy's context, so that a
+            trajectory stays one branch. Otherwise the chat template decides, as in other servers.
+        ignored: parameters of requests, such as ``top_p``, that are ignored rather than refused if unsupported.
+        allowed: parameters that are applied although the trainer's log-probabilities do not include them;
             ``response_format`` is the only one.
-        max_request_bytes: of a request's body.
-        max_connections: at once.
-        max_requests: of a session at once.
+        max_request_bytes: maximum bytes of a request's body.
+        max_connections: maximum number of concurrent connections.
+        max_requests: maximum number of concurrent requests of a session.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Endpoint:
         return self._url
 
     async def start(self) -> None:
-        """Start to listen, unless the server listens already; raises a ConfigError if it cannot."""
+        """Start to listen, if not listening already; raises a ConfigError if that fails."""
         if self._serving is None:
             uvicorn = _import_server()
             listener = self._bind()
@@ -122,7 +121,7 @@ class Endpoint:
                 timeout_graceful_shutdown=1,
             )
             server = uvicorn.Server(config)
-            server.capture_signals = contextlib.nullcontext  # those are the trainer's
+            server.capture_signals = contextlib.nullcontext  # the trainer handles signals
             self._serving = server, asyncio.ensure_future(server.serve([listener]))
             log.info("Agents reach the policy at %s.", self._url)
         server, task = self._serving
@@ -163,8 +162,8 @@ class Endpoint:
         """Serve the session of one trajectory until the context exits.
 
         Raises:
-            LimitReachedError: what used the session failed by the answer that a sequence had no more room.
-            Exception: the policy could not be sampled from, whatever was made of that.
+            LimitReachedError: the session's user failed after the response that a sequence has no more room.
+            Exception: sampling from the policy failed, even if the session's user caught that error.
         """
         if not isinstance(policy, RecordedPolicy):
             raise TypeError("The endpoint serves policies of the trainer's process alone.")
@@ -186,7 +185,7 @@ class Endpoint:
             raise session.failure.result()
 
     def share_key(self) -> SharedKey:
-        """Return a new key that several sessions share; a header of each request names the session."""
+        """Return a new key that several sessions share; a header of each request names its session."""
         shared = SharedKey()
         self._shared_keys[shared.id] = shared
         return shared
@@ -250,7 +249,7 @@ class Endpoint:
 
 
 class RouteWork:
-    """A running route, which is cancelled, and then ``is_abandoned``, if the client disconnects before its end."""
+    """A running route, which is cancelled if the client disconnects before its end, and is then ``is_abandoned``."""
 
     def __init__(self, route: Route, session: Session, body: JsonObject, request: Request) -> None:
         self.is_abandoned = False
@@ -288,7 +287,7 @@ class RouteWork:
 
 
 async def send_events(send: Send, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
-    """Send the events of a stream as they come, until the last one or until the client disconnects."""
+    """Send the events of a stream as they are emitted, until the last one or until the client disconnects."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     event: Event | None = first
@@ -307,7 +306,7 @@ def _error_event(error: APIError, path: str) -> Event:
 
 
 async def _call(route: Route, session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Call a route; an error that the request itself has not caused fails the session."""
+    """Call a route; an error that the request did not cause fails the session."""
     try:
         return await route(session, body, emit)
     except LimitReachedError as error:

@@ -25,26 +25,26 @@ from rlightning.types.trajectory import BranchReason, Sample
 
 RESPONSE_FORMAT = "response_format"
 MAX_BEGINNINGS = 256
-"""Maximum number of conversations whose tokens are kept: a group's trajectories begin alike, at about the same time."""
+"""Number of conversations whose tokens are cached: a group's trajectories have the same beginning at about one time."""
 
 
 class ToolUse(NamedTuple):
-    """The tools of a request, None for none, and whether the policy's calls are read, rather than text."""
+    """The tools of a request (None for none), and whether the policy's calls are parsed or stay text."""
 
     schemas: list[Message] | None
     are_called: bool
 
 
 class Session:
-    """Answers the requests of one trajectory; its arguments are as of :class:`Endpoint`.
+    """Answers the requests of one trajectory; the arguments are those of :class:`Endpoint`.
 
     Attributes:
         id: public part of the key.
-        key: that clients authenticate with.
-        model: what the policy is called: its name on the hub, or that of the folder it was loaded from.
-        responses: of ``/v1/responses``, by id: the messages up to each.
-        failure: set when no request can be answered any more.
-        num_abandoned: requests whose client has gone before they were answered.
+        key: by which clients authenticate.
+        model: the policy's name: on the hub, or of the folder that it was loaded from.
+        responses: messages up to each response of ``/v1/responses``, by its id.
+        failure: error after which no request can be answered.
+        num_abandoned: number of requests whose client disconnected before the response.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Session:
         return self.policy.has_reached_limit and bool(self.policy.recorder.branches)
 
     def fail(self, error: Exception) -> None:
-        """End the session with an error: its trajectory gets no reward."""
+        """End the session with an error, with which its trajectory fails."""
         if not self.failure.done():
             self.failure.set_result(error)
 
@@ -87,7 +87,7 @@ class Session:
     ) -> Answers:
         """Sample the policy's next turn of a conversation; raises an APIError if the messages cannot be rendered.
 
-        Its tokens are added to the stream, if there is one, which the caller has to end.
+        Tokens are added to ``stream``, if given; the caller has to end it.
         """
         tools = tool_use.schemas
         with reading("messages"):
@@ -156,7 +156,7 @@ class Session:
 
         Args:
             begin: returns the partial message of a turn that is about to be sampled.
-            reason, observations: as of :meth:`RecordedPolicy.sample_turns`.
+            reason, observations: see :meth:`RecordedPolicy.sample_turns`.
         """
         if stream is not None:
             stream.expect([begin() for _ in range(asked.n)], len(history))
@@ -182,7 +182,7 @@ class Session:
             )
         except LimitReachedError:
             if not policy.recorder.branches and len(self.requests) <= 1:
-                policy.temperature = before  # nothing has been sampled
+                policy.temperature = before  # nothing was sampled: the temperature is not fixed yet
             raise
         except RequestRefusedError as error:
             if sampling.json_schema is None or isinstance(error, StreamLostError):
@@ -195,7 +195,7 @@ class Session:
     def _without_dropped_reasoning(
         self, found: Found, messages: list[Message], tools: Sequence[Message] | None
     ) -> Found:
-        """Return ``found`` without its recorded conversation if the chat template has dropped reasoning of that."""
+        """Return ``found`` without its recorded conversation if the chat template has dropped reasoning from it."""
         if self._keeps_reasoning or found.past is None:
             return found
         thoughts = [message.reasoning for message in found.past.messages if message.reasoning]
@@ -235,7 +235,7 @@ class Session:
 def render_beginning(
     chat_format: ChatFormat, messages: Sequence[Message], tools: Sequence[Message] | None
 ) -> "array[int]":
-    """Return the tokens of a trajectory's first conversation, from a cache that the trajectories of a group share."""
+    """Return the tokens of a trajectory's first conversation, from a cache for all trajectories of a group."""
     beginnings, conversation = chat_format.beginnings, json.dumps([messages, tools])
     found = beginnings.pop(conversation, None)
     beginnings[conversation] = array("q", chat_format.render(messages, tools)) if found is None else found
@@ -245,7 +245,7 @@ def render_beginning(
 
 
 def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:
-    """Raise an APIError if the sampler cannot sample by a schema, or the endpoint does not allow it."""
+    """Raise an APIError if the sampler does not support JSON schemas, or the endpoint does not allow them."""
     if RESPONSE_FORMAT in allowed and policy.follows_schemas:
         return
     reason = ": what samples from the policy has no structured output. vLLM's engine has."
@@ -266,5 +266,5 @@ def name_model(policy: RecordedPolicy) -> str:
 
 
 def cut_at_stops(text: str, stops: Sequence[str]) -> str:
-    """Cut a text at the first stop string."""
+    """Return the text before the first of the stop strings."""
     return text[: min((place for place in map(text.find, stops) if place >= 0), default=len(text))]

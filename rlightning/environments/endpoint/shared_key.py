@@ -1,4 +1,4 @@
-"""One API key for the sessions of many trajectories, for a client that uses one connection for all of them."""
+"""An API key that many trajectories share, for a client with one connection for all of them."""
 
 import asyncio
 import hmac
@@ -14,9 +14,9 @@ WAIT_SECONDS = 10.0
 
 
 class SharedKey:
-    """An API key, and the sessions that use it, by the names that a header of each request gives.
+    """An API key, and the sessions that use it, by the names in a header of each request.
 
-    Its ``id`` is the public part of the key.
+    ``id`` is the public part of the key.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class SharedKey:
         self._added = asyncio.Event()
 
     def is_given(self, key: str) -> bool:
-        """Return whether a client sent this key; compared in constant time."""
+        """Return whether ``key`` is this key, by a comparison in constant time."""
         return hmac.compare_digest(self.key.encode(), key.encode())
 
     def add(self, name: str, session: Session) -> None:
@@ -40,7 +40,7 @@ class SharedKey:
         self._sessions.pop(name, None)
 
     async def find(self, headers: Mapping[str, str]) -> Session | None:
-        """Return the session that a request names; any session for a request without a name, which only reads."""
+        """Return the session that a request names; a request without a name only reads, and gets any session."""
         name = headers.get(HEADER)
         try:
             async with asyncio.timeout(WAIT_SECONDS):

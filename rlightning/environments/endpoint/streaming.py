@@ -11,21 +11,21 @@ from rlightning.environments.recorder import RecordedTurn
 from rlightning.python_values import JsonObject
 
 Event = tuple[str | None, JsonObject | str]
-"""An event of a stream: its name, in an API whose events have names, and its data."""
+"""An event of a stream: its name (None in an API without names), and its data."""
 Emit = Callable[[Event], None]
 Reply = JsonObject | None
-"""The body of a response; None if all of it has been sent as events of a stream."""
+"""The body of a response; None if all of it was sent as events of a stream."""
 
 
 class Answers(NamedTuple):
-    """The turns that answer a request, one a choice, with their messages as the client gets them."""
+    """The turns that answer a request, one a choice, and their messages for the client."""
 
     turns: list[RecordedTurn]
     num_prompt_tokens: int
 
 
 class EventWriter(ABC):
-    """Writes the response to one request in an API's form, whole or as a stream, whose texts are cumulative."""
+    """Writes the response to one request in an API's format, whole or as a stream. Texts it gets are cumulative."""
 
     def __init__(self) -> None:
         self._num_written: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -35,26 +35,26 @@ class EventWriter(ABC):
         """Return the whole response."""
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
-        """Return the first events of a stream, before any of a choice."""
+        """Return the first events of a stream, before those of choices."""
         return ()
 
     @abstractmethod
     def add(self, choice: int, reasoning: str, content: str) -> Iterable[Event]:
-        """Return the events for the text of a choice that later tokens cannot change any more."""
+        """Return the events for the part of a choice's text that later tokens cannot change."""
 
     @abstractmethod
     def end(self, answers: Answers) -> Iterable[Event]:
         """Return the last events, when all choices are whole."""
 
     def _take_new(self, choice: int, reasoning: str, content: str) -> tuple[str, str]:
-        """Return those parts of a choice's texts that have not been written yet, and mark them as written."""
+        """Return the parts of a choice's texts that have not been written yet, and mark them as written."""
         num_reasoning, num_content = self._num_written[choice]
         self._num_written[choice] = len(reasoning), len(content)
         return reasoning[num_reasoning:], content[num_content:]
 
 
 class TurnStream:
-    """Emits the events of one streamed response, from the first token on: an error before that has its own status."""
+    """Emits the events of one streamed response from the first token on: an error before has an HTTP status."""
 
     def __init__(self, writer: EventWriter, emit: Emit) -> None:
         self._writer, self._emit = writer, emit
@@ -63,7 +63,7 @@ class TurnStream:
         self._has_begun = False
 
     def expect(self, messages: Sequence[PartialMessage | None], num_prompt_tokens: int) -> None:
-        """Prepare for turns that are about to be sampled; None stands for one that is read only when it is whole."""
+        """Prepare for turns to be sampled, with their partial messages; None if a turn is parsed only when whole."""
         self._messages, self._num_prompt_tokens = messages, num_prompt_tokens
 
     def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class TurnStream:
             self._emit_all(self._writer.add(number, message.reasoning, message.content))
 
     def finish(self, message: AssistantMessage) -> AssistantMessage:
-        """Return the next choice's whole message, consistent with what the client has already received of it."""
+        """Return the next choice's whole message, consistent with the part that the client has received."""
         partial = self._messages[self._num_finished]
         self._num_finished += 1
         return message if partial is None else partial.finish(message)
@@ -97,9 +97,9 @@ class TurnStream:
 async def answer(
     writer: EventWriter, emit: Emit | None, sample: Callable[[TurnStream | None], Awaitable[Answers]]
 ) -> Reply:
-    """Answer a request: as a stream of events that are passed to ``emit``, or whole if ``emit`` is None.
+    """Answer a request: with events passed to ``emit`` while the turns are sampled, or whole if ``emit`` is None.
 
-    The turns are sampled by ``sample``, which gets the stream for their tokens.
+    ``sample`` samples the turns, and adds their tokens to the stream that it gets.
     """
     stream = None if emit is None else TurnStream(writer, emit)
     answers = await sample(stream)
@@ -120,7 +120,7 @@ class BlockWriter(EventWriter):
 
     @abstractmethod
     def _begin_block(self, kind: str) -> Iterable[Event]:
-        """Return the events that open block number ``_num_blocks``, of reasoning or content."""
+        """Return the events that open block number ``_num_blocks`` with ``kind`` "reasoning" or "content"."""
 
     @abstractmethod
     def _extend_block(self, kind: str, text: str) -> Iterable[Event]:
@@ -131,7 +131,7 @@ class BlockWriter(EventWriter):
         """Return the events that close a block, whose whole text is ``text``."""
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield the events for the text of a choice that later tokens cannot change."""
+        """Yield the events for the part of a choice's text that later tokens cannot change."""
         new = self._take_new(choice, reasoning, content)
         for kind, text in zip(("reasoning", "content"), new, strict=True):
             if text:
@@ -140,7 +140,7 @@ class BlockWriter(EventWriter):
                 yield from self._extend_block(kind, text)
 
     def _switch(self, kind: str | None) -> Iterator[Event]:
-        """Close the open block, and open one of another kind; None opens no other."""
+        """Close the open block, and open one of another kind; None opens none."""
         if kind == self._open:
             return
         if self._open is not None:

@@ -37,9 +37,9 @@ VERSION = "0.4"
 """Version of verifiers whose protocol this module implements."""
 PROBE = "from importlib.metadata import version; print(version('verifiers'))"
 MAX_DEATHS = 20
-"""Maximum number of servers that end in a row, without a completed episode, before the run ends."""
+"""Maximum number of servers that end in a row, without a completed episode, before the run fails."""
 COLUMN = "task"
-"""Column of a prompt set that has the number of the row's task, or the task's data."""
+"""Column of a prompt set with the number of the row's task, or the task's data."""
 
 
 class _Servers(NamedTuple):
@@ -53,33 +53,32 @@ class _Servers(NamedTuple):
 class Verifiers(Environment):
     """Runs a task set of verifiers 0.4, unchanged, in processes of a separate interpreter.
 
-    Each episode is a trajectory. What the policy sampled is recorded here, as it was sampled; rewards, errors and
-    metrics come from verifiers. Agents that verifiers does not call trainable are sampled from the policy as well, and
-    not trained. An episode in which anything broke or timed out counts as not sampled, also where verifiers calls it
-    ok. One that is under way when a checkpoint is written is made again by a resumed run.
+    Each episode is a trajectory. Sampled tokens are recorded in the trainer's process; rewards, errors and metrics come
+    from verifiers. Agents that are not trainable are sampled from the policy too, but not trained on. An episode with
+    an error or a timeout counts as not sampled, even if verifiers reports it as ok. A resumed run repeats the episodes
+    that were running at the checkpoint.
 
     A prompt's index in its data set chooses the task, or its column ``task``: a number, or the task's data.
 
     Args:
-        taskset: its id, or its configuration with ``id``.
-        python: path of the interpreter that verifiers is installed in.
-        environment: id of verifiers' environment, such as ``user-sim``; None: the task set's own.
-        roles: configuration of the environment's agents by their names, such as
-            ``{agent: {harness: {id: bash}, max_turns: 8}}``. They run as processes of this host, unless their
-            ``runtime`` says otherwise.
-        agents: names of those that are trained; None: all that are trainable.
-        credit: what several agents are trained by: each "agent" by the rewards of its own traces, compared with those
-            of the same agent in the prompt's other episodes; or all by the "episode"'s, the mean of their rewards.
-        renderer: of the model's family, such as ``qwen3``, or its configuration; None: as verifiers finds by the
-            model's name, which for a model's folder is one that has no tools.
-        renderer_model_name: whose tokenizer it takes; None: the policy's.
-        num_tasks: of the task set, from its beginning.
-        num_workers: processes.
-        max_trajectories: of a process at once; others wait, and their time does not count yet.
-        timeout: seconds that an episode may take, after which it counts as not sampled; None:
-            ``rollout.trajectory_timeout`` alone, an hour unless it is set.
-        hang_timeout: seconds for which a process may not answer.
-        variables: of the processes' environment, beside the trainer's own.
+        taskset: id of the task set, or its configuration with ``id``.
+        python: path of the interpreter in which verifiers is installed.
+        environment: id of verifiers' environment, such as ``user-sim``; None for the task set's own.
+        roles: configuration of the environment's agents by their names, such as ``{agent: {harness: {id: bash},
+            max_turns: 8}}``. They run as processes of this host by default; see their ``runtime``.
+        agents: names of the trained agents; None for all trainable ones.
+        credit: how several agents are rewarded: "agent" by the rewards of an agent's own traces, compared with those of
+            the same agent in the prompt's other episodes; "episode" all by the mean of their rewards.
+        renderer: of the model's family, such as ``qwen3``, or its configuration; None for the one that verifiers finds
+            by the model's name, which for a folder is one without tools.
+        renderer_model_name: model whose tokenizer the renderer uses; None for the policy.
+        num_tasks: number of tasks that are used, from the beginning of the task set.
+        num_workers: number of processes.
+        max_trajectories: maximum number of concurrent episodes of a process; the time of waiting ones does not count.
+        timeout: maximum seconds of an episode, after which it counts as not sampled; None for
+            ``rollout.trajectory_timeout`` alone, by default an hour.
+        hang_timeout: seconds without an answer after which a process counts as hanging.
+        variables: additional environment variables of the processes.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`.
     """
 
@@ -133,7 +132,7 @@ class Verifiers(Environment):
         self._deaths = RestartPolicy(MAX_DEATHS)
 
     async def check(self) -> None:
-        """Start a server, and have it list its tasks; raises a ConfigError if something of it cannot be used."""
+        """Start a server, and have it list its tasks; raises a ConfigError if its settings cannot be used."""
         try:
             import zmq  # noqa: F401
         except ImportError as error:
@@ -145,14 +144,14 @@ class Verifiers(Environment):
         await self._start(self._get_servers().servers[0])
 
     async def close(self) -> None:
-        """End the servers and the endpoint; later trajectories start others."""
+        """End the servers and the endpoint; later trajectories start new ones."""
         found, self._servers = self._servers, None
         if found is not None:
             await asyncio.gather(*(server.close() for server in found.servers))
         await self.endpoint.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory; raises an EnvironmentFailedError if servers end again and again."""
+        """Make one trajectory; raises an EnvironmentFailedError if servers end repeatedly."""
         if not isinstance(policy, RecordedPolicy):
             raise TypeError("Verifiers needs the policy of the trainer's process.")
         found = self._get_servers()
@@ -184,7 +183,7 @@ class Verifiers(Environment):
             line, *details = map(str, error.args)
             raise TrajectoryLostError(line, cut("\n".join([line, *details]))) from error
         finally:
-            if not policy.recorder.branches:  # it failed: what it sampled is recorded for `completions/`
+            if not policy.recorder.branches:  # the rollout failed: record what it sampled for `completions/`
                 for part in parts.values():
                     policy.recorder.extend(part.recorder)
 
@@ -246,9 +245,9 @@ class Verifiers(Environment):
         return self._tasks[named]
 
     def _read(self, episode: Episode, policy: RecordedPolicy, parts: Mapping[str, RecordedPolicy]) -> Outcome:
-        """Return the outcome of an episode; its trained traces are recorded in ``policy``.
+        """Record an episode's trained traces in ``policy``, and return its outcome.
 
-        Raises a ValueError if what verifiers says of the tokens or the rewards cannot be.
+        Raises a ValueError if verifiers' tokens contradict the recorded ones, or its rewards are invalid.
         """
         if episode.has_timed_out:
             return Outcome(status="timeout", error="A deadline of verifiers' has passed.")
@@ -330,7 +329,7 @@ def check_verifiers(python: str) -> None:
 
 
 def _to_agent_traces(trained: Sequence[tuple[Trace, list[int]]], default: float) -> list[AgentTrace]:
-    """Convert traces to agent traces with turns and rewards; ``default`` is the reward of one that has none."""
+    """Convert traces to agent traces with turns and rewards; ``default`` is the reward of a trace without one."""
     rewards = [trace.sum_rewards() for trace, _ in trained]
     return [
         AgentTrace(trace.agent.name, default if reward is None else reward, turns)
@@ -339,7 +338,7 @@ def _to_agent_traces(trained: Sequence[tuple[Trace, list[int]]], default: float)
 
 
 def _collect_metrics(episode: Episode) -> dict[str, float]:
-    """Return the metrics and rewards of an episode; those of several agents have the agent's name as prefix."""
+    """Return the metrics and rewards of an episode, prefixed with the agent's name if there are several agents."""
     found: dict[str, float] = {}
     is_single = len(episode.traces) == 1
     for trace in episode.traces:

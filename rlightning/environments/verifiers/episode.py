@@ -1,4 +1,4 @@
-"""The messages that verifiers' server sends of an episode: pieces of its traces, and at the end its summary."""
+"""Messages of verifiers' server about an episode: parts of its traces, and its summary at the end."""
 
 import math
 from array import array
@@ -11,7 +11,7 @@ from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Turn
 
 LISTS = ("nodes", "calls", "errors")
-"""Parts of a trace that grow; of ``set`` each part is replaced."""
+"""Parts of a trace to which a message appends; a message's ``set`` replaces other parts."""
 OVERFLOW = ("context_length_exceeded", "maximum context length")
 """Phrases in errors of the endpoint and of renderers that mean that a history is too long."""
 
@@ -25,7 +25,7 @@ class Failure(BaseModel):
 
     @property
     def is_overflow(self) -> bool:
-        """Whether the error says that a history exceeded the model's context."""
+        """Whether the error says that a history exceeded the maximum length."""
         return self.status_code in (400, 413) and any(words in self.message for words in OVERFLOW)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Failure(BaseModel):
 
 
 class Node(BaseModel):
-    """A message of a trace, with the tokens that it adds to the one before."""
+    """A message of a trace, with the tokens that it adds to the message before."""
 
     message: JsonObject = {}
     sampled: bool = False
@@ -91,12 +91,12 @@ class Trace(BaseModel):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the trace ended because its history exceeded the model's context."""
+        """Whether the trace ended because its history exceeded the maximum length."""
         error = self.calls[-1].error if self.calls else None
         return error is not None and error.is_overflow
 
     def find_failure(self) -> str | None:
-        """Return the first error of the trace, even if verifiers calls the trace ok; None without any."""
+        """Return the first error of the trace, even if verifiers reports the trace as ok; None without any."""
         called = [call.error for call in self.calls if call.error is not None and not call.error.is_overflow]
         for error in (*self.errors, *called):
             return str(error)
@@ -110,22 +110,22 @@ class Trace(BaseModel):
         return None
 
     def sum_rewards(self) -> float | None:
-        """Return the weighted, finite sum of the trace's rewards; None if it has none."""
+        """Return the weighted sum of the trace's rewards, which must be finite; None if it has none."""
         given = [reward.score * reward.weight for reward in self.rewards.values() if reward is not None]
         if not all(map(math.isfinite, given)):
             raise ValueError(f"rewards of '{self.agent.name}' are not finite: {given}")
         return sum(given) if given else None
 
     def match(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Return the trace's messages after the prompt, those of the policy with the samples that they came from.
+        """Return the trace's messages after the prompt as turns; those of the policy have their samples.
 
-        Raises a ValueError if they are not the recorded ``turns``, each once and with the same log-probabilities.
+        Raises a ValueError if the policy's messages do not match the recorded ``turns`` one to one.
         """
         left = list(turns)
         asked = [call.node for call in self.calls if call.node is not None and call.error is None]
         num_rewritten = sum(
             not self.nodes[number].sampled_ids for number in asked
-        )  # by the task, after they were sampled
+        )  # rewritten by the task after they were sampled
         matched: list[Turn] = []
         for number, node in enumerate(self.nodes):
             if not node.sampled:
@@ -154,7 +154,7 @@ class Episode(BaseModel):
 
     @property
     def has_timed_out(self) -> bool:
-        """Whether a deadline of verifiers' has passed, in which case verifiers reports no error."""
+        """Whether one of verifiers' own deadlines has passed; verifiers reports no error then."""
         return self.is_timeout or any(trace.is_timeout for trace in self.traces)
 
     def find_failure(self) -> str | None:
@@ -175,7 +175,7 @@ class EpisodeAssembly:
         self._traces: dict[str, JsonObject] = {}
 
     def apply(self, delta: JsonObject) -> bool:
-        """Add a message of the server; returns whether it begins a trace."""
+        """Add a message of the server; return whether it begins a trace."""
         name = delta["trace"]
         if delta.get("discard"):
             self._traces.pop(name, None)
@@ -188,7 +188,7 @@ class EpisodeAssembly:
         return is_new
 
     def finish(self, reply: JsonObject) -> Episode:
-        """Return the assembled episode; raises a ValueError if the server has refused it, or a piece is missing."""
+        """Return the assembled episode; raises a ValueError if the server has refused it, or a part is missing."""
         if not reply.get("success"):
             raise ValueError(f"verifiers refused the task: {cut_line(str(reply.get('error')))}")
         for summary in reply["traces"]:

@@ -1,6 +1,6 @@
 """Starts verifiers' environment server in verifiers' interpreter, and lists the tasks of its task set.
 
-The trainer sends the settings through a socket, a JSON object in a line, and gets one back: ``roles`` and ``tasks``, or
+The trainer sends the settings through a socket, as a line of JSON, and gets a line back: ``roles`` and ``tasks``, or
 ``error``. The server itself listens at the address in the settings.
 """
 
@@ -22,30 +22,30 @@ GRACE = 10.0
 
 
 class Announcement:
-    """Takes the place of the queue to which the server reports its address, and tells the trainer instead."""
+    """Stands in for the queue to which the server reports its address, and sends a message to the trainer instead."""
 
     def __init__(self, trainer: socket.socket, found: JsonObject) -> None:
         self.trainer, self.found, self.is_made = trainer, found, False
 
     def put(self, address: object) -> None:
-        """Tell the trainer that the server listens; the trainer has chosen the address."""
+        """Tell the trainer that the server listens. ``address`` is ignored: the trainer has chosen it."""
         self.tell(self.found)
 
     def tell(self, found: JsonObject) -> None:
-        """Send the trainer a message, once."""
+        """Send the trainer a message, only once."""
         if not self.is_made:
             self.is_made = True
             self.trainer.sendall(json.dumps(found).encode() + b"\n")
 
 
 class Lifeline:
-    """Takes the place of the pipe by which the server detects its parent's exit; waits for the trainer's instead."""
+    """Stands in for the pipe by which the server detects its parent's exit, and waits for the trainer's."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def recv(self) -> None:
-        """Return when the trainer has exited; the server is killed if it does not end by itself then."""
+        """Wait until the trainer has exited; kill the server later if it does not end by itself."""
         while os.read(self.descriptor, 1):
             pass
         timer = threading.Timer(GRACE, lambda: os.killpg(0, signal.SIGKILL))
@@ -68,7 +68,7 @@ def main() -> None:
             "has_uv": shutil.which("uv") is not None,
         }
         serve(config, settings["address"], announcement, Lifeline(lifeline))
-    except Exception as error:  # of the task set, or of verifiers; the trainer says it in a line
+    except Exception as error:  # raised by the task set or by verifiers; the trainer shows one line of it
         announcement.tell({"error": describe_error(error)})
         raise
 
@@ -81,7 +81,7 @@ def serve(config: JsonObject, address: str, announcement: Announcement, lifeline
 
 
 def run_here(config: JsonObject) -> list[str]:
-    """Have each agent's harness run as a process of this host unless configured otherwise; returns the roles' names.
+    """Set each agent's harness to run as a process of this host unless configured otherwise; return the roles' names.
 
     Verifiers' own default is a remote service.
     """

@@ -1,7 +1,7 @@
 """A server process of verifiers' environment, in verifiers' interpreter, and its client.
 
-A server runs tasks when it is told to; it neither lists them, nor says that it hangs, nor answers once it has ended. So
-it is started by a launcher that lists them, and is watched here.
+The server itself neither lists its tasks nor reports hangs or its own end. Hence a launcher starts it and lists the
+tasks, and this module watches it.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from rlightning.rpc.run_key import environment_without_key
 
 LAUNCHER = "rlightning.environments.verifiers.launcher"
 KEY_VARIABLE = "RLIGHTNING_POLICY_KEY"
-"""Environment variable of the server that holds the key with which it authenticates at the endpoint."""
+"""Environment variable of the server with its key for the endpoint."""
 MAX_ANNOUNCEMENT_BYTES = 1 << 30
 CLOSE_GRACE = 4.0
 """Seconds for a server to clean up after SIGTERM."""
 
 Event = tuple[str, JsonObject] | Exception
-"""``delta`` or ``reply`` with what it says; or why no more will come."""
+"""``delta`` or ``reply`` and the message's content; an exception if no more messages will come."""
 
 
 class ServerEndedError(Exception):
@@ -42,7 +42,7 @@ class ServerEndedError(Exception):
 
 
 class ServersClosedError(ServerEndedError):
-    """The environment is being closed: the trajectories of its server are not requeued."""
+    """The environment is being closed: trajectories of its servers are not requeued."""
 
 
 class Announcement(NamedTuple):
@@ -62,13 +62,13 @@ class EnvironmentServer:
     Args:
         python: its interpreter.
         config: of verifiers' environment.
-        variables: of its process, beside the trainer's own.
-        hang_timeout: seconds without an answer, after which it is ended.
+        variables: additional environment variables of its process.
+        hang_timeout: seconds without an answer after which it is killed.
 
     Attributes:
-        runs: under way, by name: the events of each.
-        num_assigned: trajectories that wait for it, or run.
-        starting: to be held while the server is started.
+        runs: queues of events of the running tasks, by name.
+        num_assigned: number of trajectories that run on it or wait for it.
+        starting: lock that is held while the server is started.
         is_up: whether it runs.
         has_run: whether it has been started before.
     """
@@ -154,10 +154,10 @@ class EnvironmentServer:
                 await asyncio.shield(self._send(secrets.token_hex(8), b"cancel", {"request_id": name}))
 
     def _make_environment(self) -> dict[str, str]:
-        folder = str(Path(self._python).absolute().parent)  # with the programs of that interpreter, such as uv
+        folder = str(Path(self._python).absolute().parent)  # holds the programs of that interpreter, such as uv
         own = environment_without_key()
         paths = {"PATH": os.pathsep.join((folder, own.get("PATH", os.defpath)))}
-        modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # of what the server starts
+        modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # for the processes that the server starts
         return {**own, **paths, **modules, **self._variables}
 
     async def _exchange(self, settings: JsonObject) -> Announcement:

@@ -1,4 +1,4 @@
-"""Answers of mathematical tasks: how they are found in a text, parsed, and compared."""
+"""Answers of mathematical tasks: finding them in a text, parsing, and comparing."""
 
 from rlightning.rewards.answers.equality import answers_equal
 from rlightning.rewards.answers.kinds import Answer, Text

@@ -29,8 +29,8 @@ from rlightning.rewards.answers.units import units_differ
 def answers_equal(reference: Answer, given: Answer) -> bool:
     """Return whether the answer ``given`` equals the answer ``reference``.
 
-    The two do not play the same part: where the reference is a bare value, the given one may name what it is a value
-    of, as in ``x = 5``, and the other way round only where the reference names a single thing.
+    The comparison is not symmetric: if the reference is a bare value, the given answer may name it, as in ``x = 5``. If
+    the reference names its value, the given answer may be a bare value only if there is a single name.
     """
     if reference == given:
         return True
@@ -138,7 +138,7 @@ def _sides(relation: Relation) -> list[Answer]:
 
 
 def _collections_equal(reference: Answer, given: Answer) -> bool:
-    """Compare lists and sets in any order, points and intervals in their own order."""
+    """Compare lists and sets in any order; points and intervals in order."""
     if _says_region(reference) or _says_region(given):
         regions = to_region(reference), to_region(given)
         if regions[0] is not None and regions[1] is not None:

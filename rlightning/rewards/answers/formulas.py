@@ -1,6 +1,6 @@
 """Parses formulas to sympy expressions, by math-verify's LaTeX parser, and compares their values.
 
-Importing this takes most of a second: the first formula does that needs more than a comparison of texts.
+The import takes most of a second; it happens at the first formula that needs more than a comparison of texts.
 """
 
 import re
@@ -38,8 +38,8 @@ _POINTS = [
 def parse(latex: str) -> Basic:
     """Parse a whole normalised text to a sympy expression; None if the parser cannot read all of it.
 
-    Degrees in an angle's function are radians. A logarithm without a base has one of its own, since some mean e and
-    others 10.
+    Degrees in trigonometric functions are converted to radians. A logarithm without a base, which may mean e or 10,
+    gets a symbolic base.
     """
     if _MISREAD.search(latex):
         return None
@@ -80,7 +80,7 @@ def formula_equals_number(formula: str, number: Number) -> bool:
 
 
 def proportional(reference: tuple[str, str], given: tuple[str, str]) -> Fraction | float | None:
-    """Return the constant c with ``left - right = c (left' - right')`` for two pairs of sides, or None."""
+    """Return the constant c with ``left - right = c (left' - right')`` for two pairs of sides; None without one."""
     sides = [parse(side) for side in (*reference, *given)]
     if any(side is None or not isinstance(side, sympy.Expr) or _is_beyond_bounds(side) for side in sides):
         return None
@@ -188,7 +188,7 @@ def _value(expression: Basic, point: dict[Basic, Basic]) -> Basic:
     """Return the finite complex value of an expression at a point; None if it has none."""
     try:
         value = sympy.N(expression.xreplace(point).doit(), DIGITS, maxn=2000)
-    except Exception:  # of sympy's many
+    except Exception:  # sympy raises many types of errors
         return None
     is_number = value.is_number and not value.free_symbols and value.is_finite
     return value if is_number and all(part.is_Number for part in value.as_real_imag()) else None
@@ -207,7 +207,7 @@ def _rational(value: Fraction) -> Basic:
 
 
 def _is_beyond_bounds(expression: Basic) -> bool:
-    """Return whether computing the expression would take numbers of too many digits."""
+    """Return whether computing the expression would need numbers with too many digits."""
     for node in sympy.preorder_traversal(expression):
         size = node.exp if isinstance(node, sympy.Pow) else node.args[0] if isinstance(node, sympy.factorial) else None
         if size is None or not size.is_number:

@@ -12,7 +12,7 @@ class Formula:
 
     Attributes:
         latex: the text without a unit at its end.
-        unit: the canonical name of a unit that is known, or "".
+        unit: the canonical name of a known unit, or "".
     """
 
     latex: str
@@ -28,7 +28,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A letter of a multiple choice, and the text that the answer has beside it."""
+    """A letter of a multiple choice, and the text beside it."""
 
     letter: str
     rest: "Answer | None" = None
@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Several answers with commas, "and" or "or" between them and no brackets around them; their order is free."""
+    """Several answers, separated by commas, "and" or "or" without brackets; their order is irrelevant."""
 
     items: tuple["Answer", ...]
 
@@ -59,7 +59,7 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix as rows of cells; the kind of its brackets is ignored."""
+    """A matrix as rows of cells; the kind of brackets is ignored."""
 
     rows: tuple[tuple["Answer", ...], ...]
 

@@ -23,15 +23,15 @@ _TAG = re.compile(r"[<\[](/?)answer[>\]]", re.IGNORECASE)
 _ANYTHING, _DIGIT = re.compile(r"\S"), re.compile(r"\d")
 _HEADING = re.compile(r"\d+(?:\s*[.):]\s+\S|\s+[A-Z])")
 MAX_TAG_WORDS = 3
-"""Maximum number of words of an answer in ``<answer>``; more are a sentence."""
+"""Maximum number of words of an answer in ``<answer>``; a longer text is a sentence."""
 
 
 def find_mark(text: str) -> Mark | None:
     """Return the last marked answer: in a box, after ``#### `` as in GSM8K, in ``<answer>`` or after ``[answer]``.
 
-    An empty box marks an answer too: that there is none.
+    An empty box is a mark too, of an empty answer.
     """
-    text = _TAG.sub(r"<\1answer>", text)  # of the same length
+    text = _TAG.sub(r"<\1answer>", text)  # keeps the text's length
     marks = [*_boxes(text), *_hashes(text)]
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
@@ -43,8 +43,9 @@ def find_mark(text: str) -> Mark | None:
 def find_answer(text: str) -> Answer | None:
     """Return the final answer of a completion.
 
-    The last mark, or else what follows the last "answer is" or "Answer:", or else the whole text where it is nothing
-    but an answer, or else its last formula or number. Thoughts between ``<think>`` and ``</think>`` are none of it.
+    The answer is the first of these that exists: the last mark; the text after the last "answer is" or "Answer:"; the
+    whole text if it is only an answer; its last formula or number. Text between ``<think>`` and ``</think>`` is
+    ignored.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     mark = find_mark(text)
@@ -54,7 +55,7 @@ def find_answer(text: str) -> Answer | None:
 
 
 def read_reference(text: str) -> Answer | None:
-    """Return the answer of a reference: the marked one, else the one that its sentence states, else all of it."""
+    """Return the answer of a reference: the marked one, else the one stated by its sentence, else the whole text."""
     mark = find_mark(text)
     return _read_marked(text if mark is None else mark.content)
 
@@ -66,7 +67,7 @@ def _read_marked(text: str) -> Answer | None:
 
 
 def _read_tag(text: str) -> Answer | None:
-    """Return the answer inside ``<answer>``: an answer alone, a sentence that states one, or a few words."""
+    """Return the answer inside ``<answer>``: only an answer, a sentence that states one, or a few words."""
     whole = read_answer(text)
     is_answer = isinstance(whole, Text) and len(text.split()) <= MAX_TAG_WORDS and not PHRASE.search(text)
     return whole if is_answer else find_unmarked(text)
@@ -90,7 +91,7 @@ def _boxes(text: str) -> list[Mark]:
 
 
 def _hashes(text: str) -> list[Mark]:
-    """Return the last answer that ``####`` marks; Markdown headings of that level are left out."""
+    """Return the last answer after ``####``, ignoring Markdown headings of that level."""
     for match in reversed(list(_HASHES.finditer(text))):
         line, _, following = (part.strip() for part in match[1].partition("\n"))
         content = line or following

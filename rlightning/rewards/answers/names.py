@@ -14,7 +14,7 @@ _NAME = re.compile(
 
 
 def unwrap_pair(reference: Answer, given: Answer) -> tuple[Answer, Answer]:
-    """Replace ``x = 5`` by 5 where the other answer is a bare value, or both name the same variable."""
+    """Replace ``x = 5`` by 5 if the other answer is a bare value, or both name the same variable."""
     named_reference, named_given = _name_and_value(reference), _name_and_value(given)
     if named_reference is not None and named_given is not None:
         same = squeeze(named_reference[0]) == squeeze(named_given[0])
@@ -41,7 +41,7 @@ def exact_value(answer: Answer) -> Answer | None:
 
 
 def _is_close(exact: Answer | None, rounded: Answer | None) -> bool:
-    """Return whether ``rounded`` approximates ``exact``; True where that is not known."""
+    """Return whether ``rounded`` approximates ``exact``; True if that is unknown."""
     if not isinstance(rounded, Number) or not isinstance(exact, Number | Formula):
         return True
     if isinstance(exact, Number):

@@ -1,4 +1,4 @@
-"""Converts equivalent notations of a mathematical text to one: Unicode signs, LaTeX spacing, styles, delimiters."""
+"""Converts equivalent mathematical notations to one: Unicode signs, LaTeX spacing, styles, delimiters."""
 
 # ruff: noqa: RUF001 (signs that look alike are what this module is about)
 
@@ -118,7 +118,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 
 
 def normalize(text: str) -> str:
-    """Convert a mathematical text to one of its equivalent notations, without changing its meaning."""
+    """Convert a mathematical text to one of its equivalent notations; the meaning stays."""
     text = strip_wrappers(text)
     if not text.isascii():
         for sign, replacement in _UNICODE.items():
@@ -136,7 +136,7 @@ def strip_wrappers(text: str) -> str:
     while True:
         before = text
         text = text.strip()
-        if re.search(r"(?<!\\)(?:\\\\)*\\$", text):  # of a backslash with a space
+        if re.search(r"(?<!\\)(?:\\\\)*\\$", text):  # strip() has cut a backslash and a space in two
             text = text[:-1].rstrip()
         if text.endswith(".") and not text.endswith((r"\.", "..")):
             text = text[:-1].rstrip()
@@ -199,7 +199,7 @@ def split_top_level(text: str, separator: re.Pattern[str]) -> list[str]:
 def bracketed(text: str) -> tuple[str, str, str] | None:
     """Return the opening bracket, the inside and the closing bracket if one pair encloses the whole text; else None.
 
-    The two need not be of a kind: ``[0, 1)``.
+    The brackets may be of different kinds: ``[0, 1)``.
     """
     opening = next((b for b in (r"\{", "(", "[") if text.startswith(b)), None)
     closing = next((b for b in (r"\}", ")", "]") if text.endswith(b)), None)

@@ -7,9 +7,9 @@ from fractions import Fraction
 from rlightning.rewards.answers.units import canonical_unit, units_differ
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
-"""Maximum relative difference of a decimal from the number that it stands for."""
+"""Maximum relative difference between a decimal and the number that it rounds."""
 MAX_EXPONENT = 1000
-"""Largest power of ten that is read as a number."""
+"""Largest power of ten that is parsed as a number."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?(?![\d/])|\d+(?:\.\d*)?|\.\d+)"
 _POWER = r"(?:[eE][+-]?\d+|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))"
@@ -57,10 +57,10 @@ class Number:
     """A rational number, and how it was written.
 
     Attributes:
-        value: exactly what is written.
-        last_place: one unit of the last digit of a decimal; 0: exact, as integers and fractions are.
-        is_percent: whether a percent sign follows, which ``value`` leaves out.
-        unit: the canonical name of a unit that is known, or "".
+        value: the exact value as written.
+        last_place: one unit in the last digit of a decimal; 0 for exact numbers such as integers and fractions.
+        is_percent: whether a percent sign follows, which ``value`` does not include.
+        unit: the canonical name of a known unit, or "".
     """
 
     value: Fraction
@@ -69,7 +69,7 @@ class Number:
     unit: str = ""
 
     def equals(self, other: "Number") -> bool:
-        """Return whether two numbers are equal; a percent sign means 1/100, or is the unit that was asked for."""
+        """Return whether two numbers are equal. A percent sign means 1/100, or is a unit that the question names."""
         if units_differ(self.unit, other.unit):
             return False
         if self.is_percent == other.is_percent:
@@ -82,7 +82,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Parse a normalised text that is a number as a whole, with its percent sign, currency or unit; else None."""
+    """Parse a normalised text that consists of a number with its percent sign, currency or unit; else None."""
     sign, currency = 1, ""
     before = _BEFORE.match(text)
     if before:

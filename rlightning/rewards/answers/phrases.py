@@ -1,4 +1,4 @@
-"""Finds answers that sentences state: "the answer is 18", "so (B) is correct", "yes, it is"."""
+"""Finds answers that sentences state, such as "the answer is 18", "so (B) is correct", "yes, it is"."""
 
 # ruff: noqa: RUF001 (a full-width colon)
 
@@ -11,12 +11,12 @@ from rlightning.rewards.answers.prose import MATH, joined_math, last_value, lead
 from rlightning.rewards.answers.reading import CONDITION, read_answer, words_of
 
 MAX_END = 4000
-"""Characters at the end of a text in which an unmarked answer is searched."""
+"""Number of characters at the end of a text in which an unmarked answer is searched."""
 MAX_ITEM_WORDS = 3
-"""Maximum number of words of an item of a list of words; more are a sentence."""
+"""Maximum number of words of an item in a list of words; a longer item is a sentence."""
 
 DENIED = "\0"
-"""Placeholder for a value that the text says is not the answer, or may not be it."""
+"""Placeholder for a value of which the text says that it is not, or may not be, the answer."""
 _SUBJECT = (
     r"(?:(?:final\s+)?(?:answers?|ans)|(?:correct|right|best|my|final) (?:choice|option)"
     r"|(?:solutions|roots|values)(?=[^\n.]*\bare\b))"
@@ -162,7 +162,7 @@ def _stated_truth(text: str) -> Answer | None:
 
 
 def is_prose(text: str, answer: Answer) -> bool:
-    """Return whether a text has further words beside its answer, so that it is not an answer alone."""
+    """Return whether a text has other words beside its answer."""
     if isinstance(answer, Number | Choice | Based):
         return False
     # In a formula, two letters after a digit are a product, and dx a differential.

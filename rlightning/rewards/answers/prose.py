@@ -1,4 +1,4 @@
-"""Finds the last value of a text without a marked answer: a formula between dollars, or a number with its unit."""
+"""Finds the last value of a text without a marked answer: a formula in dollar signs, or a number with its unit."""
 
 import re
 
@@ -34,7 +34,7 @@ _EQUALS = re.compile(r"\s*=\s*")
 
 
 def last_value(text: str) -> Answer | None:
-    """Return the last formula between dollars or the last number, whichever comes later."""
+    """Return the last formula in dollar signs or the last number, whichever is later."""
     formulas = list(MATH.finditer(text))
     number = _last_number(text[formulas[-1].end() :] if formulas else text)
     if number is not None or not formulas:
@@ -78,7 +78,7 @@ def _last_number(text: str) -> Answer | None:
     """Return the last formula with a digit in a plain text."""
     plain = re.sub(r"<[^<>\d]*>|[*]{2}|`", " ", normalize(text))
     points = list(_POINT.finditer(plain))
-    plain = re.sub(r"(?<=\w)[,.](?=\s|$)", "\n", plain)  # of the same length
+    plain = re.sub(r"(?<=\w)[,.](?=\s|$)", "\n", plain)  # keeps the text's length
     for run in reversed(list(_RUN.finditer(plain))):
         if not re.search(r"\d", run[0]):
             continue
@@ -90,7 +90,7 @@ def _last_number(text: str) -> Answer | None:
 
 
 def _read_run(run: str, following: str) -> Answer | None:
-    """Parse a formula; of a computation, only its result after the last equals sign."""
+    """Parse a formula; of a computation, only the result after the last equals sign."""
     sides = split_top_level(run, _EQUALS)
     result = sides[-1]
     if len(sides) > 1 and _has_variables(sides[-2:], following):
@@ -113,7 +113,7 @@ def _with_unit(number: str, following: str) -> str:
 
 
 def _has_variables(sides: list[str], following: str) -> bool:
-    """Return whether letters stand for variables; in ``60g * 2/3 = 40 grams`` the ``g`` is a unit."""
+    """Return whether letters are variables; in ``60g * 2/3 = 40 grams`` the ``g`` is a unit."""
     *_, result = sides
     unit = re.search(r"\d([a-zA-Z])$", result) or re.match(r"\s*([a-zA-Z])[a-zA-Z]", following)
     text = re.sub(rf"(?<=\d){unit[1]}(?![a-zA-Z])", "", "=".join(sides)) if unit else "=".join(sides)

@@ -12,7 +12,7 @@ from rlightning.rewards.answers.structures import READERS, join, read_group
 from rlightning.rewards.answers.units import canonical_unit
 
 MAX_WORDS = 12
-"""Maximum number of words of an answer; a text with more is prose."""
+"""Maximum number of words of an answer; a longer text is prose."""
 MAX_LENGTH = 2000
 """Maximum number of characters of an answer."""
 
@@ -28,7 +28,7 @@ CONDITION = re.compile(
     r"|\(\s*[a-zA-Z]\s*\\in\s*\\mathbb\{[ZN]\}[^()]*\)).*$",
     re.DOTALL,
 )
-"""The range of a formula's variables at its end, which is not part of an answer."""
+"""Pattern of the range of a formula's variables at its end, which is not part of the answer."""
 _SIGNS = {
     "=": "=",
     "<": "<",
@@ -65,7 +65,7 @@ _WORDS = re.compile(r"[\w\s.,:'()&/%$-]*[a-zA-Z]{2,}[\w\s.,:'()&/%$!?-]*")
 def read_answer(text: str) -> Answer | None:
     """Parse the whole of ``text`` as one answer; None if it contains none, or is prose.
 
-    No part of it is left out but units and delimiters.
+    Only units and delimiters are left out.
     """
     if len(text) > MAX_LENGTH:
         return None

@@ -1,4 +1,4 @@
-"""Parses answers that consist of others: lists, sets, points, intervals, matrices, systems of equations.
+"""Parses composed answers: lists, sets, points, intervals, matrices, systems of equations.
 
 Each reader gets a normalised text and the function that reads its parts.
 """
@@ -55,7 +55,7 @@ def read_listing(text: str, read: Read) -> Answer | None:
 
 
 def _between(answers: list[Answer | None]) -> Relation | None:
-    """Convert ``x > 1 and x < 3`` to ``1 < x < 3``; None for bounds that exclude each other, which mean a union."""
+    """Convert ``x > 1 and x < 3`` to ``1 < x < 3``; None for bounds that exclude each other, which are a union."""
     bounds: dict[str, tuple[str, str, Number]] = {}
     for answer in answers:
         if not isinstance(answer, Relation) or len(answer.sides) != 2 or answer.signs[0] not in ("<", "<=", ">", ">="):
@@ -77,7 +77,7 @@ def _is_domain(answer: Answer | None) -> bool:
 
 
 def join(answers: list[Answer]) -> Answer:
-    """Join answers to one flat list, as items may be lists themselves, such as both values of a plus-minus sign."""
+    """Join answers to one flat list; an item may itself be a list, such as both values of a plus-minus sign."""
     items: list[Answer] = []
     for answer in answers:
         items += answer.items if isinstance(answer, Listing) else [answer]
@@ -195,4 +195,4 @@ READERS = (
     read_plus_minus,
     read_union,
 )
-"""Those that come before equations, in their order: :func:`read_group` comes after them."""
+"""The readers that are tried before equations, in their order; :func:`read_group` is tried after equations."""

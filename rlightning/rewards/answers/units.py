@@ -12,7 +12,7 @@ degree: degree deg; rad: rad radian; K: kelvin; N: n newton; ohm; cal: cal calor
 kB: kb; MB: mb; GB: gb; TB: tb; J: joule; W: watt; kW: kw; V: volt; A: amp ampere; Hz: hz hertz; Pa: pa pascal;
 mi/h: mph; km/h: kmh kmph kph; degree/C: celsius c; degree/F: fahrenheit f
 """
-"""Canonical names of units, each before the other names of the unit; a unit without any has only this one."""
+"""Canonical names of units, each followed by its other names; a unit may have only the canonical one."""
 _NAMES = {
     name: unit.strip()
     for unit, _, names in (entry.partition(":") for entry in _UNITS.split(";"))
@@ -23,14 +23,14 @@ _SYMBOLS = {"milli": "m", "centi": "c", "kilo": "k", "mega": "M", "giga": "G", "
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3", "squared": "^2", "cubed": "^3"}
 _PER = frozenset({"/", "per", "a", "an", "each", "every"})
 _MAY_LACK_PER = ("$", "¢", "€", "£", "¥", "₹", "degree")
-"""Units of which ``18 dollars a day`` is ``18 dollars`` too; 18 miles an hour are not 18 miles."""
+"""Units for which "a day" and the like may be left out: ``18 dollars a day`` equals ``18 dollars``."""
 _TOKEN = re.compile(r"[a-z]+\$?|[$¢€£¥₹]|\^-?\d|/")
 
 
 def canonical_unit(text: str) -> str:
     """Return the canonical name of a unit, such as ``ft^2`` or ``mi/h``.
 
-    It is "" for one that is not known, which cannot tell two numbers apart.
+    "" for an unknown unit, which is ignored in comparisons.
     """
     plain = re.sub(r"\^\s*\\circ", " degree ", re.sub(r"\\text|\\(?=\$)", " ", text))
     plain = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r" ^\1 ", plain).lower().replace(".", "").replace("\\pounds", "£")
@@ -53,7 +53,7 @@ def units_differ(one: str, other: str) -> bool:
 
 
 def _read_unit(tokens: list[str]) -> tuple[str, list[str]]:
-    """Parse the unit at the start with its power; returns it and the tokens after it."""
+    """Parse the unit at the start, with its power; return it and the remaining tokens."""
     before = _POWERS.get(tokens[0], "") if len(tokens) > 1 else ""
     name, *rest = tokens[bool(before) :] or [""]
     unit = _find_name(name)

@@ -1,1 +1,1 @@
-"""vLLM's engine: its process, its settings, and what rlightning adds inside of it."""
+"""vLLM's engine: its process, its settings, and rlightning's extensions of it."""

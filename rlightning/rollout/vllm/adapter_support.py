@@ -10,7 +10,7 @@ from rlightning.protocols import AdapterSettings
 from rlightning.rollout.vllm.vllm_source import source_of
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters for which vLLM allocates memory."""
+"""Ranks of adapters for which vLLM can allocate memory."""
 SUPPORTS = "SupportsLoRA"
 MODELS = "vllm.model_executor.models"
 NEEDED = {
@@ -23,22 +23,22 @@ NEEDED = {
 
 
 def room_for(rank: int) -> int:
-    """Return the least of vLLM's sizes that a rank fits into."""
+    """Return the smallest of these ranks that is at least ``rank``."""
     return next((size for size in RANKS if size >= rank), rank)
 
 
 def sent_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes of an adapter as an engine is sent it, which it keeps also while it sleeps."""
+    """Return the bytes of an adapter as it is sent, of which an engine keeps a copy, also while it sleeps."""
     return itemsize * adapter.num_parameters
 
 
 def place_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes of the places that adapters are used in, which vLLM makes of the largest rank."""
+    """Return the bytes that vLLM allocates for an adapter in its layers, by the maximum rank."""
     return itemsize * room_for(adapter.rank) * sum(outputs + inputs for outputs, inputs in adapter.modules.values())
 
 
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
-    """Return arguments of an engine that has room for one adapter, and for it in no other layers than it has."""
+    """Return engine arguments that reserve room for one adapter, only in the layers that it has."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -49,9 +49,9 @@ def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
 
 
 def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | None:
-    """Return why vLLM cannot be sent an adapter of a model; None if it can, as far as can be seen.
+    """Return why vLLM cannot apply an adapter to a model; None if it can, as far as its source tells.
 
-    What only shows in the engine, such as a module that it has no place for, is refused after the first sync.
+    Other obstacles, such as a module without a counterpart in the engine, raise an error after the first sync.
     """
     if adapter.rank > RANKS[-1]:
         return f"vLLM takes ranks of up to {RANKS[-1]}, not {adapter.rank}"
@@ -98,7 +98,7 @@ def supports_adapters(module: str, name: str) -> bool:
 
 
 def _absolute(node: ast.ImportFrom, module: str) -> str:
-    """The module that names are imported from."""
+    """Return the absolute name of the module that an import statement names."""
     if not node.level:
         return node.module or ""
     package = module.rsplit(".", node.level)[0]

@@ -1,4 +1,4 @@
-"""An adapter in vLLM's worker: put to use from memory, in the place of the one before."""
+"""Replaces the adapter of a vLLM worker by one in memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ distinguishes versions by the salt of requests (:class:`~rlightning.rollout.vllm
 
 
 def adapter_request() -> LoRARequest:
-    """Return what names the adapter in a request; nothing is read from the path."""
+    """Return the request field that names the adapter; its path is never read."""
     return LoRARequest(lora_name="actor", lora_int_id=ADAPTER_ID, lora_path="/sent/by/the/trainer")
 
 
@@ -31,11 +31,11 @@ def install_adapter(
     Args:
         manager: the worker's LRUCacheWorkerLoRAManager.
         settings: PEFT's.
-        weights: by the names of PEFT's files; vLLM changes them.
+        weights: by the names in PEFT's files; vLLM scales them in place.
         device: the worker's.
 
     Returns:
-        The modules that the engine's model has no place for, which vLLM would leave out without a word.
+        The adapter's modules that are not in the engine's model, which vLLM would skip silently.
     """
     adapters = adapters_of(manager)
     helper = PEFTHelper.from_dict(dict(settings))
@@ -63,7 +63,7 @@ def install_adapter(
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Within, the layers that adapters are added to are those of the model itself, with their own names."""
+    """Within the context, layers wrapped for adapters are replaced by the model's own, under their own names."""
     wrapped = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)

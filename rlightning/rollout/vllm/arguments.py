@@ -1,4 +1,4 @@
-"""Arguments of vLLM's engine that a user gives: which are passed through, and which belong to the run."""
+"""The user's arguments of vLLM's engine: those that are passed through, and those that the run sets."""
 
 import ast
 import functools
@@ -48,9 +48,9 @@ OF_THE_RUN: dict[str, tuple[str, ...]] = {
         "data_parallel_backend", "enable_elastic_ep", "elastic_ep_max_dp_size",
     ),
 }  # fmt: skip
-"""Engine arguments that are not passed through, by the reason and the way out."""
+"""Engine arguments that are not passed through, by the reason and the alternative."""
 OTHER_PARALLELISM = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
-"""Engine arguments that would take further devices, which are not reserved and get no weights."""
+"""Engine arguments for parallelism over further devices, which are not reserved and would get no weights."""
 COUNTS = (
     "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_scheduled_tokens",
     "max_num_active_seqs", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override",
@@ -62,7 +62,7 @@ CHUNKING = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_s
 
 
 def check_given(given: EngineArguments) -> None:
-    """Refuse what of ``rollout.engine`` belongs to the run, cannot work, or is unknown to the installed vLLM."""
+    """Raise ConfigError for keys of ``rollout.engine`` that the run sets, that cannot work, or are unknown to vLLM."""
     reasons = {name: reason for reason, names in OF_THE_RUN.items() for name in names}
     known = argument_names()
     for name, value in given.items():
@@ -84,13 +84,13 @@ def check_given(given: EngineArguments) -> None:
 
 
 def check_length(given: EngineArguments, needed: int, explanation: str, model_limit: int) -> None:
-    """Refuse a ``max_model_len`` that would cut the run's completions, or that the model has no positions for.
+    """Raise ConfigError for a ``max_model_len`` below the run's longest sequence, or above the model's limit.
 
     Args:
         given: ``rollout.engine``.
         needed: tokens of the longest prompt and completion.
-        explanation: where that comes from.
-        model_limit: tokens of the longest sequence that the model takes.
+        explanation: how ``needed`` is computed.
+        model_limit: the model's number of positions.
     """
     length = given.get("max_model_len")
     if length is not None and not needed <= length <= model_limit:
@@ -101,7 +101,7 @@ def check_length(given: EngineArguments, needed: int, explanation: str, model_li
 
 
 def check_cpu(given: EngineArguments, max_model_len: int) -> None:
-    """Refuse what would cut prompts into chunks on a CPU, where vLLM ends when it does so with seeded requests."""
+    """Raise ConfigError for chunked prefill on a CPU, with which vLLM crashes if requests have seeds."""
     rule = "vLLM on a CPU ends when it cuts the prompts of seeded requests into chunks"
     for name in CHUNKING:
         if given.get(name):

@@ -1,4 +1,4 @@
-"""Starts an engine in a child process of the trainer's, and says why it ended."""
+"""Starts an engine in a child process of the trainer, and finds out why it ended."""
 
 import asyncio
 import itertools
@@ -29,28 +29,28 @@ from rlightning.rpc import Peer
 log = logging.getLogger(__name__)
 
 LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\) [A-Z]+ .*?\] ?")
-"""Prefix of a line that one of vLLM's child processes logs."""
+"""Prefix of a log line of vLLM's child processes."""
 CAUSE = re.compile(r"\b\w+(Error|Exception): .+|^[\w.]*(Error|Exception)$|Fatal Python error: .+|(?<=what\(\):  ).+")
-"""Errors in a log: Python's exceptions, signals that end Python, and exceptions in C++."""
+"""Pattern of errors in a log: Python's exceptions, fatal signals, and exceptions in C++."""
 FATAL = "Fatal Python error"
-"""Beginning of the line that Python writes before a signal ends it."""
+"""Beginning of the line that Python writes when a signal ends it."""
 PLACE = re.compile(r'File "(?:.*/)?(.+)", (line \d+), in ')
-"""Place of a call in a traceback; the next line quotes its code."""
+"""Pattern of a traceback's frame; the next line quotes its code."""
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
-"""Signals by which a process ends itself."""
+"""Signals of crashes."""
 NO_CAUSE = "See root cause above"
-"""Phrase in vLLM's last error if an earlier error in the log is its cause."""
+"""Phrase in vLLM's last error if its cause is an earlier error in the log."""
 LAUNCHER_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*)"
 )
-"""A launcher's rendezvous is the trainer's; vLLM would join it."""
+"""Variables of a launcher such as torchrun, which are removed: vLLM would join the trainer's rendezvous."""
 
 
 class EngineProcess(EngineConnection):
-    """Starts ``rlightning.rollout.vllm.process`` and talks to it. Returns before the engine is up.
+    """Runs ``rlightning.rollout.vllm.process`` and calls it. The constructor returns before the engine is up.
 
     Raises:
-        EngineStartError: no engine can start on this host.
+        EngineStartError: the host lacks resources for any engine.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -79,7 +79,7 @@ class EngineProcess(EngineConnection):
         return facts
 
     def _find_model(self, engine_args: EngineArguments) -> EngineArguments:
-        """The engine's arguments; where the model's folder is gone, with a copy of what was read of it before."""
+        """Return the engine's arguments; if the model's folder is gone, with a folder of the copied files."""
         model = Path(engine_args["model"])
         if not self.config.copies or (model / "config.json").is_file():
             return engine_args
@@ -91,7 +91,7 @@ class EngineProcess(EngineConnection):
         return engine_args | {"model": str(copy)}
 
     def _with_log(self, config: EngineConfig) -> EngineConfig:
-        """The configuration with a log file that can be written: one in the scratch folder where its own cannot."""
+        """Return the configuration with a writable log file: in the scratch folder if its own cannot be written."""
         try:
             config.log_file.parent.mkdir(parents=True, exist_ok=True)
             config.log_file.open("ab").close()
@@ -117,7 +117,9 @@ class EngineProcess(EngineConnection):
             self._scratch.remove()
 
     def _explain(self, how: str, code: int | None) -> EngineError:
-        """Return the error of an engine that has ended, by itself with an exit code or by being killed."""
+        """Return the error of an engine that has ended: how, its exit code if it ended by itself, and the cause in its
+        log.
+        """
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
         end = f" ({self._process.describe_end()})" if code is not None else ""
@@ -136,15 +138,15 @@ class EngineProcess(EngineConnection):
         self._scratch.remove()
 
     def _find_cause(self) -> str:
-        """Why the engine did not come up, by its log and, where no exception tells, by the host; "" if neither does."""
+        """Return why the engine did not start, from its log or else from the host's resources; "" if unknown."""
         cause = find_cause(self._process.log_lines()) or ""
         return cause if cause and not cause.startswith(FATAL) else f"{cause} {describe_host()}".strip()
 
 
 def find_cause(lines: Sequence[str]) -> str | None:
-    """Return a log's last error that is none of its consequences, in a line.
+    """Return a log's root cause in a line: its last error that does not follow from another; None without errors.
 
-    An error without a message, such as a failed assertion, is followed by its place and the code there.
+    To an error without a message, such as a failed assertion, its file, line and code are added.
     """
     cause, place = None, ""
     for before, line in itertools.pairwise(LOG_PREFIX.sub("", line) for line in ("", *lines)):
@@ -156,7 +158,7 @@ def find_cause(lines: Sequence[str]) -> str | None:
 
 
 def engine_environment(config: EngineConfig, scratch: str) -> dict[str, str]:
-    """Variables of the engine's process; ``scratch`` is a folder of its own."""
+    """Return the environment variables of an engine's process; ``scratch`` is its temporary folder."""
     environment = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
     package = str(Path(rlightning.__file__).parent.parent)
     paths = [package, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
@@ -164,13 +166,13 @@ def engine_environment(config: EngineConfig, scratch: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a signal that ends it, as by a full /dev/shm, is said in its log
-        "PYTHONWARNINGS": "ignore:resource_tracker",  # it has to clean up: see process_group
+        "PYTHONWARNINGS": "ignore:resource_tracker",  # trackers clean up behind a killed engine: see process_group
         "VLLM_NO_USAGE_STATS": "1",
-        # for vLLM's sockets and rendezvous files, which it leaves behind
+        # vLLM leaves its sockets and rendezvous files behind.
         "VLLM_RPC_BASE_PATH": scratch,
         "TMPDIR": scratch,
     }
-    # worth keeping, and by default in TMPDIR
+    # The cache of compiled code outlives the engine; by default it would be in TMPDIR.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
     # What torch does on the host in an engine beside a GPU is small.
     environment.setdefault("OMP_NUM_THREADS", "1" if config.device.type == "cuda" else str(torch.get_num_threads()))

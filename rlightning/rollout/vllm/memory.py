@@ -1,4 +1,4 @@
-"""What vLLM engines take of a device: ``utilization x device = weights + activations + KV cache``."""
+"""Memory of a device that vLLM engines take: ``utilization x device = weights + activations + KV cache``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,8 @@ CPU_CACHE_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 128
 """Tokens of a KV cache block on a CPU, vLLM's default."""
 MISSED_BYTES = 1 << 30
-"""Maximum bytes that this arithmetic may miss, such as the device's context and CUDA graphs, but at most a tenth of the
-KV cache.
+"""Maximum error of this arithmetic in bytes, for the CUDA context, CUDA graphs and the like; at most a tenth of the KV
+cache.
 
 On an H200 it is within 0.5 GiB of what vLLM 0.24 measures for 0.6B and 4B shapes.
 """
@@ -34,20 +34,20 @@ On an H200 it is within 0.5 GiB of what vLLM 0.24 measures for 0.6B and 4B shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """What the engines on one device take of it, together.
+    """The memory that all engines on one device take together.
 
     Attributes:
         num_engines: on the device.
-        utilization: the share of the device that they may take.
-        can_sleep: whether they give their memory back during an update.
+        utilization: the share of the device's memory that they may take.
+        can_sleep: whether they free their memory during an update.
         weights: bytes of weights.
-        asleep: bytes that they take beside all this, also while they sleep: of an adapter as it was sent.
-        activations: bytes that a forward pass and sampling take; estimated.
-        token: bytes of the KV cache that one token takes.
-        block_tokens: of one block of a KV cache.
+        asleep: bytes of sent adapters, which are kept in addition, also while the engines sleep.
+        activations: estimated bytes of a forward pass and of sampling.
+        token: bytes of one token in the KV cache.
+        block_tokens: tokens of a block of the KV cache.
         longest: tokens of the longest sequence.
-        max_sequences: that are worked on at once.
-        kv_cache_bytes: of the KV caches, as the user has named them; None goes by the utilization.
+        max_sequences: maximum number of sequences that are computed at once.
+        kv_cache_bytes: the user's size of the KV caches; None derives it from the utilization.
     """
 
     num_engines: int = 1
@@ -64,37 +64,37 @@ class EngineMemory:
 
     @property
     def sequence(self) -> int:
-        """Bytes of the KV cache that one sequence of the longest length takes."""
+        """Bytes of the KV cache for one sequence of the maximum length."""
         return -(-self.longest // self.block_tokens) * self.block_tokens * self.token
 
     @property
     def wanted(self) -> int:
-        """Bytes of the KV cache that all sequences at once take, or those that the user has named."""
+        """Bytes of the KV cache for ``max_sequences`` of the maximum length, or the user's size."""
         # A block more for each: vLLM schedules a step ahead.
         most = self.max_sequences * (self.sequence + self.block_tokens * self.token)
         return most if self.kv_cache_bytes is None else self.kv_cache_bytes
 
     def available(self, device_memory: int) -> int:
-        """Return the bytes of the device that are left for the KV cache; negative if none are left."""
+        """Return the bytes of the device that are left for the KV cache; negative if the rest does not fit."""
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
         return int(self.utilization * device_memory) - self.weights - self.activations
 
     def certain(self, device_memory: int) -> int:
-        """Return the bytes that are left for the KV cache even if this arithmetic misses ``MISSED_BYTES``."""
+        """Return the bytes that are left for the KV cache if the arithmetic is off by ``MISSED_BYTES``."""
         available = self.available(device_memory)
         return available - min(MISSED_BYTES, max(available, 0) // 10)
 
     def kv_cache(self, device_memory: int) -> int:
-        """Return the bytes of the KV cache; negative if none are left for it."""
+        """Return the bytes of the KV cache; negative if the rest does not fit."""
         return self.wanted if self.wanted < self.certain(device_memory) else self.available(device_memory)
 
     def num_sequences(self, device_memory: int) -> int:
-        """Return the number of sequences of the longest length that the cache holds at once."""
+        """Return the number of sequences of the maximum length that the KV cache can hold at once."""
         return max(self.kv_cache(device_memory), 0) // self.sequence
 
     def longest_sequence(self, device_memory: int) -> int:
-        """Return the tokens of the longest sequence that the cache has room for."""
+        """Return the tokens of the longest sequence that fits the KV cache."""
         return max(self.available(device_memory), 0) // self.token // self.block_tokens * self.block_tokens
 
 
@@ -106,14 +106,14 @@ def read_engine(
     num_engines: int = 1,
     can_sleep: bool = True,
 ) -> EngineMemory:
-    """Return what engines take that start with the same arguments on the same device.
+    """Return the memory of engines with the same arguments on the same device.
 
     Args:
         config: the model's.
-        arguments: of vLLM's EngineArgs for each of them, those of
-            :func:`~rlightning.rollout.vllm.settings.derive_settings` among them.
-        block_tokens: of a block, where the arguments do not say.
-        num_engines: that start.
+        arguments: of vLLM's EngineArgs for each engine, with those of
+            :func:`~rlightning.rollout.vllm.settings.derive_settings`.
+        block_tokens: tokens of a block, if the arguments do not set it.
+        num_engines: number of engines.
         can_sleep: see :class:`EngineMemory`.
     """
     text_config: Any = config.get_text_config()
@@ -144,23 +144,23 @@ def read_engine(
 def kv_cache_setting(
     arguments: EngineArguments, config: PreTrainedConfig, device: torch.device, *, is_alone: bool = True
 ) -> dict[str, int]:
-    """Return how large vLLM is to make the KV cache; nothing where its own measurement is as good.
+    """Return vLLM's argument for the size of the KV cache; nothing where vLLM's own measurement is as good.
 
-    vLLM measures the device, not the process, and takes what others put there meanwhile for its own: the actor, which
-    is loaded while engines start, or another engine. So a size is given unless the engine has the device to itself,
-    and where all sequences at once can use less than there is.
+    vLLM measures the device's free memory, not its process, and so counts what an actor or another engine allocates
+    while it starts. A size is returned unless the engine has the device to itself, and also if all sequences at once
+    need less than the available memory.
 
     Args:
-        arguments: as of :func:`read_engine`, without ``kv_cache_memory_bytes``.
+        arguments: see :func:`read_engine`; without ``kv_cache_memory_bytes``.
         config: the model's.
-        device: what the engine runs on.
-        is_alone: whether neither actor nor another engine is put onto the device while it starts.
+        device: of the engine.
+        is_alone: whether no actor or other engine allocates memory on the device while this one starts.
 
     Returns:
-        An argument more, or none.
+        One argument, or none.
 
     Raises:
-        ConfigError: if it is not alone, and there is no room for a sequence.
+        ConfigError: if the engine is not alone, and there is no room for a sequence.
     """
     if device.type != "cuda":
         wanted = read_engine(config, arguments, block_tokens=CPU_BLOCK_TOKENS).wanted
@@ -184,12 +184,11 @@ def kv_cache_setting(
 
 
 def check_kv_cache(arguments: EngineArguments, config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
-    """Refuse a KV cache of the user's size that is too small for one sequence, which vLLM refuses as it starts.
-
-    It needs a block more than the sequence's, which vLLM reserves.
+    """Check that a KV cache of the user's size holds one sequence of the maximum length, and the block that vLLM
+    reserves.
 
     Raises:
-        ConfigError: with what is given and what is needed.
+        ConfigError: names the given and the needed size.
     """
     if config is not None and not _is_cached_whole(config):
         return
@@ -214,6 +213,6 @@ def check_kv_cache(arguments: EngineArguments, config: PreTrainedConfig | None, 
 
 
 def _is_cached_whole(config: PreTrainedConfig) -> bool:
-    """Whether every layer caches every token, so that what a sequence takes is known."""
+    """Whether every layer caches every token, so that the cache size of a sequence is known."""
     kinds = read_setting(config, "layer_types") or []
     return {"full_attention"}.issuperset(kinds) and read_setting(config, "sliding_window") is None

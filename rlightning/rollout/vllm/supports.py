@@ -1,7 +1,7 @@
 """The supports of truncated distributions, from the log-probabilities that vLLM returns with each token.
 
-With ``logprobs_mode="processed_logprobs"`` these are of the distribution that was sampled from, minus infinity for what
-``top_p``, ``top_k`` or ``min_p`` have cut off: of the K likeliest tokens, those above that are the support.
+With ``logprobs_mode="processed_logprobs"`` they are those of the truncated distribution: minus infinity for tokens that
+``top_p``, ``top_k`` or ``min_p`` exclude. The support is those of the K likeliest tokens with a finite value.
 
 Letters: ``C`` tokens of a sample, ``K`` likeliest tokens that vLLM returns.
 """
@@ -15,12 +15,12 @@ from vllm.v1.outputs import LogprobsLists
 
 
 class TruncatedLogprobs(NamedTuple):
-    """The log-probabilities of a sample's tokens among their supports, and these supports.
+    """The log-probabilities of a sample's tokens under their truncated distributions, and the supports of these.
 
     Attributes:
         logprobs: [C].
-        token_ids: the supports' tokens, one support after the other, the sampled token first.
-        sizes: [C], of the supports; 0 where more tokens were left than are known.
+        token_ids: the supports, concatenated, each with the sampled token first.
+        sizes: [C], tokens of each support; 0 for a support of more tokens than vLLM returned.
     """
 
     logprobs: NDArray[np.float32]
@@ -29,10 +29,10 @@ class TruncatedLogprobs(NamedTuple):
 
 
 def drop_cut_tokens(logprobs: LogprobsLists) -> LogprobsLists:
-    """Return what vLLM's core has of some tokens without columns in which all is cut off, the last ones.
+    """Drop the last columns, in which every token is excluded, from the log-probabilities of vLLM's core.
 
     Args:
-        logprobs: [C, 1 + K], the sampled token and the likeliest ones.
+        logprobs: [C, 1 + K], of the sampled token and the likeliest ones.
     """
     if logprobs.logprobs.shape[1] == 1:
         return logprobs
@@ -44,14 +44,14 @@ def drop_cut_tokens(logprobs: LogprobsLists) -> LogprobsLists:
 
 
 def read_supports(flat: FlatLogprobs, max_support: int) -> TruncatedLogprobs:
-    """Return the log-probabilities of a sample's tokens and their supports, from what vLLM's client has of it.
+    """Return the log-probabilities of a sample's tokens and their supports, from the output of vLLM's client.
 
-    Equal logits may leave more than K tokens of ``top_k=K``, of which K travel, and the sampled one: its
-    log-probability is that among them, as the trainer's is.
+    With equal logits ``top_k=K`` may leave more than K tokens, of which vLLM returns K and the sampled one. The sampled
+    token's log-probability is normalized over the returned ones, as in the trainer.
 
     Args:
-        flat: of each token its own log-probability, and then those of the K likeliest ones.
-        max_support: of the likeliest tokens, those of a support that is known.
+        flat: for each token its own log-probability, followed by those of the K likeliest ones.
+        max_support: maximum tokens of a support, besides the sampled one.
     """
     starts = np.asarray(flat.start_indices, np.int64)
     if not len(starts):

@@ -1,4 +1,4 @@
-"""Which weights sampled which token, for requests that outlast a change of the weights."""
+"""Records which weights sampled each token of requests that run during weight updates."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 
 class TokenVersions:
-    """The version of the weights now, and where in each unfinished sample it has changed.
+    """The current version of the weights, and the positions in unfinished samples at which it changed.
 
     Attributes:
-        current: what tokens are sampled from; None before the first weights.
+        current: version that samples new tokens; None before the first weights.
     """
 
     def __init__(self) -> None:
@@ -18,18 +18,18 @@ class TokenVersions:
         self._starts: dict[str, list[list[tuple[int, int]]]] = {}
 
     def begin(self, request_id: str, num_samples: int) -> None:
-        """Note a request that is about to be sampled from."""
+        """Record a request that is about to be sampled."""
         if self.current is None:
             raise RuntimeError("The engine has not been sent any weights yet: its own are random. Load some.")
         self._starts[request_id] = [[(0, self.current)] for _ in range(num_samples)]
 
     def activate(self, weight_version: int, num_tokens: Iterable[tuple[str, int, int]]) -> None:
-        """Count tokens from here on as those of other weights.
+        """Set the version of tokens from here on.
 
         Args:
-            weight_version: of these.
-            num_tokens: request, sample and the number of its tokens so far, for all samples that are unfinished. What
-                has not begun (with :meth:`begin`) is ignored.
+            weight_version: of the new weights.
+            num_tokens: request id, sample index and number of tokens so far of each unfinished sample. Requests without
+                :meth:`begin` are ignored.
         """
         self.current = weight_version
         for request_id, sample, count in num_tokens:
@@ -37,10 +37,10 @@ class TokenVersions:
                 self._starts[request_id][sample].append((count, weight_version))
 
     def end(self, request_id: str, lengths: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Remove a request, if it has begun, and return its tokens' versions.
+        """Remove a request, and return the versions of its tokens.
 
         Returns:
-            For each sample the version of each of its tokens.
+            For each sample the version of each token; empty if :meth:`begin` was not called.
         """
         all_starts = self._starts.pop(request_id, [])
         versions = []

@@ -1,7 +1,7 @@
-"""What rlightning adds to each of vLLM's workers: it receives weights. Loaded by vLLM as ``worker_extension_cls``.
+"""Receives weights in each of vLLM's workers, which load this module as ``worker_extension_cls``.
 
-Weights come under the names of the policy, as transformers runs it, and are loaded in the form in which a model's files
-hold them. After the first sync each weight must have been taken, after each sync no parameter may be left as it was.
+Weights arrive under transformers' names, and are converted to the names and shapes in a model's files for loading. The
+first sync checks that the model has read each weight, and each sync that every parameter was set.
 """
 
 import pickle
@@ -37,7 +37,7 @@ if current_platform.is_cpu():
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; its methods are called by ``AsyncLLM.collective_rpc``."""
+    """A mixin of vLLM's worker; its methods are called by ``AsyncLLM.collective_rpc``."""
 
     model_runner: Any
     vllm_config: VllmConfig
@@ -51,7 +51,7 @@ class WorkerExtension:
     _rl_is_checked = False
 
     def rl_open_receiver(self, receivers: list[bytes]) -> None:
-        """Open this worker's receiver; one that it had before is closed."""
+        """Open this worker's receiver, and close the one before."""
         if self._rl_receiver is not None:
             self._rl_receiver.close()
             self._rl_receiver = None
@@ -66,8 +66,8 @@ class WorkerExtension:
         """Wait for a chunk, and load it.
 
         Returns:
-            After the last chunk, the model's parameters that no chunk of this sync has set; after that of the first
-            sync, also the weights that the model has not taken. Else nothing.
+            After a sync's last chunk, the model's parameters that no chunk has set; in the first sync also the weights
+            that the model has not read. Empty lists before.
         """
         stored_form = self._rl_stored_form
         assert self._rl_receiver is not None and stored_form is not None, "rl_open_receiver comes first"
@@ -97,7 +97,7 @@ class WorkerExtension:
             return sorted(unset_parameters(model, self._rl_loaded)), sorted(self._rl_unread)
 
     def _rl_own_layers(self, plan: ChunkPlan) -> AbstractContextManager[None]:
-        """Within, the model has no layers of an adapter around its own."""
+        """Within the context, the layers that wrap the model's own for an adapter are removed."""
         if not plan.num_adapter_chunks:
             return nullcontext()
         from rlightning.rollout.vllm.adapters import without_wrappers
@@ -105,7 +105,7 @@ class WorkerExtension:
         return without_wrappers(self.model_runner.model)
 
     def _rl_receive_adapter(self, chunk: int, plan: ChunkPlan, received: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Keep a chunk of an adapter, and after the last one put it to use; those weights that have no place."""
+        """Keep a chunk of an adapter; after the last one install it, and return weights without a module."""
         self._rl_adapter = {} if chunk == 0 else self._rl_adapter
         # the sender refills the bucket, and vLLM scales what it is given in place
         self._rl_adapter |= {name: tensor.clone() for name, tensor in received}
@@ -118,22 +118,22 @@ class WorkerExtension:
         return sorted(unread)
 
     def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> list[str]:
-        """Put an adapter in the place of the one before."""
+        """Replace the worker's adapter; return the modules that the model does not have."""
         from rlightning.rollout.vllm.adapters import install_adapter
 
         return install_adapter(self.model_runner.lora_manager, settings, weights, torch.device(self.device))
 
     def rl_ping(self) -> None:
-        """Answer, which a worker that hangs does not."""
+        """Do nothing: a worker that hangs does not return."""
 
 
 class StoredForm:
-    """Converts weights, one by one, from the form in which transformers runs them to that of a model's files.
+    """Converts weights, one by one, from transformers' parameters to the format of a model's files.
 
-    Some have other names there, and those of experts are one tensor an expert, not one a layer.
+    Files have other names for some, and one tensor for each expert instead of one for each layer.
 
     Attributes:
-        latest: name and shape of the weight that was converted last.
+        latest: name and shape of the last converted weight.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -147,7 +147,7 @@ class StoredForm:
         self._policy = policy if get_model_conversion_mapping(policy, add_legacy=False) else None
 
     def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors that a file holds in the weights' places; most often the weights themselves."""
+        """Yield the names and tensors that a model's files have for these weights; most weights are unchanged."""
         for name, weight in weights:
             self.latest = f"{name} {tuple(weight.shape)}"
             if self._policy is None:
@@ -157,9 +157,9 @@ class StoredForm:
 
 
 class ReadWeights(TorchFunctionMode):
-    """Within, records which of the tensors that pass :meth:`watch` any operation of torch takes.
+    """Within the context, records which tensors of :meth:`watch` are read by an operation of torch.
 
-    A loader passes over a name that its model lacks without a word, and does nothing with the tensor.
+    A model's loader silently skips an unknown name, and does not read its tensor.
     """
 
     def __init__(self) -> None:
@@ -169,8 +169,8 @@ class ReadWeights(TorchFunctionMode):
         self._is_recording = True
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, which are contiguous, and remember where they lie."""
-        self._is_recording = False  # what makes the tensors is none of the loader's operations
+        """Yield the weights, which are contiguous, and record their addresses."""
+        self._is_recording = False  # the operations that make the tensors are not the loader's
         for name, weight in weights:
             self._addresses[name] = range(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
             self._is_recording = True
@@ -179,7 +179,7 @@ class ReadWeights(TorchFunctionMode):
         self._is_recording = True
 
     def unread(self) -> set[str]:
-        """The names of the weights that none has taken."""
+        """The names of the watched weights that no operation has read."""
         read = [*sorted(self._read), sys.maxsize]
         return {
             name
@@ -194,7 +194,7 @@ class ReadWeights(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Record the tensors that ``func`` takes; to ask for a property such as a shape is not to read."""
+        """Record the tensors that ``func`` reads; a property such as the shape is no read."""
         kwargs = kwargs or {}
         if self._is_recording and getattr(func, "__name__", "") != "__get__":
             self._read |= {tensor.data_ptr() for tensor in _tensors((args, kwargs.values())) if tensor.numel()}
@@ -211,11 +211,11 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def unset_parameters(model: nn.Module, loaded: set[str]) -> set[str]:
-    """Return the parameters that loading has left as they were.
+    """Return the parameters that loading has not set.
 
     Args:
         model: vLLM's.
-        loaded: names that its loader reports; of a shared parameter any one.
+        loaded: names that its loader reports; a tied parameter needs one of its names.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))
     done = {id(parameter) for name, parameter in parameters if name in loaded}

@@ -1,4 +1,4 @@
-"""The one way of the actor's weights to engines; :mod:`~rlightning.rollout.weights.driver` has the picture."""
+"""Transfer of the actor's weights to engines; :mod:`~rlightning.rollout.weights.driver` has a diagram."""
 
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, plan_chunks
 

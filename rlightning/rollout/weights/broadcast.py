@@ -1,4 +1,4 @@
-"""Weights for engines on other devices or hosts: each chunk is one broadcast, by NCCL or on the CPU by gloo."""
+"""Weights for engines on other devices or hosts: each chunk is one broadcast, by NCCL, or by gloo on CPUs."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,16 @@ from rlightning.rollout.weights.transfer_group import TransferGroup
 
 
 class BroadcastSender(WeightSender):
-    """Broadcasts its bucket to all workers at once, to those that share a device one after the other.
+    """Broadcasts its bucket to all workers at once; to workers that share a device, one after the other.
 
     Args:
-        plan: of the weights. Each worker has a bucket of its size, too.
-        device: where the bucket lies: a CUDA device if the engines are on others, or the CPU if they are on CPUs.
-        host: this machine's address as the engines reach it. The port where they meet is open on that address alone,
-            and to those who know the key that goes to the engines with their receivers. What is sent is not encrypted:
-            use the address of a private network.
-        timeout: seconds that connecting may take, and that sending a chunk may take.
-        destination: this rank, if weights are sharded and the other ranks, which have no bucket, give their shards by
+        plan: of the weights. Each worker has a bucket of the same size.
+        device: of the bucket: a CUDA device if the engines are on CUDA devices, or the CPU.
+        host: address of this machine that the engines can reach. The rendezvous listens on this address only, and
+            requires a key that engines get with their receivers. Weights are sent unencrypted: use the address of a
+            private network.
+        timeout: maximum seconds of connecting, and of sending a chunk.
+        destination: this rank, if weights are sharded and the other ranks send their shards by
             :class:`~rlightning.rollout.weights.transports.ShardSender`.
     """
 
@@ -42,7 +42,7 @@ class BroadcastSender(WeightSender):
         self._groups: list[TransferGroup] = []
 
     def make_receivers(self, devices: Sequence[str]) -> "list[BroadcastReceiver]":
-        """See :meth:`WeightSender.make_receivers`. NCCL takes each device once in a group."""
+        """Return a receiver for each worker. Workers on the same device are in different NCCL groups."""
         self._leave("The trainer connects anew.")
         numbers = number_by_device(devices)
         sizes = dict(sorted(Counter(numbers).items()))
@@ -52,7 +52,7 @@ class BroadcastSender(WeightSender):
         return [BroadcastReceiver(self.plan, next(places[number])) for number in numbers]
 
     def connect(self) -> None:
-        """See :meth:`WeightSender.connect`."""
+        """Wait until the workers have joined the process groups."""
         try:
             for group in self._groups:
                 group.connect()
@@ -61,7 +61,7 @@ class BroadcastSender(WeightSender):
             raise EngineError(f"The engines' workers could not be connected for weights: {error}.") from error
 
     def send(self, chunk: int) -> None:
-        """See :meth:`WeightSender.send`. The bucket is free when this returns."""
+        """Broadcast the chunk in the bucket; the bucket may be overwritten when this returns."""
         try:
             for group in self._groups:
                 group.broadcast(self.plan.filled(self.bucket, chunk))
@@ -70,12 +70,12 @@ class BroadcastSender(WeightSender):
             raise EngineError(f"The engines' workers did not take chunk {chunk} of the weights: {error}.") from error
 
     def interrupt(self, reason: str) -> None:
-        """See :meth:`WeightSender.interrupt`."""
+        """Make :meth:`connect` or :meth:`send` fail with ``reason``. Thread-safe."""
         for group in self._groups:
             group.interrupt(reason)
 
     def close(self) -> None:
-        """See :meth:`WeightSender.close`."""
+        """Leave the process groups, and free the bucket."""
         self._leave("The trainer has closed.")
         super().close()
 
@@ -105,7 +105,7 @@ class BroadcastReceiver(WeightReceiver):
         self._bucket = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device=device)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`WeightReceiver.receive`."""
+        """Receive a chunk, and yield its names and tensors."""
         assert self._group is not None, "open comes first"
         try:
             self._group.broadcast(self.plan.filled(self._bucket, chunk))
@@ -115,11 +115,11 @@ class BroadcastReceiver(WeightReceiver):
         return self.plan.tensors(self._bucket, chunk)
 
     def close(self) -> None:
-        """See :meth:`WeightReceiver.close`."""
+        """Leave the process group, and free the bucket."""
         if self._group is not None:
             self._group.leave("The worker has left.")
 
 
 def number_by_device(devices: Sequence[str]) -> list[int]:
-    """Return for each worker how many before it are on the same device; devices named "" are taken for different."""
+    """Return for each worker the number of earlier workers on its device; devices named "" count as different."""
     return [devices[:number].count(device) if device else 0 for number, device in enumerate(devices)]

@@ -21,12 +21,12 @@
       WeightUpdater.activate_weights(version)
         EngineConnection.finish_weight_update -> VLLMServer.finish_weight_update
 
-The first chunk pauses what the engine generates, or wakes an engine that sleeps, and ``finish_weight_update`` lets it
-go on with the new version. A sync sends each engine one message for each chunk, and one in the end; the first
-sync, and one with other engines than the last, also has the engines open receivers.
+The first chunk pauses the engine's requests, or wakes a sleeping engine, and ``finish_weight_update`` continues with
+the new version. A sync sends each engine one message for each chunk, and one at the end. The first sync, and any with
+other engines than the last, also has the engines open receivers.
 
-A transport is a sender, which the trainer has, and receivers, which the sender makes and the workers open:
-:mod:`~rlightning.rollout.weights.transports` has those there are.
+A transport is a sender in the trainer, and receivers, which the sender makes and the workers open:
+:mod:`~rlightning.rollout.weights.transports` chooses one.
 """
 
 import functools
@@ -50,34 +50,34 @@ T = TypeVar("T")
 class UpdatableEngine(Protocol):
     """The methods of a running engine that a weight update calls.
 
-    Each future's exception is an EngineError if the engine refuses, an EngineDiedError if it dies.
+    Futures fail with EngineError if the engine refuses, with EngineDiedError if it dies.
 
     Attributes:
-        ended: done when the engine is dead, with the reason.
+        ended: future of the error, done when the engine is dead.
     """
 
     ended: Future[EngineError]
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """The device of each of the engine's workers, by a name that no other device of this host has; or ""."""
+        """The name of each worker's device, unique on this host; "" if unknown."""
 
     def open_weight_receivers(self, receivers: list[bytes]) -> Future[None]:
-        """Have each worker unpickle and open its receiver, and close the one it had."""
+        """Have each worker unpickle and open its receiver, and close the one before."""
 
     def receive_weights(self, chunk: int) -> Future[list[str]]:
         """Load a chunk; chunk 0 begins an update.
 
         Returns:
-            After the last chunk what is wrong with the model then, in a sentence each.
+            After the last chunk, descriptions of the model's faults.
         """
 
     def finish_weight_update(self, version: int, keeps_cache: bool) -> Future[None]:
-        """Go on with the weights that have been loaded; all chunks were."""
+        """Continue sampling, with the loaded weights. Called after all chunks."""
 
 
 class WeightReceiver(Protocol):
-    """Receives weights in an engine's worker, to which it is sent pickled over the engine's connection.
+    """Receives weights in an engine's worker, to which it is sent pickled.
 
     Attributes:
         plan: the sender's.
@@ -90,26 +90,26 @@ class WeightReceiver(Protocol):
         return
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """Wait for a chunk; its names and tensors, which may be read until the worker has answered for it.
+        """Wait for a chunk; yield its names and tensors, which are valid until the worker's call returns.
 
         Raises:
-            EngineError: if it does not come.
+            EngineError: if the chunk does not arrive.
         """
 
     def close(self) -> None:
-        """Release what it holds; another receiver is opened next."""
+        """Release the receiver's resources; another one may be opened next."""
         return
 
 
 class WeightSender:
-    """Sends a rank's weights to engines, or its shards to another rank. One thread calls all but :meth:`interrupt`.
+    """Sends a rank's weights to engines, or its shards to another rank. Not thread-safe, except for :meth:`interrupt`.
 
-    A transport subclasses this and :class:`WeightReceiver`, and inherits what it has nothing to do for.
+    A transport subclasses this and :class:`WeightReceiver`; the default of most methods is to do nothing.
 
     Attributes:
         plan: of the weights.
-        bucket: uint8, of the plan's size.
-        destination: the one rank that gets sharded weights; None: each rank that gathers them.
+        bucket: uint8 tensor of the plan's size.
+        destination: the rank to which sharded weights are gathered; None for all ranks.
     """
 
     plan: ChunkPlan
@@ -117,59 +117,59 @@ class WeightSender:
     destination: int | None = None
 
     def make_receivers(self, devices: Sequence[str]) -> Sequence[WeightReceiver]:
-        """Return a receiver for each worker; those made before are left.
+        """Return a receiver for each worker; earlier receivers become invalid.
 
         Args:
-            devices: of each worker, see :attr:`UpdatableEngine.worker_devices`.
+            devices: of each worker (:attr:`UpdatableEngine.worker_devices`).
         """
         return []
 
     def connect(self) -> None:
-        """Return when all workers are connected. Called after they have been asked to open their receivers.
+        """Wait until all workers are connected. Called while they open their receivers.
 
         Raises:
-            EngineError: if one of them does not come.
+            EngineError: if a worker does not connect.
         """
         return
 
     def fill(self, source: WeightSource) -> Iterator[int]:
-        """Bring a source's weights into the bucket, chunk by chunk; no more of them are taken than fit into it.
+        """Write a source's weights into the bucket, chunk by chunk.
 
         Yields:
-            The index of the chunk that may be sent; it stays in the bucket until the iterator goes on.
+            The index of the chunk in the bucket, where it stays until the next one is requested.
         """
         return fill_bucket(self.plan, self.bucket, source, destination=self.destination)
 
     def send(self, chunk: int) -> None:
-        """Hand over the chunk that is in the bucket. Called after the workers have been asked to receive it.
+        """Send the chunk in the bucket. Called while the workers receive it.
 
         Raises:
-            EngineError: if one of them does not take it. The others need new receivers, and all weights, then.
+            EngineError: if a worker does not receive it. All workers then need new receivers and all weights.
         """
         return
 
     def interrupt(self, reason: str) -> None:
-        """Let :meth:`connect` or :meth:`send`, until new receivers are made, fail for ``reason``. Thread-safe."""
+        """Make :meth:`connect` or :meth:`send` fail with ``reason``, until new receivers are made. Thread-safe."""
         return
 
     def close(self) -> None:
-        """Release everything. The engines must be done with it. May be called twice."""
+        """Release all resources, when no engine uses them any more. May be called twice."""
         self.bucket = torch.empty(0, dtype=torch.uint8)
 
 
 class WeightUpdater:
-    """Sends weights to engines, also amid what they generate. Every rank has one, and calls it alike.
+    """Sends weights to engines, also while they sample. Every rank makes one, and calls it at the same points.
 
-    If an engine dies of an update, the others hold half of the weights, and stay paused until they are sent all of
-    them in the next one.
+    If an engine dies during an update, the others may have a part of the weights. They stay paused until the next
+    update sends them all.
 
     Args:
         sender: of this rank.
-        keeps_cache: whether running requests keep the keys and values that the old weights made of them.
+        keeps_cache: whether running requests keep the keys and values that the old weights have computed.
 
     Attributes:
-        deaths: of engines, in the last update.
-        seconds: from the first chunk's sending to the end of the last update.
+        deaths: number of engines that died in the last update.
+        seconds: duration of the last update, from the first chunk on.
     """
 
     def __init__(self, sender: WeightSender, *, keeps_cache: bool = True) -> None:
@@ -182,16 +182,16 @@ class WeightUpdater:
         self._started_at = 0.0
 
     def send_weights(self, source: WeightSource, engines: Sequence[UpdatableEngine]) -> None:
-        """Have engines load a source's weights; they are awake then, but for their KV cache, and paused.
+        """Have engines load a source's weights. Engines are paused afterwards, and awake except for their KV cache.
 
-        Sharded weights are gathered from all ranks, so all take part to the end, whatever becomes of their engines.
+        A collective: sharded weights are gathered from all ranks, so that a rank takes part even if its engines die.
 
         Args:
-            source: of the weights; the same shapes each time.
-            engines: of this rank; on most ranks of a run with engines of its own, none.
+            source: of the weights; their shapes must not change between calls.
+            engines: this rank's; with standalone engines, empty on all ranks but 0.
 
         Raises:
-            EngineError: if a weight does not fit, or a parameter of an engine's model was set by none of them.
+            EngineError: if a weight does not fit, or a parameter of an engine's model is not set.
         """
         self._engines, self.deaths = list(engines), []
         self._connect()
@@ -206,10 +206,10 @@ class WeightUpdater:
             raise EngineError(" ".join(sorted(set(chain(*faults)))))
 
     def activate_weights(self, version: int) -> Sequence[UpdatableEngine]:
-        """Let the engines sample from the weights that they were sent, as those of a version.
+        """Let the engines sample from the weights that they were sent.
 
         Returns:
-            The engines that do; none if one of them died before it had all weights.
+            The engines that sample from them; empty if an engine died before it had all weights.
         """
         if self.deaths:
             self._connected = []
@@ -223,7 +223,7 @@ class WeightUpdater:
         self.sender.close()
 
     def _connect(self) -> None:
-        """Have the engines open their receivers, unless they are the ones that have."""
+        """Have the engines open their receivers, unless they are the engines of the last sync."""
         if not self._engines or self._engines == self._connected:
             return
         with self._lock:
@@ -239,20 +239,20 @@ class WeightUpdater:
         self._collect(answers, self.sender.connect)
 
     def _interrupt(self, engine: UpdatableEngine, ended: Future[EngineError]) -> None:
-        """End the sender's waiting for an engine that has died, if it is connected."""
+        """If a connected engine has died, interrupt the sender, which may wait for it."""
         with self._lock:
             if engine in self._connected:
                 self.sender.interrupt(ended.result().line)
 
     def _collect(self, answers: Mapping[UpdatableEngine, Future[T]], send: Callable[[], None] | None = None) -> list[T]:
-        """Return what engines answer; those that have died take part no longer.
+        """Wait for the engines' results, and return them; engines that died leave the update.
 
         Args:
-            answers: of the engines.
-            send: the sender's part of what they have been asked for.
+            answers: future result of each engine's method.
+            send: sends what the engines' methods receive; None if they receive nothing.
 
         Raises:
-            EngineError: an engine has refused, or the sender has failed though no engine has died.
+            EngineError: an engine refused, or the sender failed though no engine died.
         """
         failure: EngineError | None = None
         try:

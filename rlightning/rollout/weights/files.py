@@ -1,4 +1,4 @@
-"""Weights for engines that nothing faster reaches: a safetensors file a chunk, in a folder that all processes share."""
+"""Weights for engines that no faster transport reaches: one safetensors file a chunk, in a shared folder."""
 
 import time
 import uuid
@@ -21,18 +21,18 @@ from rlightning.rollout.weights.source import ChunkPlan, WeightSource
 
 PREFIX = "weights-"
 SYNC = "sync"
-"""The key, in a file's metadata, of the number of the sync that it belongs to."""
+"""The key of a sync's number in a file's metadata."""
 
 
 class FileSender(WeightSender):
-    """Writes each chunk to a file, which is there from when :meth:`fill` yields it until the iterator goes on.
+    """Writes each chunk to a file, which exists from when :meth:`fill` yields it until the next chunk is requested.
 
     Args:
         plan: of the weights. The bucket is in host memory.
         device: the actor's.
-        folder: under this name on all hosts, and this run's alone: what earlier ones have left there is removed.
-        timeout: seconds until a worker must find a file that has been written.
-        destination: this rank, if the others give their shards by
+        folder: path on all hosts, used by this run alone; files of earlier runs are removed.
+        timeout: maximum seconds until a worker finds a written file.
+        destination: this rank, if the others send their shards by
             :class:`~rlightning.rollout.weights.transports.ShardSender`.
     """
 
@@ -56,11 +56,11 @@ class FileSender(WeightSender):
         self._remove_files(PREFIX)
 
     def make_receivers(self, devices: Sequence[str]) -> "list[FileReceiver]":
-        """See :meth:`WeightSender.make_receivers`."""
+        """Return a receiver for each worker, all with the same files."""
         return [FileReceiver(self.plan, self._files, self._num_syncs, self.timeout) for _ in devices]
 
     def fill(self, source: WeightSource) -> Iterator[int]:
-        """See :meth:`WeightSender.fill`."""
+        """Fill the bucket with each chunk, write its file, and yield its index."""
         self._num_syncs += 1
         for chunk in super().fill(source):
             try:
@@ -71,7 +71,7 @@ class FileSender(WeightSender):
                 remove(self._files[chunk])
 
     def close(self) -> None:
-        """See :meth:`WeightSender.close`."""
+        """Remove the files, and free the bucket."""
         super().close()
         self._remove_files(self._prefix)
 
@@ -82,15 +82,15 @@ class FileSender(WeightSender):
 
 
 class FileReceiver(WeightReceiver):
-    """Reads files.
+    """Reads chunks from files.
 
-    A disk behind a network may show a file late, or an old one of the same name: each says which sync it belongs to.
+    A network file system may show a file late, or an old one of the same name: each file contains its sync's number.
 
     Args:
         plan: of the weights.
-        files: of each chunk.
+        files: path of each chunk's file.
         last_sync: number of the last sync before this receiver is used.
-        timeout: seconds that a file may take to be found.
+        timeout: maximum seconds until a file is found.
     """
 
     def __init__(self, plan: ChunkPlan, files: list[Path], last_sync: int, timeout: float) -> None:
@@ -98,11 +98,11 @@ class FileReceiver(WeightReceiver):
         self._device = torch.device("cpu")
 
     def open(self, device: torch.device) -> None:
-        """Remember the device that tensors are read to."""
+        """Set the device to which tensors are read."""
         self._device = device
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`WeightReceiver.receive`."""
+        """Wait for a chunk's file, and yield its names and tensors."""
         deadline = Deadline(self._timeout)
         while (tensors := self._read_current(chunk)) is None:
             if deadline.is_over:
@@ -114,7 +114,7 @@ class FileReceiver(WeightReceiver):
         return tensors
 
     def _read_current(self, chunk: int) -> Iterator[tuple[str, Tensor]] | None:
-        """Return the chunk's tensors if its file is of this sync, which begins with the first chunk; else None."""
+        """Return the chunk's tensors if its file belongs to the current sync, which chunk 0 sets; else None."""
         try:
             file: Any = safe_open(self._files[chunk], framework="pt", device=str(self._device))
         except OSError:

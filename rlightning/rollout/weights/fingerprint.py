@@ -1,4 +1,4 @@
-"""Whether weights have changed, by a checksum of their bits."""
+"""Detects changed weights by a checksum of their bits."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -14,24 +14,24 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightFingerprint:
-    """Tells whether weights have changed since the last call, however they were written.
+    """Detects whether weights have changed since the last call, in any way.
 
-    It keeps a checksum of each tensor's bits. Neither ``tensor._version`` nor addresses would do: writes through
-    ``.data`` do not count up the one, and offloading to the host changes the other.
+    Keeps a checksum of each tensor's bits. ``tensor._version`` does not suffice, since writes through ``.data`` do not
+    change it; nor do addresses, which change by offloading.
     """
 
     def __init__(self) -> None:
         self._known: list[int] | None = None
 
     def has_changed(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
-        """Compare this rank's shards with those of the call before, on whatever device; False for the first call.
+        """Return whether this rank's shards differ from those of the last call; False for the first call.
 
         Args:
-            weights: names, which are not compared, and tensors.
+            weights: names, which are ignored, and tensors on any device.
         """
         tensors = [local_tensor(tensor) for _, tensor in weights]
         if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
-            return False  # they are offloaded to the host's memory, where nothing writes to them
+            return False  # offloaded to host memory, where nothing writes to them
         sums = [checksum(tensor) for tensor in tensors]
         known, self._known = self._known, torch.stack(sums).tolist() if sums else []
         return known is not None and known != self._known
@@ -39,11 +39,11 @@ class WeightFingerprint:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a number of a tensor's bits in their order, equal on all devices.
+    """Return a checksum of a tensor's bits that depends on their order, equal on all devices.
 
-    Each element has an odd factor of its own, modulo 2^64: a change of one element always shows, and one of several
-    stays unseen once in 2^32 times or less. Elements are multiplied and summed by blocks, so are the blocks' sums, and
-    theirs.
+    Each element is multiplied by its own odd factor modulo 2^64: a change of one element always changes the checksum,
+    and changes of several go undetected with probability 2^-32 or less. Products are summed over blocks, and block sums
+    are weighted and summed in the same way, twice.
 
     Args:
         tensor: of any shape and dtype.
@@ -63,7 +63,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """[3, B] odd int64: of the elements of a block, of the blocks of a part, of the rest."""
+    """Return odd int64 factors [3, B]: of the elements of a block, of the blocks of a part, and of the parts."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**62), 2**62, (3, _BLOCK), generator=generator)
     return (2 * drawn + 1).to(device)

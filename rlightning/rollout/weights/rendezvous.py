@@ -1,7 +1,7 @@
-"""Where a sender and its receivers meet to form a process group: a store for those alone who have the group's key.
+"""The rendezvous at which a sender and its receivers form a process group: a store that requires the group's key.
 
-torch's TCPStore serves any process that connects, and lists its keys to it. This one is served by a
-:class:`~rlightning.rpc.Server`, which parses nothing before a client has shown that it has the key.
+torch's TCPStore serves any process that connects, and lists its keys. This store is served by a
+:class:`~rlightning.rpc.Server`, which authenticates a client before it parses a message.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A member's place in a process group, and where its members meet.
+    """The data by which one member joins a process group.
 
     Attributes:
         host, port: of the rendezvous.
         rank: of the member; 0 is the sender.
-        size: of the group.
-        timeout: seconds that connecting may take, and that a broadcast may take.
-        key: that the rendezvous asks for.
+        size: number of members.
+        timeout: maximum seconds of connecting, and of a broadcast.
+        key: by which members authenticate.
     """
 
     host: str
@@ -45,11 +45,11 @@ class Place:
 
 
 class RendezvousServer:
-    """Holds a store, and serves it to the members of one process group.
+    """Holds the store of one process group, and serves it to the members.
 
     Args:
-        host: this machine's address that it listens on; no other.
-        size: of the group.
+        host: the only address of this machine on which it listens.
+        size: number of members.
         timeout: seconds, see :class:`Place`.
 
     Attributes:
@@ -57,7 +57,7 @@ class RendezvousServer:
         store: the sender's.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen on ``host``.
     """
 
     def __init__(self, host: str, size: int, timeout: float) -> None:
@@ -83,7 +83,7 @@ class RendezvousServer:
         return rpc.Server(listener, key, self._serve, max_clients=size)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
-        store = self.store  # of its operations those that are answered at once; what waits asks again and again
+        store = self.store  # only operations that answer at once; clients poll for the others
         operations = {
             "set": store.set,
             "get": store.get,
@@ -104,7 +104,7 @@ async def _answer(operation: Callable[..., object], *arguments: object) -> objec
 
 
 class RemoteStore(Store):  # type: ignore[misc]
-    """torch's Store at a :class:`RendezvousServer`. Any thread may use it, but the background loop's."""
+    """torch's Store at a :class:`RendezvousServer`. Any thread may use it except the background event loop's."""
 
     def __init__(self, peer: rpc.Peer, timeout: float) -> None:
         super().__init__()
@@ -121,29 +121,29 @@ class RemoteStore(Store):  # type: ignore[misc]
         return bytes(self._ask("get", key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have a value."""
+        """Return whether all keys have a value."""
         return bool(self._ask("check", list(keys)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a key's number, 0 at first, and return the sum."""
+        """Add to a key's integer, which is 0 at first, and return the sum."""
         return int(self._ask("add", key, amount))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it had a value."""
+        """Remove a key; return whether it had a value."""
         return bool(self._ask("delete_key", key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have a value.
 
         Raises:
-            TimeoutError: when the time is over.
+            TimeoutError: if the timeout expires.
         """
         seconds = (timeout or self._timeout).total_seconds()
         if not Deadline(seconds).wait_until(lambda: self.check(keys)):
             raise TimeoutError(f"it took longer than {seconds:g} s")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long waiting for a key may take."""
+        """Set the timeout of waiting for keys."""
         self._timeout = timeout
 
     def _ask(self, operation: str, *arguments: object) -> bytes | int:
@@ -156,10 +156,10 @@ class RemoteStore(Store):  # type: ignore[misc]
 
 
 def join_rendezvous(place: Place) -> RemoteStore:
-    """Connect to a place's server, and return its store.
+    """Connect to a rendezvous, and return its store.
 
     Raises:
-        OSError: it is not there, has another key, or does not answer.
+        OSError: the server does not listen, has another key, or does not answer.
     """
     url = rpc.make_url(place.host, place.port)
     work = rpc.connect(url, place.key, {}, timeout=place.timeout, heartbeat_timeout=float("inf"))
@@ -170,12 +170,12 @@ def join_rendezvous(place: Place) -> RemoteStore:
 
 
 def find_own_address(host: str, port: int) -> str:
-    """Return the address of this machine from which another one is reached.
+    """Return the address of this machine from which it connects to another host.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no route to the host.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as end:
-        end.connect(address)  # which sends nothing
+        end.connect(address)  # a UDP connect() sends nothing
         return str(end.getsockname()[0])

@@ -1,6 +1,6 @@
-"""Weights for engines on the same host: memory that both sides open, and that one fills and the other reads.
+"""Weights for engines on the same host, in shared memory that the trainer writes and the engine reads.
 
-On the CPU it is a memory file, on one CUDA device an allocation that is opened by its IPC handle.
+On a CPU this is a memory file, on a CUDA device an allocation that is opened by its IPC handle.
 """
 
 import mmap
@@ -23,10 +23,10 @@ class SharedMemorySender(WeightSender):
 
     Args:
         plan: of the weights.
-        device: where the engines are: the CPU, or the CUDA device that the actor is on too.
-        ranks: neighbours, this rank among them, whose buckets one engine reads, a worker each; or none. All ranks of
-            the run then make their sender, and fill it, at the same time.
-        destination: this rank, if it alone has a bucket and the others give their shards by
+        device: of the engines: the CPU, or the actor's CUDA device.
+        ranks: consecutive ranks whose buckets the workers of one engine read, one a worker; may be empty. Otherwise all
+            ranks of the run make and fill their senders at the same time.
+        destination: this rank, if it alone has a bucket and the others send their shards by
             :class:`~rlightning.rollout.weights.transports.ShardSender`.
     """
 
@@ -53,11 +53,11 @@ class SharedMemorySender(WeightSender):
             self._receivers = list(all_to_all_objects({ranks[0]: receiver}, name="weight buckets").values())
 
     def make_receivers(self, devices: Sequence[str]) -> "list[SharedMemoryReceiver]":
-        """See :meth:`WeightSender.make_receivers`: each worker of an engine reads the bucket of its own rank."""
+        """Return a receiver for each worker, which reads the bucket of its own rank."""
         return [self._receivers[worker % len(self._receivers)] for worker in range(len(devices))]
 
     def fill(self, source: WeightSource) -> Iterator[int]:
-        """See :meth:`WeightSender.fill`."""
+        """Fill the bucket with each chunk, and yield its index when the workers may read it."""
         for chunk in super().fill(source):
             self._meet("weights in the bucket")
             yield chunk
@@ -68,7 +68,7 @@ class SharedMemorySender(WeightSender):
             barrier(name)
 
     def close(self) -> None:
-        """See :meth:`WeightSender.close`."""
+        """Free the bucket."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -76,32 +76,32 @@ class SharedMemorySender(WeightSender):
 
 
 class MemoryFile(NamedTuple):
-    """A bucket in a memory file of the process ``pid``, by its descriptor there."""
+    """A bucket in a memory file of process ``pid``, under the file descriptor that it has there."""
 
     pid: int
     fd: int
 
     def open(self, device: torch.device, num_bytes: int) -> Tensor:
-        """Return the bucket."""
+        """Return the bucket as a tensor."""
         with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
 
 
 class CUDAMemory(NamedTuple):
-    """A bucket on a CUDA device: torch's function that opens it, and the arguments, of ``reduce_tensor``."""
+    """A bucket on a CUDA device: the function and arguments from ``reduce_tensor`` that open it."""
 
     rebuild: Callable[..., Tensor]
     arguments: Sequence[object]
 
     def open(self, device: torch.device, num_bytes: int) -> Tensor:
-        """Return the bucket; the device is the sender's, under whatever index it has here."""
+        """Return the bucket as a tensor; ``device`` is the sender's, by this process's index."""
         arguments = list(self.arguments)
         arguments[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
         return self.rebuild(*arguments)
 
 
 class SharedMemoryReceiver(WeightReceiver):
-    """Reads a sender's bucket. The memory is released with the last tensor that lies in it.
+    """Reads a sender's bucket, whose memory is released with the last tensor that uses it.
 
     Args:
         plan: of the weights.
@@ -116,5 +116,5 @@ class SharedMemoryReceiver(WeightReceiver):
         self._bucket = self._location.open(device, self.plan.num_bytes)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`WeightReceiver.receive`: the chunk is there when the worker is asked for it."""
+        """Yield a chunk's names and tensors, which are in the bucket already."""
         return self.plan.tensors(self._bucket, chunk)

@@ -1,7 +1,7 @@
-"""What is sent to engines: an actor's weights by name, in chunks that fit one flat bucket.
+"""Weights to send to engines: by name, in chunks that fit one flat bucket.
 
-Sharded weights are gathered straight into the bucket, in the engine's dtype; the memory that this takes while it runs
-does not grow with the model (:func:`~rlightning.parallel.gathering.gather_into`).
+Sharded weights are gathered directly into the bucket, in the engine's dtype; temporary memory does not grow with the
+model (:func:`~rlightning.parallel.gathering.gather_into`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,31 +22,31 @@ ALIGNMENT = 256
 
 
 class WeightSource(Protocol):
-    """An object with weights to send, as a :class:`~rlightning.module.policy_module.PolicyModule` has its actor's."""
+    """An object with weights to send, such as a :class:`~rlightning.module.policy_module.PolicyModule`."""
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield names and weights, whole or sharded; each call yields the same names and shapes in the same order."""
 
 
 class AdapterSource:
-    """An adapter's weights and, as long as an engine lacks them, those of the frozen base behind them.
+    """An adapter's weights and, if an engine lacks them, the frozen base's after them.
 
     Attributes:
-        has_base: whether the base's are sent too; all ranks set it alike.
+        has_base: whether the base's weights are yielded too; the same on all ranks.
     """
 
     def __init__(self, module: HasAdapter) -> None:
         self.module, self.has_base = module, True
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See :class:`WeightSource`; without the base there are fewer."""
+        """Yield the adapter's names and weights, then the base's if ``has_base``."""
         yield from self.module.adapter_weights()
         if self.has_base:
             yield from self.module.base_weights()
 
 
 class WeightShape(NamedTuple):
-    """A weight's name and full shape, and the dtype that it is sent in; None is the engine's."""
+    """A weight's name, its full shape, and the dtype in which it is sent; None for the engine's dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,13 +73,13 @@ class Slot:
 
 
 class ChunkPlan(NamedTuple):
-    """Which tensors are in the bucket at a time, and the bucket's size in bytes. Sender and receivers have the same.
+    """The division of tensors into chunks, and the bucket's size. Sender and receivers have the same plan.
 
     Attributes:
-        chunks: the tensors of each.
+        chunks: the tensors of each chunk.
         num_bytes: of the bucket.
-        num_adapter_chunks: the first ones, which are an adapter's and may be sent alone; 0 without one.
-        adapter: PEFT's settings of it; None without one.
+        num_adapter_chunks: number of leading chunks with an adapter, which may be sent alone; 0 without an adapter.
+        adapter: PEFT's settings of the adapter; None without one.
     """
 
     chunks: list[list[Slot]]
@@ -88,23 +88,23 @@ class ChunkPlan(NamedTuple):
     adapter: Mapping[str, object] | None = None
 
     def sent_chunks(self, source: WeightSource) -> list[list[Slot]]:
-        """The chunks of a sync: all, or the adapter's where the engines have the base."""
+        """Return the chunks of a sync: all, or only the adapter's if the engines have the base."""
         is_adapter_alone = isinstance(source, AdapterSource) and not source.has_base
         return self.chunks[: self.num_adapter_chunks] if is_adapter_alone else self.chunks
 
     def filled(self, bucket: Tensor, chunk: int) -> Tensor:
-        """The part of the bucket that a chunk fills."""
+        """Return the part of the bucket that a chunk fills."""
         return bucket[: self.chunks[chunk][-1].end]
 
     def tensors(self, bucket: Tensor, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """A chunk's names and tensors, in place, in the bucket."""
+        """Yield a chunk's names and tensors, as views of the bucket."""
         return ((slot.name, slot.view(bucket)) for slot in self.chunks[chunk])
 
 
 def weight_shapes(source: WeightSource) -> list[WeightShape]:
-    """Return the shapes of a source's weights; what is no parameter, as a router's biases, keeps its dtype.
+    """Return the shapes of a source's weights; a buffer, such as a router's biases, keeps its dtype.
 
-    Such biases decide between experts whose scores are close together, and vLLM has them in float32.
+    Such biases decide between experts with close scores, and vLLM has them in float32.
     """
     return [
         WeightShape(name, tuple(tensor.shape), None if isinstance(tensor, nn.Parameter) else tensor.dtype)
@@ -119,8 +119,8 @@ def plan_chunks(
 
     Args:
         shapes: of every tensor, in the order in which they are sent.
-        dtype: what they are sent in, but for those with a dtype of their own.
-        bucket_bytes: the size aimed at; a single larger tensor makes the bucket larger.
+        dtype: in which tensors without a dtype of their own are sent.
+        bucket_bytes: intended size of the bucket; a larger tensor makes it larger.
     """
     chunks: list[list[Slot]] = [[]]
     offset = largest = 0
@@ -137,7 +137,7 @@ def plan_chunks(
 
 
 def plan_source(source: WeightSource, dtype: torch.dtype, bucket_bytes: int) -> ChunkPlan:
-    """Return the chunks of a source's weights; an adapter and its base share none."""
+    """Return the chunks of a source's weights; no chunk has both an adapter's and the base's weights."""
     if not isinstance(source, AdapterSource):
         return plan_chunks(weight_shapes(source), dtype, bucket_bytes)
     module = source.module
@@ -162,12 +162,12 @@ def fill_bucket(
 
     Args:
         plan: of the source's weights.
-        bucket: uint8, of the plan's size; on the meta device on a rank that only gives its shards.
-        source: all ranks that hold shards gather the same weights, in the same order and chunks.
-        destination: the one rank that gets the values; all do by default.
+        bucket: uint8, of the plan's size; on the meta device on a rank that only sends its shards.
+        source: of the weights, the same on all ranks with shards.
+        destination: the rank that gets the values; None for all ranks.
 
     Yields:
-        The index of the chunk that is in the bucket until the iterator goes on.
+        The index of the chunk in the bucket, where it stays until the next one is requested.
 
     Raises:
         EngineError: the source's weights are not those of the plan.
@@ -189,7 +189,7 @@ def fill_bucket(
 
 
 def _take(weights: Iterator[tuple[str, Tensor]], chunk: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield the next weights, which must be the chunk's, with their places."""
+    """Yield the next weights with their slots; they must be the chunk's."""
     for slot in chunk:
         name, tensor = next(weights, ("nothing", None))
         if tensor is None or name != slot.name or tuple(tensor.shape) != slot.shape:

@@ -1,4 +1,4 @@
-"""A process group of one sender and its receivers, in which no process waits without an end.
+"""A process group of one sender and its receivers, in which every wait has a timeout or can be interrupted.
 
 ::
 
@@ -9,7 +9,7 @@
     broadcast()               == NCCL or gloo =====>   broadcast()
     leave(), or a failure     over             ->      broadcast() fails at once
 
-It is made without torch's default group, which a process may have or not, and leaves that alone.
+It is independent of torch's default process group, which a process may or may not have.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ SENDER = 0
 """Rank of the sender in the process group."""
 
 _c10d: Any = dist
-"""torch.distributed without types: not each build has NCCL, and much of what is used here has no types."""
+"""torch.distributed without types: some builds lack NCCL, and much of its interface is untyped."""
 
 
 class TransferOverError(RuntimeError):
@@ -40,14 +40,14 @@ class TransferOverError(RuntimeError):
 
 
 class TransferGroup:
-    """One member's side of the group. All but :meth:`interrupt` is called by one thread.
+    """One member of the group. Not thread-safe, except for :meth:`interrupt`.
 
-    Nothing but this object holds torch's group, whose destructor waits for its work.
+    Only this object references torch's group, whose destructor waits for its work.
 
     Args:
         place: of the member. The sender's is ``server.places[0]``.
-        device: of what is sent and received.
-        server: of the rendezvous, on the sender's side; it listens until :meth:`leave`.
+        device: of the broadcast tensors.
+        server: the rendezvous' server on the sender's side; it listens until :meth:`leave`.
 
     Raises:
         OSError: the rendezvous cannot be joined.
@@ -62,10 +62,10 @@ class TransferGroup:
         self._is_over = False
 
     def connect(self) -> None:
-        """Return when all members are connected.
+        """Wait until all members are connected.
 
         Raises:
-            OSError, RuntimeError: if that took too long or failed; nothing but :meth:`leave` is left to do then.
+            OSError, RuntimeError: if that took too long or failed; only :meth:`leave` may be called then.
         """
         rank = self.place.rank
         try:
@@ -84,10 +84,10 @@ class TransferGroup:
             raise
 
     def broadcast(self, data: Tensor) -> None:
-        """Return when ``data`` has been sent, or overwritten with the sender's.
+        """Send ``data``, or overwrite it with the sender's; returns when done.
 
         Raises:
-            OSError, RuntimeError: if it took too long or failed; nothing but :meth:`leave` is left to do then.
+            OSError, RuntimeError: if it took too long or failed; only :meth:`leave` may be called then.
         """
         if self._group is None:
             raise TransferOverError("There is no connection.")
@@ -96,11 +96,11 @@ class TransferGroup:
         work.wait()  # It is over: this raises what went wrong, and lets the current stream go on after the transfer's.
 
     def interrupt(self, reason: str) -> None:
-        """Let what goes on, or is called next, fail for ``reason`` in all members. The sender's; thread-safe."""
+        """On the sender, make the running or next operation of all members fail with ``reason``. Thread-safe."""
         self._store.set("over", reason)
 
     def leave(self, reason: str) -> None:
-        """End the group; after the sender, which gives a reason, no receiver waits any more."""
+        """Leave the group; when the sender leaves, the receivers' waits fail with ``reason``."""
         if self._server is not None:
             self.interrupt(reason)
             self._server.close()
@@ -115,10 +115,10 @@ class TransferGroup:
             raise TransferOverError(reason)
 
     def _wait_until(self, is_done: Callable[[], bool], poll_interval: float | None = None) -> None:
-        """Poll until something is done, or the group is over; the latter every ``intervals.POLL_INTERVAL`` seconds.
+        """Poll ``is_done`` until it returns True; every ``intervals.POLL_INTERVAL`` seconds check the group's state.
 
         Raises:
-            TimeoutError: if it takes too long.
+            TimeoutError: if the group's timeout expires.
         """
         next_check = Deadline(0.0)
 
@@ -147,14 +147,14 @@ class TransferGroup:
             raise TimeoutError(f"no sign of number {numbers} of 0 to {self.place.size - 2}, and {error}") from None
 
     def _make_group(self) -> None:
-        """Make torch's group. All ranks do so at the same time; it may block for ever in C++, so a thread does it."""
+        """Make torch's group, on all ranks at the same time; in a thread, because torch may block forever."""
         results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
         def make() -> None:
             try:
                 self._make_torch_group()
                 results.put(None)
-            except Exception as error:  # raised again by the thread that waits
+            except Exception as error:  # the waiting thread raises it again
                 results.put(error)
 
         threading.Thread(target=make, name="connect-transfer-group", daemon=True).start()
@@ -167,7 +167,7 @@ class TransferGroup:
         names = _c10d.PrefixStore("transfer", self._store)
         is_cuda = self.device.type == "cuda"
         if is_cuda:
-            torch.cuda.set_device(self.device)  # of this thread
+            torch.cuda.set_device(self.device)  # the current device is set per thread
         group = (_make_nccl_group if is_cuda else _make_gloo_group)(names, self.place)
         if self._is_over:
             return  # the other thread has stopped waiting
@@ -176,10 +176,10 @@ class TransferGroup:
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects with the first collective
 
     def _end(self) -> None:
-        """End torch's group, whatever it is doing. That may hang in its turn, so it is left to a thread in the end."""
+        """Abort torch's group in a thread, which may hang; wait for it ``intervals.GROUP_LEAVE_GRACE`` seconds."""
 
         def abort() -> None:
-            with contextlib.suppress(RuntimeError):  # some operation of it has failed: that is why it is ended
+            with contextlib.suppress(RuntimeError):  # aborted because an operation has failed, which may fail again
                 self._group.abort()
             self._group = None
 
@@ -205,13 +205,13 @@ def _make_gloo_group(store: object, place: Place) -> object:
 
 
 def _torch_timeout(place: Place) -> timedelta:
-    """Return torch's timeout, twice the group's: an operation's caller times out before, and its error says why."""
+    """Return torch's timeout, twice the group's, so that this module's timeout expires first, with a clearer error."""
     return timedelta(seconds=2 * place.timeout)
 
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Make an NCCL group that leaves errors to its caller; by default a thread of it ends the whole process."""
+    """Within the context, errors of NCCL groups go to their caller; by default NCCL's watchdog ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -1,4 +1,4 @@
-"""Which transport brings weights to a run's engines; a further one is named here."""
+"""Chooses the transport that sends weights to a run's engines."""
 
 import contextlib
 import ipaddress
@@ -20,11 +20,11 @@ from rlightning.rpc.authentication import parse_url
 
 
 class ShardSender(WeightSender):
-    """A rank's that has no engines and no bucket: it gives its shards to another rank's sender.
+    """The sender of a rank without engines and bucket: it sends its shards to the sender of another rank.
 
     Args:
-        plan: as the other sender's.
-        destination: that rank.
+        plan: the same as the other sender's.
+        destination: the other rank.
     """
 
     def __init__(self, plan: ChunkPlan, *, destination: int) -> None:
@@ -38,13 +38,13 @@ def make_colocated_sender(source: WeightSource, config: EngineConfig, ranks: Seq
     Args:
         source: of the weights.
         config: of the engines.
-        ranks: neighbours, this one among them, that one engine runs on.
+        ranks: consecutive ranks, this one among them, whose devices one engine uses.
     """
     return SharedMemorySender(_plan(source, config), config.device, ranks=ranks)
 
 
 def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]) -> WeightSender:
-    """Return this rank's sender to engines on devices of their own, which are connected with rank 0."""
+    """Return this rank's sender to standalone engines; rank 0 is connected with them."""
     config = configs[0]
     plan = _plan(source, config)
     if global_rank() != COLLECTOR_RANK:
@@ -62,7 +62,7 @@ def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """Return the address of this machine at which the engines of ``urls`` reach it; one for all of them."""
+    """Return the address of this machine that engines at ``urls`` reach; the loopback address if all are local."""
     found = "127.0.0.1"
     for url in urls:
         with contextlib.suppress(OSError):
