@@ -73,7 +73,10 @@ PEER_NAMES = {name: key for key, names in _NAMES_BY_KEY.items() for name in name
 """The key of this configuration for each name used by another library, or in another section."""
 
 PARTS = {"fn": "function", "reward_fn": "function", "reward_function": "function"}
-"""Names of an argument's parts by their names in other libraries; suggested only if the part exists."""
+"""Keys inside an argument's value, such as a reward's ``function``, by their names in other libraries.
+
+Suggested only where the value has that key.
+"""
 
 
 def suggest_name(name: str, choices: Iterable[str]) -> str:

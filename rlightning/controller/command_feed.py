@@ -106,7 +106,7 @@ class CommandFeed:
             yield self.take_batch()
 
     def take_batch(self) -> object:
-        """Return this rank's share of the step's batch, only once."""
+        """Return this rank's share of the step's batch, and None when asked again."""
         batch, self._batch = self._batch, None
         return batch
 

@@ -310,7 +310,7 @@ class RayController(ControllerStrategy):
             engines.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Clean up after an exception; called after the callbacks have handled it."""
+        """Kill the workers and end the engines; called after the callbacks have handled the exception."""
         if self.group is not None:
             self.group.kill()
         self.close()

@@ -57,7 +57,7 @@ class Weights(Protocol):
         """Send the actor's weights to all engines that lack them; a collective."""
 
     def needs_sync(self) -> bool:
-        """Return, on rank 0, whether requests wait for a weight sync; called while requests run."""
+        """Return, on rank 0, whether to sync weights while requests run: none serves, or one would come back."""
 
 
 class Collector:
@@ -224,7 +224,8 @@ class Collector:
             group.saved = None  # a checkpoint has it, and the next one saves it anew
         self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
         flight.add(added)
-        resumed = [group for group in flight.running if group not in self._running.values()]
+        running = set(self._running.values())
+        resumed = [group for group in flight.running if group not in running]
         waiting = flight.waiting[: max(room - flight.num_started, 0)]
         for group in waiting:
             group.first_weight_version, group.settings = version, settings
@@ -336,8 +337,9 @@ class Collector:
 
     def _cancel(self, groups: Sequence[Group]) -> None:
         assert self._runner is not None
-        self._runner.cancel([future for future, group in self._running.items() if group in groups])
-        self._running = {future: group for future, group in self._running.items() if group not in groups}
+        cancelled = set(groups)
+        self._runner.cancel([future for future, group in self._running.items() if group in cancelled])
+        self._running = {future: group for future, group in self._running.items() if group not in cancelled}
 
     def _wait(
         self,

@@ -177,6 +177,6 @@ class Closing:
             await asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE)
 
     async def wait(self) -> None:
-        """Wait until objects that are being closed have been closed."""
+        """Wait for objects that are still closing, for :data:`intervals.CANCEL_GRACE` seconds at most."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=intervals.CANCEL_GRACE)

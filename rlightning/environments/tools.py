@@ -155,7 +155,7 @@ class Tools(Environment):
         _ = self._tools, self._broken
 
     async def close(self) -> None:
-        """Wait until objects that are being closed have been closed."""
+        """Wait, for a limited time, for tool objects of finished trajectories that are still closing."""
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:

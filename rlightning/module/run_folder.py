@@ -44,7 +44,7 @@ class UnlockRun(Callback):
         relock_run(Path(trainer.default_root_dir).expanduser())
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
-        """Unlock the folder; called when the run was interrupted."""
+        """Unlock the folder; called when an exception or an interruption has ended the run."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: object, stage: str) -> None:

@@ -221,7 +221,7 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
 
 
 def _boxes(tensor: DTensor) -> list[Box]:
-    """Return each holder's part of ``tensor``, in the order of ranks."""
+    """Return offset and shape of each rank's shard of one copy of ``tensor``, in the order of ranks."""
     layout = _Layout.of(tensor)
     return [layout.box(coordinate, tensor.shape) for _, coordinate in layout.holders()]
 

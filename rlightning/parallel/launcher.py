@@ -124,7 +124,7 @@ def describe_rendezvous(error: Exception) -> ConfigError:
 
 
 def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:
-    """End this process if a child fails before the failure watch has started."""
+    """Wait for the failure watch, and give it the children; end this process if a child fails before it has started."""
     while (watch := active_watch()) is None:
         codes = {rank: child.poll() for rank, child in enumerate(children, start=1)}
         failed = {rank: code for rank, code in codes.items() if code}

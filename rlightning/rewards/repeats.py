@@ -37,15 +37,15 @@ def describe_repeat(
     deadline: float,
     everywhere: Sequence[float] | None = None,
 ) -> str | None:
-    """Return a warning about a reward function in one line; None if there is nothing to warn of.
+    """Return a line of warning if a reward function gives other results when called again, the same to all, or is slow.
 
     Args:
         name: the function's.
-        repeat: results for some completions.
+        repeat: results for the completions that were scored twice.
         all_values: its results for all completions of the step on this rank; NaN where it has none.
         num_parallel: number of concurrent calls.
         deadline: seconds for which other ranks wait for a step's rewards.
-        everywhere: the results of all ranks; None for a single rank.
+        everywhere: the results of all ranks; None or empty for a single rank.
     """
     faults = [_describe_noise(repeat), _describe_values(everywhere or all_values)]
     if _step_seconds(repeat, len(all_values), num_parallel) > deadline:

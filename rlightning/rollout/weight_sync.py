@@ -73,7 +73,7 @@ class RankSamplers(ABC):
         return
 
     def wait_for_start(self) -> None:
-        """Block until the run need not wait for a sampler to start."""
+        """Block until :attr:`is_starting` is false: enough samplers have started, or died, for the run to go on."""
         return
 
     def needs_sync(self) -> bool:
@@ -155,7 +155,10 @@ class WeightSync:
             self._loop.call(self._pool.set_serving, serving)
 
     def needs_sync(self) -> bool:
-        """Return whether, on rank 0, no engine serves, or one could be brought back beside those that do."""
+        """Return, on rank 0, whether to sync weights during requests: no engine serves, or a sync would bring one back.
+
+        False without a pool, as on other ranks.
+        """
         return self._pool is not None and (self._pool.num_serving == 0 or self._samplers.needs_sync())
 
     def _restart_dead(self) -> None:

@@ -63,7 +63,11 @@ class ProgressFile:
 
 
 def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
-    """Call ``show`` around each step of a call's task: first with its key (:data:`CALL`) and True, then 0 and False."""
+    """Have the loop report which RPC call it executes, for all tasks that are created from now on.
+
+    ``show(key, True)`` is called before each step of a task, with the key of its call (:data:`CALL`), and
+    ``show(0, False)`` after it.
+    """
 
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         call = CALL.get()

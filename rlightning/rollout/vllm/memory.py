@@ -25,8 +25,7 @@ CPU_CACHE_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 128
 """Tokens of a KV cache block on a CPU, vLLM's default."""
 MISSED_BYTES = 1 << 30
-"""Maximum error of this arithmetic in bytes, for the CUDA context, CUDA graphs and the like; at most a tenth of the KV
-cache.
+"""Bytes kept free for what this arithmetic misses (CUDA context, CUDA graphs), at most a tenth of the KV cache.
 
 On an H200 it is within 0.5 GiB of what vLLM 0.24 measures for 0.6B and 4B shapes.
 """

@@ -398,7 +398,10 @@ def _counted(request: Request, name: str) -> int:
 
 
 def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-    """Return a scheduler; vLLM's core calls this, with vLLM's arguments, and ends with its parent process."""
+    """Return the scheduler for vLLM's core, which calls this with vLLM's arguments.
+
+    A core in a process of its own is also made to die with its parent process.
+    """
     if multiprocessing.parent_process() is not None:
         die_with_parent()
     kind = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler

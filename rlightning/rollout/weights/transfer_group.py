@@ -40,12 +40,12 @@ class TransferOverError(RuntimeError):
 
 
 class TransferGroup:
-    """One member of the group. Not thread-safe, except for :meth:`interrupt`.
+    """One process's end of a group that broadcasts weights to engines. Not thread-safe, except for :meth:`interrupt`.
 
     Only this object references torch's group, whose destructor waits for its work.
 
     Args:
-        place: of the member. The sender's is ``server.places[0]``.
+        place: address and rank of this process; the sender's is ``server.places[0]``.
         device: of the broadcast tensors.
         server: the rendezvous' server on the sender's side; it listens until :meth:`leave`.
 
