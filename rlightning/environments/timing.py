@@ -61,9 +61,12 @@ class TimedSampler(TokenSampler):
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        streaming = (
+            {} if on_tokens is None else {"on_tokens": on_tokens}
+        )  # a sampler that never streams need not take it
         with self._requesting():
             return await self._sampler.sample(
-                token_ids, sampling, num_samples=num_samples, session=session, on_tokens=on_tokens
+                token_ids, sampling, num_samples=num_samples, session=session, **streaming
             )
 
     @contextmanager

@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
-from rlightning.models.counts import head_size, num_key_value_heads
+from rlightning.models.counts import count_windows, head_size, num_key_value_heads
 from rlightning.models.flash_attention_4 import flash_attention, flash_attention_obstacle
 from rlightning.models.segment_attention import SHARED_HEADS, segment_attention
 from rlightning.types.shared_prefixes import SharedPrefixes
@@ -201,7 +201,9 @@ def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: to
     if obstacle is not None:
         return f"padded to the longest sequence, because {obstacle}"
     heads_per_key = config.get_text_config().num_attention_heads // keys
-    slower = flash_attention_obstacle(device, dtype, size, heads_per_key, False)
+    kinds = sorted({window is not None for window, _ in count_windows(config)})
+    obstacles = [flash_attention_obstacle(device, dtype, size, heads_per_key, has_window) for has_window in kinds]
+    slower = next(filter(None, obstacles), None)
     return "packed (FlashAttention 4)" if slower is None else f"packed (varlen_attn, as FlashAttention 4 {slower})"
 
 

@@ -100,19 +100,19 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
     return 2 * max(num_key_value_heads(config) // tensor_parallel_size, 1) * head_size(config)
 
 
-def path_share(config: PreTrainedConfig) -> float:
-    """Return an upper bound on what layers keep of a shared token for each sequence that shares it, as a share of what
-    they keep of a token for the backward pass.
+def path_share(config: PreTrainedConfig, *, copies_all: bool = False) -> float:
+    """Return an upper bound on the memory of a shared token for each sequence that shares it.
 
-    Layers with a window copy its key and value. All keep at least key and value, query, attention's result, four hidden
-    states and three inner ones.
+    As a share of what layers keep of a token for the backward pass. Layers with a window copy its key and value, and
+    with ``copies_all`` all layers do. All keep at least key and value, query, attention's result, four hidden states
+    and three inner ones.
     """
     text_config = config.get_text_config()
     heads, hidden_size = int(text_config.num_attention_heads), int(text_config.hidden_size)
     cached = 2 * num_key_value_heads(config) * head_size(config)
     others = 2 * heads * head_size(config) + 4 * hidden_size
-    num_layers = dict(_count_windows(config))
-    copying = 1 - num_layers.get(None, 0) / sum(num_layers.values())
+    num_layers = dict(count_windows(config))
+    copying = 1.0 if copies_all else 1 - num_layers.get(None, 0) / sum(num_layers.values())
     return copying * cached / (cached + others + 3 * inner_size(config))
 
 
@@ -305,7 +305,7 @@ def model_flops(config: PreTrainedConfig) -> ModelFlops:
         matrices=round(sum(p.numel() * (share if _is_expert(name) else 1) for name, p in matrices)),
         head=head.weight.numel(),
         pair=2 * heads * sum(sizes),
-        windows=_count_windows(config),
+        windows=count_windows(config),
     )
 
 
@@ -314,7 +314,8 @@ def _is_expert(name: str) -> bool:
     return "experts" in name.split(".")
 
 
-def _count_windows(config: PreTrainedConfig) -> tuple[tuple[int | None, int], ...]:
+def count_windows(config: PreTrainedConfig) -> tuple[tuple[int | None, int], ...]:
+    """Return each size of sliding window, in tokens, with the number of layers that have it; None for no window."""
     window: int | None = read_setting(config, "sliding_window")
     # Where layers have no types, a window is that of all.
     kinds = read_setting(config, "layer_types") or ["sliding_attention"] * config.get_text_config().num_hidden_layers

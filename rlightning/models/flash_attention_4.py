@@ -6,7 +6,8 @@ Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens
 """
 
 import functools
-import os
+import logging
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -17,18 +18,24 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from rlightning.models.layers import user_cache
+log = logging.getLogger(__name__)
 
 INTERFACE = "flash_attn.cute.interface"
 """Module of the package ``flash-attn-4``."""
-CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
-"""Prefix of the package's environment variables for a folder of compiled kernels."""
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs that its backward supports with all that is asked of it here."""
 MAX_HEAD_SIZE = 128
 """The largest head size that it takes on all of them."""
 ROUNDING = 0.01
 """Largest difference from ``varlen_attn``, relative to the norm, that counts as rounding of half precision."""
+TRIALS = (
+    ([1, 70, 130, 5], [1, 70, 200, 300]),
+    ([1, 2], [1, 2]),
+    ([2] * 300, [2] * 300),
+)
+"""Lengths of the queries and of the keys of random sequences. For at most 128 tokens, and for more than 256 sequences,
+the package has kernels of their own."""
+_TRIAL = threading.Lock()
 
 
 def flash_attention(
@@ -55,8 +62,8 @@ def flash_attention_obstacle(
 ) -> str | None:
     """Return what keeps FlashAttention 4 from a model for which ``varlen_attn`` can be used; None if nothing does.
 
-    It is tried once for each set of arguments. That compiles the kernels that the model needs, in some seconds, and
-    keeps them in the user's cache.
+    It is tried once for each set of arguments. That compiles all kernels that the model needs, in some seconds, so that
+    nothing is left that could fail during training.
 
     Args:
         device: a CUDA device, or any other.
@@ -76,27 +83,38 @@ def _find_obstacle(
         return f"needs compute capability {' or '.join(map(str, CAPABILITIES))}"
     if head_size > MAX_HEAD_SIZE:
         return f"takes head sizes up to {MAX_HEAD_SIZE}, not {head_size}"
-    os.environ.setdefault(f"{CACHE}_DIR", str(user_cache() / "flash_attention_4"))
-    os.environ.setdefault(f"{CACHE}_ENABLED", "1")
     try:
-        import_module(INTERFACE)  # reads the variables
-        # A thread has none of the modes of this one: autocast, no_grad, the hooks of gradient checkpointing.
-        thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
-        with thread, warnings.catch_warnings(action="ignore"):  # of its compiler, on its own code
-            difference = thread.submit(_compare, device, dtype, head_size, heads_per_key, has_window).result()
+        import_module(INTERFACE)
     except ImportError as error:
         return f"is not installed ({error}): pip install 'rlightning[fa4]'"
+    compare = functools.partial(_compare, device, dtype, head_size, heads_per_key, has_window)
+    # A thread has none of the modes of this one: autocast, no_grad, the hooks of gradient checkpointing.
+    thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
+    try:
+        with _TRIAL, thread, warnings.catch_warnings(action="ignore"):  # of its compiler, on its own code
+            difference = float(torch.tensor(list(thread.map(compare, TRIALS))).max())
     except Exception as error:  # whatever kernels that are compiled here may raise: the run has others
-        return f"fails here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return None if difference <= ROUNDING else f"differs from it by {difference:.2g}"
+        obstacle = f"fails here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    else:
+        if difference <= ROUNDING:
+            return None
+        obstacle = f"differs from it by {difference:.2g}"
+    log.warning("attention is by varlen_attn in this process, as FlashAttention 4 %s", obstacle)
+    return obstacle
 
 
-def _compare(device: torch.device, dtype: torch.dtype, head_size: int, heads_per_key: int, has_window: bool) -> float:
+def _compare(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    heads_per_key: int,
+    has_window: bool,
+    lengths: tuple[list[int], list[int]],
+) -> float:
     """Return the largest relative difference from ``varlen_attn`` of results and gradients; NaN if one is NaN.
 
-    Of random sequences, two of which have fewer queries than keys.
+    Of random sequences with so many queries and keys.
     """
-    lengths = [1, 70, 130, 5], [1, 70, 200, 300]
     own, whole = (torch.tensor([0, *accumulate(part)], dtype=torch.int32, device=device) for part in lengths)
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((sum(lengths[0]), 2 * heads_per_key), (sum(lengths[1]), 2), (sum(lengths[1]), 2))

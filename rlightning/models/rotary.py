@@ -2,10 +2,22 @@
 
 import math
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from rlightning.models.counts import read_setting
+from rlightning.parallel.device import exact_float32
 from rlightning.python_values import JsonObject
+
+
+def use_exact_angles(policy: nn.Module) -> None:
+    """Have a model compute its rotary angles without TF32, in which positions above 2,048 are inexact.
+
+    transformers 5.17 multiplies positions by frequencies in a matrix product, later versions do so elementwise.
+    """
+    for name, module in policy.named_modules():
+        if name.rpartition(".")[2].startswith("rotary_emb") and "layers." not in name:
+            module.forward = exact_float32()(module.forward)  # type: ignore[method-assign]
 
 
 def scaled_ropes(config: PreTrainedConfig) -> list[JsonObject]:

@@ -37,13 +37,15 @@ from rlightning.models.adapter_layers import (
     perturbed_adapter,
 )
 from rlightning.models.architecture import can_share_prefixes
-from rlightning.models.counts import path_share, sequence_flops
+from rlightning.models.attention import varlen_obstacle
+from rlightning.models.counts import head_size, path_share, sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
 from rlightning.models.quantized import quantize_layers
+from rlightning.models.rotary import use_exact_angles
 from rlightning.module import adapter_checkpoints
-from rlightning.module.batching import MIN_SHARED, find_long_prefixes, join_families, split_microbatches
+from rlightning.module.batching import find_long_prefixes, join_families, split_microbatches
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
@@ -84,8 +86,8 @@ class PolicyModule(Ranks, SavedModule):
         gradient_checkpointing: recompute activations in the backward pass, in all layers or in none; "auto" for the
             fewest layers that leave room for a micro-batch (none if that is unknown, as on the CPU).
         compile: whether layers are compiled by torch.compile, which makes the first step slow; None for only on CUDA.
-        share_prefixes: compute a common prefix of a micro-batch's sequences once, if it is at least a fifth of the
-            tokens, see docs/performance.md. Results are the same up to rounding. Off by default, since its speed on
+        share_prefixes: compute a common prefix of a micro-batch's sequences once, if it is at least a fifth of one of
+            them, see docs/performance.md. Results are the same up to rounding. Off by default, since its speed on
             GPUs has not been measured yet.
         adapter: train a low-rank adapter (LoRA) in place of the weights, see :class:`~rlightning.models.Adapter` and
             docs/adapters.md; needs the package peft.
@@ -170,9 +172,11 @@ class PolicyModule(Ranks, SavedModule):
             use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
         actor = self.load_model(self.model_path, is_trained=self.adapter is None, adapter=self.adapter)
         self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
-        checkpoint_layers(actor, self.count_checkpointed_layers())
         if next(actor.parameters()).is_cuda:
+            # Before any backward pass: autograd's threads keep the number of host threads that they start with, and
+            # torch.compile compiles anew for another one what they recompute.
             limit_host_threads()
+        checkpoint_layers(actor, self.count_checkpointed_layers())
         return actor
 
     def load_model(self, model: str, *, is_trained: bool = True, adapter: LoRA | None = None) -> PreTrainedModel:
@@ -220,6 +224,7 @@ class PolicyModule(Ranks, SavedModule):
             policy = nn.Module.to(policy, device)
             if adapter is not None:
                 initialize_adapter(policy, adapter)
+        use_exact_angles(policy)
         if is_compiled:
             compile_layers(policy)
         return policy
@@ -390,14 +395,14 @@ class PolicyModule(Ranks, SavedModule):
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
         """Return the given sequences on this rank's device; a padding batch without loss if none are given.
 
-        What they share is computed once, if that is asked for and enough to pay for more calls of attention's kernel.
+        Long prefixes that they share are computed once, if that is asked for.
         """
         if not sequences:
             return batch.padding().to(self.device)
         chosen = batch.select(sequences, "N")
         microbatch = chosen.to(self.device)
         prefixes = self.long_prefixes(chosen)
-        if prefixes.lengths.sum() >= MIN_SHARED * chosen.num_tokens:
+        if prefixes.lengths.any():
             microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
         return microbatch
 
@@ -408,7 +413,9 @@ class PolicyModule(Ranks, SavedModule):
         empty.
         """
         prefixes, lengths = self.long_prefixes(batch), batch.lengths.tolist()
-        families, tokens = join_families(prefixes, lengths, max_tokens, path_share(self.model_config))
+        families, tokens = join_families(
+            prefixes, lengths, max_tokens, path_share(self.model_config, copies_all=self._copies_keys())
+        )
         flops = self._flops(batch, prefixes).tolist()
         whole = self._flops(batch, Prefixes.none(batch.num_sequences)).tolist()
         costs = [whole[family[0]] + sum(flops[n] for n in family[1:]) for family in families]
@@ -440,6 +447,13 @@ class PolicyModule(Ranks, SavedModule):
     def shares_prefixes(self) -> bool:
         """Whether shared prefixes are computed once: ``share_prefixes`` is set, and the model supports it."""
         return self.share_prefixes and can_share_prefixes(self.model_config, self.device.type)
+
+    def _copies_keys(self) -> bool:
+        """Return whether attention over shared prefixes copies keys and values, for want of a packed kernel."""
+        device = self.device
+        is_mixed = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if is_mixed else self.loaded_actor.dtype
+        return varlen_obstacle(device, dtype, head_size(self.model_config)) is not None
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

@@ -13,6 +13,7 @@ from rlightning.hooks import RLCallback
 from rlightning.memory_plan.decisions import plan_run
 from rlightning.memory_plan.report import describe_checkpointing, describe_moved, describe_phases, describe_spread
 from rlightning.memory_plan.work import Parallelism
+from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.attention import describe_attention
 from rlightning.models.counts import count_weights
 from rlightning.models.layers import should_compile
@@ -65,10 +66,8 @@ def describe_model(trainer: Trainer, module: EvaluationSteps, num_parameters: in
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
     attention = describe_attention(module.model_config, device, computes_in)
     if module.share_prefixes:
-        exact = (
-            "once" if module.shares_prefixes else "each time, as two small layers of the model compute them otherwise"
-        )
-        attention += f", shared prefixes {exact}"
+        is_exact = can_share_prefixes(module.model_config, device.type)
+        attention += ", of shared prefixes once" if is_exact else ", of shared prefixes each time (once is inexact)"
     reference = f", reference {module.reference_path}" if module.kl_coef else ""
     adapter = module.adapter
     trained = "" if adapter is None else f", trained by {adapter.describe()} ({adapter.num_parameters:,} parameters)"

@@ -42,6 +42,7 @@ from rlightning.objectives import (
 )
 from rlightning.objectives.policy import TokenLoss
 from rlightning.parallel.collectives import all_reduce
+from rlightning.parallel.device import exact_float32
 from rlightning.rollout import Sampling
 from rlightning.types import LossTotals, RolloutBatch
 from rlightning.types.axes import move
@@ -206,7 +207,9 @@ class UpdateModule(PolicyModule):
             drop_untrained(self, optimizers, self._untrained)
             self.average_gradients()
             means.add(clip_by_role(self, self.roles))
-            step_optimizers(optimizers, is_last=number == len(minibatches))
+            # Lightning computes training_step() in mixed precision, which would round products of an optimizer.
+            with torch.autocast(self.device.type, enabled=False), exact_float32():
+                step_optimizers(optimizers, is_last=number == len(minibatches))
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
         metrics = means.compute(self.all_sum, self.all_max)

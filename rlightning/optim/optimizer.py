@@ -226,7 +226,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
             dims = tuple(dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
             where = tensor.device_mesh, dims
         spread.setdefault(where, []).append(local_tensor(tensor))
-    total = torch.zeros(())
+    total: Tensor | None = None
     for where, parts in spread.items():
         dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
         squares = torch.stack(norms(parts, dtype)).square().sum()
@@ -235,5 +235,5 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
             squares = squares.to(mesh.device_type)  # gradients that are kept on the host are summed on the device
             for dim in split_dims:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
-        total = total.to(squares.device) + squares
-    return total.sqrt()
+        total = squares if total is None else total.to(squares.device) + squares
+    return torch.zeros(()) if total is None else total.sqrt()

@@ -1,6 +1,5 @@
 """FlashAttention 4 without a GPU: when it is taken, and what lies around its kernels."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from varlen_on_cpu import FlashAttentionOnCPU, run_kernels_on_cpu
 
 from rlightning.models import flash_attention_4
 from rlightning.models.attention import describe_attention, padded_attention
-from rlightning.models.flash_attention_4 import CACHE, INTERFACE, flash_attention
+from rlightning.models.flash_attention_4 import INTERFACE, flash_attention
 
 CUDA = torch.device("cuda", 0)
 
@@ -27,10 +26,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compare = flash_attention_4._compare
     monkeypatch.setattr(flash_attention_4, "_compare", lambda _, *sizes: compare(torch.device("cpu"), *sizes))
     monkeypatch.setitem(sys.modules, INTERFACE, None)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
-    for name in ("DIR", "ENABLED"):
-        monkeypatch.setenv(f"{CACHE}_{name}", "")  # what is set instead is gone after the test
-        monkeypatch.delenv(f"{CACHE}_{name}")
     flash_attention_4._find_obstacle.cache_clear()
     yield
     flash_attention_4._find_obstacle.cache_clear()
@@ -58,7 +53,6 @@ def test_flash_attention_4_is_taken_where_it_is_exact(monkeypatch: pytest.Monkey
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         assert describe() == "packed (FlashAttention 4)"
     assert flash_attention_4.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 1, True) is None
-    assert os.environ[f"{CACHE}_DIR"] == "/home/me/cache/rlightning/flash_attention_4"
 
 
 def attend_too_far(*args: Any, window_size: tuple[int, None], **others: Any) -> tuple[Tensor, Tensor]:

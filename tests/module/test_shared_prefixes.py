@@ -22,6 +22,7 @@ from varlen_on_cpu import run_kernels_on_cpu
 from rlightning.algorithms import GRPO
 from rlightning.models import load_policy, packed_logprobs
 from rlightning.models.architecture import can_share_prefixes
+from rlightning.module import policy_module
 from rlightning.module.batching import join_families
 from rlightning.parallel import DDP
 from rlightning.types import Prompt, RolloutBatch, Trajectory
@@ -239,6 +240,19 @@ def test_two_ranks_take_the_same_steps(model_folder: str, tmp_path: Path) -> Non
     for arguments, one, other in zip(ARGUMENTS, first, second, strict=False):
         assert one["weights"] == other["weights"] and one["share"] > 0.2
         check_close(one, train(tmp_path / "alone", model_folder, False, **arguments))
+
+
+def test_microbatches_compute_no_more_than_their_limit(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With prefixes that are less than a fifth of a micro-batch, too."""
+    run_kernels_on_cpu(monkeypatch)  # nothing is copied
+    monkeypatch.setattr(policy_module, "varlen_obstacle", lambda *_: None)
+    module = make_algorithm(GRPO, model_folder, share_prefixes=True)
+    module.configure_model()
+    starts = [[group, *[3] * 29] for group in range(4, 12)]
+    batch = RolloutBatch.of_sequences([[*start, *[number] * 70] for start in starts for number in (4, 5)])
+    for sequences in module.split_microbatches(batch, 170):
+        microbatch = module.to_microbatch(batch, sequences)
+        assert len(sequences) == 2 and microbatch.shared is not None and microbatch.shared.unique.numel() == 170
 
 
 @settings(max_examples=50, deadline=None)

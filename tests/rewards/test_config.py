@@ -249,6 +249,7 @@ def test_check_names_the_nearest_column() -> None:
             ["exact_match"],
             r"'exact_match' is no dotted path\. Write module\.name, such as rlightning\.rewards\.exact_match\.$",
         ),
+        ([".rewards.exact_match"], r"'\.rewards\.exact_match' is no dotted path\. Write module\.name"),
         (["rlightning.rewards.exact_mach"], r"has no class or function 'exact_mach'\. Did you mean 'exact_match'\?"),
         (["rlightning.rewrds.exact_match"], r"'rlightning' has no module or class 'rewrds'\. Did you mean 'rewards'\?"),
         (

@@ -117,9 +117,12 @@ def check_cpu(given: EngineArguments, max_model_len: int) -> None:
 @functools.cache
 def argument_names() -> frozenset[str]:
     """Return the fields of vLLM's AsyncEngineArgs, read from its source."""
+    source = source_of("vllm.engine.arg_utils")
+    if not source:
+        raise ConfigError("This vLLM has no vllm/engine/arg_utils.py. Install a version that pyproject.toml allows.")
     return frozenset(
         field.target.id
-        for node in ast.parse(source_of("vllm.engine.arg_utils")).body
+        for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
