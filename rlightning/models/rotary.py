@@ -17,7 +17,7 @@ def use_exact_angles(policy: nn.Module) -> None:
     """
     for name, module in policy.named_modules():
         if name.rpartition(".")[2].startswith("rotary_emb") and "layers." not in name:
-            module.forward = exact_float32()(module.forward)  # type: ignore[method-assign]
+            module.forward = exact_float32()(module.forward)
 
 
 def scaled_ropes(config: PreTrainedConfig) -> list[JsonObject]:
