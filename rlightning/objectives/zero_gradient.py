@@ -31,18 +31,18 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
     with torch.random.fork_rng(devices=[batch.token_ids.device] if batch.token_ids.is_cuda else []):
         torch.manual_seed(0)
         # Every term at every draw, though one may do: ranks find others, and a term may run a sharded model.
-        is_zero = [
-            _is_zero(component, batch, scale, rollout_scale)
+        found = [
+            _has_gradient(component, batch, scale, rollout_scale)
             for scale in LOG_RATIO_SCALES
             for rollout_scale in ROLLOUT_SCALES
             for component in components
             if component.weight
         ]
-    return all(is_zero)
+    return not found or not bool(torch.stack(found).any())  # waits for the device once
 
 
-def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float, rollout_scale: float | None) -> bool:
-    """Return whether a loss term has zero gradient for one draw of random log-probabilities and entropies."""
+def _has_gradient(component: LossComponent, batch: RolloutBatch, scale: float, rollout_scale: float | None) -> Tensor:
+    """Return, as a tensor [], whether a loss term has a gradient for a draw of log-probabilities and entropies."""
     mask = batch.is_sampled
     likely, entropy, weights = torch.rand(3, batch.num_tokens, device=mask.device)
     evenly = -0.001 * 30000**likely  # between -30 and -0.001 nats, uniform in the logarithm
@@ -55,11 +55,11 @@ def _is_zero(component: LossComponent, batch: RolloutBatch, scale: float, rollou
     # Each token with a weight of its own, so that gradients of different tokens' losses do not cancel out.
     total = torch.where(mask, losses * (0.5 + weights), 0).sum()
     if not total.requires_grad:
-        return True
+        return mask.new_zeros(())
     if any(leaf is not logprobs and leaf is not entropy for leaf in _leaves(total)):
-        return False
-    gradients = torch.autograd.grad(total, [logprobs, entropy], allow_unused=True)
-    return all(gradient is None or not bool((gradient != 0).any()) for gradient in gradients)  # NaN is not 0
+        return mask.new_ones(())
+    gradients = torch.autograd.grad(total, [logprobs, entropy], allow_unused=True, materialize_grads=True)
+    return (torch.stack(gradients) != 0).any()  # NaN is not 0
 
 
 def _scatter(logprobs: Tensor, scale: float) -> Tensor:
