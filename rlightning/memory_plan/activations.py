@@ -45,6 +45,7 @@ from rlightning.models.attention import packed_attention, packed_inputs
 from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads, read_setting
 from rlightning.models.layers import checkpoint_layers, decoder_layers
 from rlightning.models.policy import hold_as_computed, narrow_residuals
+from rlightning.models.routers import keep_routers_float32
 from rlightning.python_values import JsonObject
 
 CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
@@ -218,6 +219,7 @@ def _fake_model(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
             narrow_residuals(model)
+            keep_routers_float32(model)
             if decoder.adapter_rank:
                 if decoder.is_autocast:
                     hold_as_computed(model, torch.bfloat16)

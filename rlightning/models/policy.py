@@ -25,6 +25,7 @@ from rlightning.models.architecture import BUILD_ERRORS, check_config, check_pol
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import other_shape, untied_head
 from rlightning.models.remote_code import read_config, read_tokenizer
+from rlightning.models.routers import keep_routers_float32
 
 
 def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -147,6 +148,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     policy.train()  # there is no dropout left
     check_policy(model, policy)
     narrow_residuals(policy)
+    keep_routers_float32(policy)
     return policy
 
 

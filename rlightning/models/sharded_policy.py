@@ -32,6 +32,7 @@ from rlightning.models.finite import find_not_finite
 from rlightning.models.layers import decoder_layers
 from rlightning.models.logprobs import ShardedPolicy, compute_packed_logprobs
 from rlightning.models.policy import load_config, load_policy, remove_dropout
+from rlightning.models.routers import keep_routers_float32
 from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
 from rlightning.models.transformers_internals import initialize_buffers_of
 from rlightning.parallel.collectives import gather_objects
@@ -68,6 +69,7 @@ def load_sharded_policy(
     if tensor_parallel_mesh.size() > 1:
         parallelize(policy, tensor_parallel_mesh)
     policy.train()  # there is no dropout left
+    keep_routers_float32(policy)
     shard(policy, sharding)
     policy.to_empty(device=sharding.storage_device)
     policy.tie_weights()  # to_empty has given each tied parameter memory of its own

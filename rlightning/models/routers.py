@@ -1,0 +1,54 @@
+"""Routers of experts whose code computes in float32, and does so under autocast, too.
+
+They cast both factors of their product to float32, to tell experts with close scores apart; autocast would cast the
+factors back and round the product. Here only the factors are rounded, as the engine's weights and hidden states are.
+"""
+
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+FLOAT32_ROUTERS = {
+    "AXK1TopkRouter",
+    "DeepseekV2TopkRouter",
+    "DeepseekV3TopkRouter",
+    "Dots1TopkRouter",
+    "ExaoneMoeTopkRouter",
+    "Glm4MoeLiteTopkRouter",
+    "Glm4MoeTopkRouter",
+    "HYV3TopKRouter",
+    "LongcatFlashTopkRouter",
+    "SolarOpenTopkRouter",
+}
+"""Classes of transformers that cast to float32 and do not disable autocast, of models that can be trained."""
+
+
+def keep_routers_float32(policy: nn.Module) -> None:
+    """Have routers in :data:`FLOAT32_ROUTERS` compute in float32 under autocast, with factors rounded to its dtype."""
+    for module in policy.modules():
+        if type(module).__name__ in FLOAT32_ROUTERS:
+            module.forward = MethodType(_route, _OwnForward(module))
+
+
+class _OwnForward(nn.Module):
+    """Calls a router's own forward, without its hooks, which have been called already."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, *args: Tensor) -> object:
+        return type(self.router).forward(self.router, *args)
+
+
+def _route(own: _OwnForward, hidden_states: Tensor, *args: Tensor) -> object:
+    """Replace a router's forward; further arguments, such as biases, are passed as they are."""
+    kind = hidden_states.device.type
+    if not torch.is_autocast_enabled(kind):
+        return own(hidden_states, *args)
+    dtype = torch.get_autocast_dtype(kind)
+    matrices = {name: weight.to(dtype) for name, weight in own.named_parameters() if name.endswith("weight")}
+    with torch.autocast(kind, enabled=False):
+        return functional_call(own, matrices, (hidden_states.to(dtype), *args))
