@@ -1,7 +1,7 @@
-"""Routers of experts whose code computes in float32, and does so under autocast, too.
+"""Keeps routers of experts in float32 under autocast, if their own code asks for it.
 
-They cast both factors of their product to float32, to tell experts with close scores apart; autocast would cast the
-factors back and round the product. Here only the factors are rounded, as the engine's weights and hidden states are.
+Some models cast both factors of a router's product to float32, to tell experts with close scores apart. Autocast would
+cast the factors back and round the product. Here it rounds only the factors, as an engine's weights and inputs are.
 """
 
 from types import MethodType
@@ -33,7 +33,7 @@ def keep_routers_float32(policy: nn.Module) -> None:
 
 
 class _OwnForward(nn.Module):
-    """Calls a router's own forward, without its hooks, which have been called already."""
+    """Calls a router's own forward without its hooks, which the router's call runs itself."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()

@@ -74,6 +74,19 @@ def compare(
     return found
 
 
+def route(folder: str) -> list[str]:
+    """Dtypes of the last layer's router under autocast: of its weights, gathered, and of its scores."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor_parallel"))
+    policy = load_sharded_policy(folder, Sharding(mesh, torch.device("cpu"), compute_dtype=torch.bfloat16))
+    found: list[str] = []
+    policy.model.layers[-1].mlp.gate.register_forward_hook(
+        lambda router, _, results: found.extend(map(str, (router.weight.dtype, results[0].dtype)))
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        policy(**packed_inputs(make_sequences())).logits.sum().backward()
+    return found
+
+
 def clip(rank: int) -> dict[str, Any]:
     """Clip the gradients of parameters on three meshes; then with one that is not finite on rank 1 alone."""
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor_parallel"))
@@ -121,11 +134,11 @@ class RecordLog(logging.Handler):
         return self.messages
 
 
-def compare_all(folder: Path, cases: list[Any]) -> dict[str, Any]:
-    """Compare each of ``cases``: model folder, [replicate, shard, tensor_parallel], arguments; then clip gradients."""
+def compare_all(folder: Path, cases: list[Any], routed: str) -> dict[str, Any]:
+    """Compare each of ``cases``: model folder, [replicate, shard, tensor_parallel], arguments; then clip and route."""
     output_layer.CHUNK_BYTES = 10 * 41 * 4  # some chunks of ten tokens
     dist.init_process_group("gloo")
     results = [compare(model, tuple(sizes), **arguments) for model, sizes, arguments in cases]
-    clipped = clip(dist.get_rank())
+    others = {"clip": clip(dist.get_rank()), "route": route(routed)}
     dist.destroy_process_group()
-    return {"results": results, "clip": clipped}
+    return {"results": results, **others}

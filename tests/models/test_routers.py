@@ -30,7 +30,7 @@ def make_router(kind: str) -> tuple[Any, tuple[Tensor, ...]]:
     """A random router, and what it is called with: hidden states, and biases for one whose layer keeps them."""
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(tiny_config(kind))
-    router = next(module for module in policy.modules() if type(module).__name__.lower().endswith("topkrouter"))
+    router = next(module for module in policy.modules() if type(module).__name__ in FLOAT32_ROUTERS)
     for weight in router.parameters():
         nn.init.normal_(weight, 0.0, 0.2)
     biases = (torch.randn(4),) if kind == "hy_v3" else ()

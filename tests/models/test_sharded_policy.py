@@ -52,9 +52,10 @@ def compared(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -
     cases["other shape"] = [save_changed(folder / "shape", "model.norm.weight", torch.ones(31)), FSDP, {}]
     one_nan = torch.ones(32).index_fill(0, torch.tensor([31]), torch.nan)  # in the second rank's shard
     cases["not finite"] = [save_changed(folder / "nan", "model.norm.weight", one_nan), FSDP, {}]
-    by_rank = finish(start_calls(compare_all, 2, folder, list(cases.values())))
+    routed = save_tiny("glm4_moe", folder / "routed", head_dim=8)
+    by_rank = finish(start_calls(compare_all, 2, folder, list(cases.values()), routed))
     found = {name: [rank["results"][i] for rank in by_rank] for i, name in enumerate(cases)}
-    return found | {"clip": [rank["clip"] for rank in by_rank]}
+    return found | {name: [rank[name] for rank in by_rank] for name in ("clip", "route")}
 
 
 def save_in_parts(folder: Path) -> str:
@@ -87,6 +88,10 @@ def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None
 
 def test_sharded_layers_share_one_graph_per_gradient_mode(compared: dict[str, Any]) -> None:
     assert [found["graphs"] for found in compared["compiled"]] == [2, 2]
+
+
+def test_sharded_router_computes_in_float32(compared: dict[str, Any]) -> None:
+    assert compared["route"] == [["torch.bfloat16", "torch.float32"]] * 2
 
 
 def test_a_rank_holds_its_share(compared: dict[str, Any]) -> None:
