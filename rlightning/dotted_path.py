@@ -31,7 +31,7 @@ def import_object(path: object, what: str, package: str = "my_package") -> objec
     if not isinstance(path, str):
         return path
     if "." not in path or not all(path.split(".")):
-        raise ConfigError(f"{what} is no dotted path. Write module.name, such as {package}.{path}.")
+        raise ConfigError(f"{what} is no dotted path. Write module.name, such as {package}.{path.strip('.')}.")
     found: object
     found, names = import_longest(path, what)
     while names:

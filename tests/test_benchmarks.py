@@ -16,6 +16,8 @@ import yaml
 from fork_server import START_BY_EXEC
 from programs import read_csv, run_python
 
+from rlightning.callbacks import VLLMRollout
+
 pytestmark = pytest.mark.processes
 RunBenchmark = Callable[[str, str], str]
 
@@ -258,3 +260,50 @@ def test_collectors_work_is_measured_without_engines(tmp_path: Path) -> None:
     assert (row["trajectories"], row["tokens"]) == ("4", "64")
     assert float(row["KB"]) > 64 * 16 / 1e3  # an id, a log-probability and a weight version a token
     assert all(float(row[name]) > 0 for name in ("collect, us", "pack, us", "unpack, us", "trajectories/s"))
+
+
+def test_a_bound_is_raised_where_rollout_and_loss_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rollout = VLLMRollout(placement="standalone", max_staleness=4)
+    chosen: list[int] = []
+    module = argparse.Namespace(choose_correction=chosen.append)
+    probe = importlib.import_module("probes").RaiseStaleness({0: 0, 5: 1})
+    found = []
+    for step in (0, 1, 5, 6):
+        trainer = argparse.Namespace(global_step=step, callbacks=[probe, rollout])
+        probe.on_train_batch_start(trainer, module, None, 0)
+        found.append((rollout.max_staleness, rollout.in_flight.max_staleness, rollout.options.prompts_ahead(8)))
+    assert found == [(0, 0, 0), (0, 0, 0), (1, 1, 8), (1, 1, 8)]
+    assert chosen == [0, 1]
+
+
+def test_a_split_is_one_run_that_raises_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    asynchronous = importlib.import_module("asynchronous")
+    monkeypatch.setattr(asynchronous, "rare_tokens", lambda *_: [7])
+    monkeypatch.setattr(asynchronous, "grpo_config", lambda _, **settings: settings | {"trainer": {}})
+    arguments = argparse.Namespace(
+        **{"staleness": [2, 0], "warm_up": 1, "steps": 3, "model": "tiny", "max_new_tokens": 30, "engines": 1},
+        **{"cache": "keep", "samples": 2, "microbatch_tokens": 64},
+    )
+    job = asynchronous.make_job(arguments, asynchronous.split("1+1"), 8)
+    [probe] = job.config["callbacks"]
+    assert probe["init_args"]["bounds"] == {0: 0, 3: 2} and probe["class_path"] == "probes.RaiseStaleness"
+    assert job.config["rollout"]["max_staleness"] == 2 and job.config["trainer"] == {"max_steps": 8}
+
+
+def test_arithmetic_hides_collectives_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    predict = importlib.import_module("predict_scaling")
+    links = argparse.Namespace(seconds=lambda _, size, __: size, all_reduce=lambda *_: 1000)
+    work = {"num_microbatches": 2, "num_layers": 2, "layer": 10, "others": 100, "fsdp_share": 0.5}
+    each = predict.Update(seconds=2, is_reduced_once=False, is_kept=False, **work)
+    assert [*predict.collective_seconds(each, links, 2, 2)] == [(760, 620), (560, 420)]
+    once = predict.Update(seconds=2, is_reduced_once=True, is_kept=True, **work)
+    assert [*predict.collective_seconds(once, links, 4, 2)] == [(240, 220), (3480, 1400)]
+    assert predict.update_seconds(each, links, 2, 2) == 3 + (760 - 1.5) + (560 - 1.5)
+    assert predict.update_seconds(predict.replace(each, seconds=400), links, 2, 2) == 600 + 620 + 420
+    updates = {"one": {"tokens": 6.0, "seconds": 2.0}, "one-fsdp": {"tokens": 4.0, "seconds": 2.0}}
+    options = {"reduce_every_microbatch": False, "reshard_after_forward": False}
+    made = predict.make_update(options, "tiny", 1.0, 2, updates)
+    assert (made.is_reduced_once, made.is_kept, made.fsdp_share) == (True, True, 0.5)

@@ -41,7 +41,7 @@ from rlightning.config.type_hints import (
     takes_text,
 )
 from rlightning.errors import ConfigError
-from rlightning.foreign_text import cut_line, cut_value
+from rlightning.foreign_text import cut_line, cut_value, describe_error
 from rlightning.parallel.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
@@ -308,9 +308,13 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
         if name not in named:
             raise no_class(key, name, named)
         return named[name]
+    if not all(path.split(".")):
+        raise ConfigError(f"{key}: '{path}' is no dotted path. Write module.Class, such as {path.strip('.')}.")
     try:
         module = import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, SyntaxError) as error:
+        if not isinstance(error, ModuleNotFoundError):
+            raise ConfigError(f"{key}: importing '{module_name}' failed: {describe_error(error)}. Mend it.") from error
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"{key}: importing '{module_name}' failed: {cut_line(error)}. Install it, or remove the key."

@@ -34,6 +34,8 @@ def check_folder(folder: Path) -> None:
         is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
         if not is_module or name in NEVER_IMPORTED or name not in PACKAGES | sys.stdlib_module_names:
             continue
+        if path.resolve() == Path(__file__).resolve().parents[1]:  # the package that runs
+            continue
         hidden = _find_elsewhere(name, folder)
         if hidden is not None and Path(hidden).resolve() != path.resolve():
             raise ConfigError(f"./{path.name} hides the module '{name}' ({hidden}), which a run imports. Rename it.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, EnvironmentFailedError
 from rlightning.hooks import fire
 from rlightning.module.metrics import pass_at_k
 from rlightning.module.update import UpdateModule
@@ -71,6 +71,7 @@ class EvaluationSteps(UpdateModule):
         rewarder: calls the reward functions.
         generator: completes prompts; set by the rollout callback.
         validation_failures: counts of failed rewards in the current validation, by the set's index.
+        validation_samples: trajectories that count as sampled in the current validation, by the set's index.
     """
 
     batch_type: type[RolloutBatch] = RolloutBatch
@@ -79,6 +80,7 @@ class EvaluationSteps(UpdateModule):
     rewarder: RewardRunner
     generator: Generator | None = None
     validation_failures: dict[int, FailureCount]
+    validation_samples: Counter[int]
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Evaluate a batch of a validation set with :meth:`log_evaluation`."""
@@ -89,23 +91,31 @@ class EvaluationSteps(UpdateModule):
         self.log_evaluation(prompts, dataloader_idx, "test")
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the counts of failed rewards."""
-        self.validation_failures = {}
+        """Reset the counts of failed rewards and of sampled trajectories."""
+        self.validation_failures, self.validation_samples = {}, Counter()
 
     def on_test_epoch_start(self) -> None:
-        """Reset the counts of failed rewards."""
+        """Reset the counts of failed rewards and of sampled trajectories."""
         self.on_validation_epoch_start()
 
     def on_validation_epoch_end(self) -> None:
         """Log the number of rollout steps, the loggers' x-axis, once for all sets.
 
         Raises:
+            EnvironmentFailedError: no trajectory of a set was sampled, over all ranks.
             RewardError: the rewards of too large a share of a set failed, over all ranks.
         """
         if self.validation_failures:
-            own = [[count.num_failed, count.num_scored] for count in self.validation_failures.values()]
+            failures, samples = self.validation_failures, self.validation_samples
+            own = [[count.num_failed, count.num_scored, samples[one]] for one, count in failures.items()]
             totals = all_reduce(torch.tensor(own), name="validation is done").tolist()
-            for count, (num_failed, num_scored) in zip(self.validation_failures.values(), totals, strict=True):
+            for (one, count), (num_failed, num_scored, num_sampled) in zip(failures.items(), totals, strict=True):
+                if num_sampled == 0:
+                    name = self.trainer.datamodule.validation_sets[one].name  # type: ignore[attr-defined]
+                    raise EnvironmentFailedError(
+                        f"No trajectory of the validation set '{name}' was sampled: all failed, as the log says "
+                        "above. There is nothing to measure."
+                    )
                 count.check(num_failed, num_scored)
         self.log("step", float(self.trainer.global_step))
 
@@ -144,7 +154,7 @@ class EvaluationSteps(UpdateModule):
         """
         if self.generator is None:
             raise ConfigError(
-                f"{type(self).__name__} has nothing to generate with. Add VLLMRollout or TransformersRollout to "
+                f"{type(self).__name__} has nothing to generate with. Fill the section rollout, or add VLLMRollout to "
                 "trainer.callbacks."
             )
         return self.generator
@@ -158,6 +168,7 @@ class EvaluationSteps(UpdateModule):
             sampling = validation_sampling(self.sampling, chosen)
             groups = self._engine.generate(prompts, num_samples, sampling, self.begin_rewards)
             batch = self.select_sampled(self.batch_type.pack(groups))
+            self.validation_samples[dataloader_idx] += batch.num_trajectories
             batch.rewards = self.compute_rewards(batch)
         self.log_dict(
             {f"{prefix}/{chosen.name}/{name}": value for name, value in batch_metrics(batch, num_samples).items()},

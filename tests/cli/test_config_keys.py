@@ -145,6 +145,23 @@ def test_the_missing_dependency_of_a_users_module_is_named(project: Path, capsys
     assert "importing 'needs_more' failed: No module named 'a_package_nobody_has'" in errors
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (".needs_more.Mine", "'.needs_more.Mine' is no dotted path. Write module.Class, such as needs_more.Mine."),
+        ("cut_off.Mine", "importing 'cut_off' failed: SyntaxError: "),
+        ("of_old.Mine", "importing 'of_old' failed: ImportError: cannot import name 'gone' from 'math'"),
+    ],
+)
+def test_users_module_that_cannot_be_imported_is_one_line(
+    path: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "cut_off.py").write_text("class Mine(\n")
+    (project / "of_old.py").write_text("from math import gone\n")
+    code, errors = fit_here(capsys, "--config", "run.yaml", "--model", path)
+    assert code == 2 and message in errors.splitlines()[-1] and "Traceback" not in errors
+
+
 @pytest.mark.long
 def test_a_key_inside_a_named_set_can_be_overridden(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "sets.yaml").write_text("data: {validation: {easy: {path: rows.jsonl}}}\n")

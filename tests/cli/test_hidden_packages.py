@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from programs import run_python
 
+import rlightning
 from rlightning.cli.hidden_packages import NEVER_IMPORTED, check_folder
 from rlightning.errors import ConfigError
 
@@ -28,6 +29,15 @@ def test_files_named_after_unimported_modules_are_allowed(tmp_path: Path) -> Non
         ConfigError, match=r"^\./statistics\.py hides the module 'statistics' \(.*/statistics\.py\), which"
     ):
         check_folder(tmp_path)
+
+
+def test_the_package_that_runs_hides_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a checkout while another one is installed."""
+    other = tmp_path / "rlightning"
+    other.mkdir()
+    (other / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_folder(Path(rlightning.__file__).parents[1])
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """The trajectories of a prompt, and what a resumed run makes of those that a checkpoint has kept."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from agent_cases import ScriptedSampler
@@ -11,7 +12,8 @@ from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import TrajectoryLostError
 from rlightning.environments.policy import GroupRequest, RecordedPolicy
 from rlightning.environments.recorded_group import RecordedGroup
-from rlightning.rollout import Sampling
+from rlightning.environments.timing import TimedSampler
+from rlightning.rollout import Sampling, TokenSampler
 from rlightning.types import Outcome, Prompt, Trajectory
 
 TOKENIZER = make_tokenizer("qwen2.5")
@@ -125,3 +127,23 @@ def test_attempts_draw_other_numbers_after_a_resume_too() -> None:
     finish(second, make_group([saved], sampler=sampler, max_requeues=1, size=1))
     assert (first.attempts, second.attempts) == ([0, 1], [1, 2])
     assert len({sampling.seed for sampling in sampler.samplings}) == len(sampler.samplings) == 5
+
+
+def test_a_timed_sampler_passes_on_all_that_is_asked() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Sampler(TokenSampler):
+        async def sample(self, token_ids: Any, sampling: Any, **settings: Any) -> list[Any]:
+            asked.append({"token_ids": token_ids, "sampling": sampling, **settings})
+            return []
+
+        async def score(self, token_ids: Any) -> Any:
+            raise NotImplementedError
+
+    def show(number: int, token_ids: Sequence[int]) -> None: ...
+
+    usual: dict[str, Any] = {"token_ids": [1, 2], "sampling": Sampling(max_new_tokens=3), "num_samples": 2}
+    sampler = TimedSampler(Sampler())
+    asyncio.run(sampler.sample(**usual, session="first", on_tokens=show))
+    asyncio.run(sampler.sample(**usual))  # one that never streams need not take on_tokens
+    assert asked == [usual | {"session": "first", "on_tokens": show}, usual | {"session": None}]

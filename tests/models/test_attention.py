@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from varlen_on_cpu import run_kernels_on_cpu
 
 from rlightning.models import attention, load_policy
-from rlightning.models.attention import packed_attention
+from rlightning.models.attention import kernel_obstacle, packed_attention
 from rlightning.types import RolloutBatch
 from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
@@ -140,3 +141,40 @@ def test_what_would_change_the_result_is_refused(argument: dict[str, Any], messa
     bounds: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 2], dtype=torch.int32), "max_length_q": 2}
     with pytest.raises(NotImplementedError, match=message):
         packed_attention(torch.nn.Module(), zeros, zeros, zeros, None, **bounds | argument)
+
+
+KERNELS = ("flash_attention", "varlen_attention", "padded_attention")
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_fastest_kernel_without_an_obstacle_is_taken(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    obstacles: dict[str, str | None] = {"varlen": None, "flash": None}
+    asked, taken = [], []
+
+    def find_obstacle(*sizes: object) -> str | None:
+        asked.append(sizes)
+        return obstacles["flash"]
+
+    def stub(name: str) -> Callable[..., Tensor]:
+        def attend(q: Tensor, *_: object) -> Tensor:
+            taken.append(name)
+            return q
+
+        return attend
+
+    for name in KERNELS:
+        monkeypatch.setattr(attention, name, stub(name))
+    monkeypatch.setattr(attention, "flash_attention_obstacle", find_obstacle)
+    monkeypatch.setattr(attention, "varlen_obstacle", lambda _, *sizes: obstacles["varlen"] or kernel_obstacle(*sizes))
+    bounds = torch.tensor([0, 5], dtype=torch.int32)
+    query, key, value = (torch.zeros(1, heads, 5, 16, dtype=torch.bfloat16) for heads in (6, 2, 2))
+    options: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": 5, "sliding_window": window}
+    for obstacles["flash"] in (None, "is not installed"):
+        packed_attention(torch.nn.Module(), query, key, value, None, **options)
+    packed_attention(torch.nn.Module(), query, key, value, None, as_on_cuda=True, **options)
+    assert taken == ["flash_attention", "varlen_attention", "varlen_attention"]
+    assert asked == [(query.device, torch.bfloat16, 16, 3, window is not None)] * 2
+    packed_attention(torch.nn.Module(), query, key, value[..., :8], None, **options)
+    obstacles["varlen"] = "it runs on the CPU"
+    packed_attention(torch.nn.Module(), query, key, value, None, **options)
+    assert taken[3:] == ["padded_attention"] * 2

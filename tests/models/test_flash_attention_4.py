@@ -105,3 +105,21 @@ def test_operator_equals_padded_attention(
         out = attend(q, k, v, bounds, longest, 0.3, window)
         results.append([out, *torch.autograd.grad(out, (q, k, v), direction)])
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("number", range(len(flash_attention_4.TRIALS)))
+@pytest.mark.parametrize(("factor", "reason"), [(2.0, "differs from it by 1"), (torch.nan, "differs from it by nan")])
+def test_kernels_of_each_trial_count(number: int, factor: float, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package has kernels of their own for few tokens and for many sequences: only those are wrong here."""
+    num_queries = sum(flash_attention_4.TRIALS[number][0])
+
+    def differentiate(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grad_q, grad_k, grad_v = FlashAttentionOnCPU._flash_attn_bwd(q, *others, **options)
+        return grad_q * (factor if len(q) == num_queries else 1.0), grad_k, grad_v
+
+    package = FlashAttentionOnCPU(INTERFACE)
+    monkeypatch.setattr(package, "_flash_attn_bwd", differentiate)
+    monkeypatch.setitem(sys.modules, INTERFACE, package)
+    obstacle = flash_attention_4.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 2, False)
+    assert obstacle is not None and obstacle.startswith(reason)

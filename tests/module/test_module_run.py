@@ -1,5 +1,6 @@
 """A run of several steps: what its steps are counted by, what its checkpoints hold, and that it resumes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,26 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from programs import logged_steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import UseGenerator, copy_weights, make_algorithm, make_batch, make_data, make_grpo, make_trainer
+from tiny import (
+    ActorGenerator,
+    UseGenerator,
+    copy_weights,
+    make_algorithm,
+    make_batch,
+    make_data,
+    make_grpo,
+    make_trainer,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlightning.algorithms import GRPO, SFT
 from rlightning.data import PromptDataModule, ValidationSet
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, EnvironmentFailedError
 from rlightning.models import packed_logprobs
 from rlightning.module import RLModule
 from rlightning.module.metrics import RunningMeans
 from rlightning.rewards import RewardFunction
-from rlightning.types import RolloutBatch
+from rlightning.types import RolloutBatch, Trajectory
 
 
 def fit_with_loggers(module: RLModule, folder: Path, max_steps: int, **kwargs: Any) -> Trainer:
@@ -141,6 +151,21 @@ def test_validation_of_a_checkpoint_loads_no_reference(model_folder: str, tmp_pa
     )
     assert other.roles["reference"].network is None
     assert metrics["val/sums/reward"] == module.trainer.callback_metrics["val/sums/reward"]
+
+
+class FailingGenerator(ActorGenerator):
+    """Samples trajectories that all fail."""
+
+    def generate(self, *arguments: Any) -> list[list[Trajectory]]:
+        groups = super().generate(*arguments)
+        return [[replace(one, status="failed") for one in group] for group in groups]
+
+
+def test_validation_without_any_sample_is_an_error(model_folder: str, tmp_path: Path) -> None:
+    data = make_data(tmp_path, validation=str(tmp_path / "sums.jsonl"))
+    trainer = make_trainer(tmp_path, 1, UseGenerator(FailingGenerator))
+    with pytest.raises(EnvironmentFailedError, match=r"^No trajectory of the validation set 'sums' was sampled: "):
+        trainer.validate(make_grpo(model_folder), data, verbose=False)
 
 
 def test_a_second_fit_goes_on(model_folder: str, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +20,10 @@ from transformers import AutoConfig
 from varlen_on_cpu import run_kernels_on_cpu
 
 from rlightning.algorithms import GRPO
-from rlightning.models import load_policy, packed_logprobs
+from rlightning.models import architecture, load_policy, packed_logprobs
 from rlightning.models.architecture import can_share_prefixes
 from rlightning.module import policy_module
-from rlightning.module.batching import join_families
+from rlightning.module.batching import find_long_prefixes, join_families
 from rlightning.parallel import DDP
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_prefixes
@@ -266,3 +266,77 @@ def test_microbatches_have_each_branch_once(draw: random.Random) -> None:
         own = batch.select(family, "N")
         unique = share_prefixes(own.cu_seqlens, find_prefixes(own.token_ids, own.cu_seqlens)).unique.numel()
         assert unique <= count + 1e-9 and (count <= 30 or len(family) == 1)
+
+
+def mix_neighbours(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + hidden.roll(1, 1)
+
+
+def mix_gradients(hidden: torch.Tensor) -> torch.Tensor:
+    """The result is that of attention alone."""
+    mixed = hidden.roll(1, 1)
+    return hidden + mixed - mixed.detach()
+
+
+def refuse(hidden: torch.Tensor) -> torch.Tensor:
+    raise TypeError("got an unexpected keyword argument 'segments'")
+
+
+@pytest.mark.parametrize("layer", [mix_neighbours, mix_gradients, refuse])
+def test_prefixes_are_not_shared_by_layers_that_mix_tokens_otherwise(
+    layer: Callable[[torch.Tensor], torch.Tensor], model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = architecture._build_small
+
+    def build_other(config: Any) -> Any:
+        policy: Any = build(config)
+        policy.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: (layer(inputs[0]),))
+        return policy
+
+    monkeypatch.setattr(architecture, "_build_small", build_other)
+    config = AutoConfig.from_pretrained(model_folder)
+    config.untried = layer.__name__  # results are kept by configuration
+    assert not can_share_prefixes(config)
+
+
+def test_prefixes_below_a_fifth_are_computed_each_time() -> None:
+    starts = [[3, 4, *[5] * 8], [3, 4, *[6] * 8], [3, 4, *[7] * 9], [3, 4, 8]]
+    batch = RolloutBatch.of_sequences(starts)
+    assert find_prefixes(batch.token_ids, batch.cu_seqlens).lengths.tolist() == [0, 2, 2, 2]
+    assert find_long_prefixes(batch).lengths.tolist() == [0, 2, 0, 2]
+
+
+def test_room_is_left_for_keys_that_are_copied(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernel takes half precision alone: that of autocast, or of the weights."""
+    monkeypatch.setattr(policy_module, "varlen_obstacle", lambda _, dtype, __: "copies" if dtype.itemsize > 2 else None)
+    module = make_algorithm(GRPO, model_folder, share_prefixes=True)
+    module.configure_model()
+    batch = RolloutBatch.of_sequences([[4, *[3] * 49, *[number] * 50] for number in (4, 5)])
+    assert module.split_microbatches(batch, 150) == [[0], [1]]  # its keys and values on top of 150 tokens
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module.split_microbatches(batch, 150) == [[0, 1]]
+    module.loaded_actor.bfloat16()
+    assert module.split_microbatches(batch, 150) == [[0, 1]]
+
+
+def test_a_shared_prefix_costs_its_operations_once(model_folder: str) -> None:
+    start, ends = [4, *[3] * 49], [[5] * 50, [6] * 50]
+    batch = RolloutBatch.of_sequences([[*start, *end] for end in ends] + [[*start[::-1], *ends[0]]])
+    once, each = (make_algorithm(GRPO, model_folder, share_prefixes=is_shared) for is_shared in (True, False))
+    (first, second, third), whole = once.costs(batch).tolist(), each.costs(batch).tolist()
+    assert first == third == whole[0] == whole[1] and 0.4 * first < second < 0.8 * first
+    # In different micro-batches each computes it.
+    assert once.costs(batch.select([1], "N")).tolist() == whole[:1]
+
+
+@pytest.mark.parametrize("others", [1, 3, 9])
+def test_ranks_have_the_same_number_of_microbatches(
+    others: int, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which some may be empty: a sharded model gathers its weights in each."""
+    monkeypatch.setattr(policy_module, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(others)))
+    module = make_algorithm(GRPO, model_folder)
+    module.configure_model()
+    batch = RolloutBatch.of_sequences([[4] * 10 for _ in range(4)])
+    found = module.split_microbatches(batch, 20)
+    assert len(found) == max(others, 2) and sorted(n for part in found for n in part) == [0, 1, 2, 3]

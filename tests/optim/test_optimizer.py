@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GptOssConfig, PreTrainedConfig, Qwen2Config
 
 from rlightning.errors import ConfigError
 from rlightning.optim.optimizer import (
     AdamWSettings,
     clip_gradients,
+    global_norm,
     make_lr_schedule,
     make_optimizer,
     split_by_decay,
@@ -219,3 +224,16 @@ def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message:
 def test_unknown_optimizer_states_are_refused_with_a_hint(name: Any, hint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"optimizer_states='{name}' is unknown. {hint}")):
         AdamWSettings(optimizer_states=name)
+
+
+def test_global_norm_is_of_all_meshes_and_of_none() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        meshes = [init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))]
+        first = distribute_tensor(torch.tensor([2.0, 0.0]), meshes[0], [Shard(0)])
+        second = distribute_tensor(torch.tensor([[3.0, 0.0]]), meshes[1], [Replicate(), Shard(1)])
+        assert global_norm([torch.tensor([6.0]), first, second]).item() == 7
+        assert global_norm([second, first, torch.tensor([6.0], dtype=torch.bfloat16)]).item() == 7
+    finally:
+        dist.destroy_process_group()
+    assert clip_gradients([nn.Parameter(torch.ones(2))], 1.0) == (torch.zeros(()), torch.tensor(True))

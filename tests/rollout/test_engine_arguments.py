@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_options import EngineOptions
+from rlightning.rollout.sampler import MAX_SUPPORT
 from rlightning.rollout.vllm.arguments import COUNTS, OF_THE_RUN, argument_names, check_given
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 
@@ -192,3 +193,28 @@ def test_engines_of_other_hosts_need_the_key(monkeypatch: pytest.MonkeyPatch) ->
         options.check()
     monkeypatch.setenv(RUN_KEY_VARIABLE, "secret")
     options.check()
+
+
+def test_standalone_engines_share_the_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    module = SimpleNamespace(model_path="unused", max_model_length=256)
+    options = EngineOptions(placement="standalone", num_engines=3, arguments={"kv_cache_memory_bytes": 1 << 28})
+    found = options.configure(module, GPU, Sampling(), 16, Path("unused"))
+    assert [one.visible_devices for one in found] == [("1",), ("2",), ("1",)]
+    assert [one.engine_args["gpu_memory_utilization"] for one in found] == [0.45, 0.9, 0.45]
+
+
+def test_logprobs_are_of_the_distribution_sampled_from() -> None:
+    """The first weights come by the first sync, and a sampled token comes on top of a support."""
+    arguments = configure(CPU)
+    expected = {"logprobs_mode": "processed_logprobs", "max_logprobs": MAX_SUPPORT + 1, "load_format": "dummy"}
+    assert arguments.items() >= expected.items()
+
+
+def test_engines_that_serve_other_hosts_draw_other_numbers() -> None:
+    module = SimpleNamespace(model_path="unused", max_model_length=256)
+    options = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28})
+    seeds = {
+        options.configure_served(module, CPU, Sampling(), 16, Path("unused")).engine_args["seed"] for _ in range(4)
+    }
+    assert len(seeds) == 4
