@@ -414,7 +414,10 @@ class PolicyModule(Ranks, SavedModule):
         """
         prefixes, lengths = self.long_prefixes(batch), batch.lengths.tolist()
         families, tokens = join_families(
-            prefixes, lengths, max_tokens, path_share(self.model_config, copies_all=self._copies_keys())
+            prefixes,
+            lengths,
+            max_tokens,
+            path_share(self.model_config, copies_all=self.shares_prefixes and self._copies_keys()),
         )
         flops = self._flops(batch, prefixes).tolist()
         whole = self._flops(batch, Prefixes.none(batch.num_sequences)).tolist()

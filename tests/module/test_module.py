@@ -230,7 +230,9 @@ def test_override_of_rewards_needs_no_function(model_folder: str, tmp_path: Path
 def test_module_without_engine_is_refused(model_folder: str, tmp_path: Path) -> None:
     module = GRPO(model_folder, rewards=REWARDS, **SMALL)
     trainer = make_trainer(tmp_path, 1, UseGenerator(lambda module: None))
-    message = r"GRPO has nothing to generate with\. Add VLLMRollout or TransformersRollout to trainer\.callbacks\."
+    message = (
+        r"GRPO has nothing to generate with\. Fill the section rollout, or add VLLMRollout to trainer\.callbacks\."
+    )
     with pytest.raises(ConfigError, match=message):
         trainer.fit(module, make_data(tmp_path))
     assert module.actor is None

@@ -9,7 +9,7 @@ from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.vllm.server import VLLMServer, start_engine
 
 NUM_PAUSES = 8
-MAX_TOKENS = 80
+MAX_TOKENS = 240
 NUM_PROMPTS, NUM_SAMPLES = 12, 16
 """More samples at a time than vLLM takes in without a break, by default (128)."""
 
@@ -39,7 +39,8 @@ async def pause_often(model_folder: str) -> None:
     while len(counted(server)) < NUM_PROMPTS * NUM_SAMPLES:
         await asyncio.sleep(0.01)
     await engine.resume_generation()
-    while not any(counted(server).values()):
+    while not any((counts := counted(server)).values()):
+        assert counts, "all requests have ended before the first pause"
         await asyncio.sleep(0)
     boundaries = []
     for version in range(1, NUM_PAUSES + 1):

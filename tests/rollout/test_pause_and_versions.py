@@ -177,6 +177,8 @@ def sample_through_swaps(trainer: Trainer, keeps_cache: bool) -> list[tuple[Prom
     begun += [(prompt, trainer.generate(prompt, num_samples)) for prompt in PROMPTS for num_samples in (1, 4)]
     pending = {*marks, *(answer for _, answer in begun)}
     for version in range(1, NUM_SWAPS + 1):
+        if not pending:
+            break  # on a busy machine the engine may be through before this process has its turn
         # What had not ended at the last pause ends with tokens of the last version.
         assert wait(pending, timeout=120, return_when=FIRST_COMPLETED).done
         trainer.begin_update().result(timeout=120)
