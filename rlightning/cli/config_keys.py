@@ -314,7 +314,9 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
         module = import_module(module_name)
     except (ImportError, SyntaxError) as error:
         if not isinstance(error, ModuleNotFoundError):
-            raise ConfigError(f"{key}: importing '{module_name}' failed: {describe_error(error)}. Mend it.") from error
+            raise ConfigError(
+                f"{key}: importing '{module_name}' failed: {describe_error(error)}. Correct it, or name another one."
+            ) from error
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"{key}: importing '{module_name}' failed: {cut_line(error)}. Install it, or remove the key."

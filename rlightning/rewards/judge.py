@@ -209,7 +209,7 @@ class Judge(CheckedArguments):
             future.set_result(answer)
         except Exception as error:
             future.set_exception(error)
-            future.exception()  # nobody else may be waiting for it: marks it as retrieved
+            future.exception()  # marks it as retrieved, as no caller may be waiting for it
             raise
         finally:
             future.cancel()  # no effect if it is done; otherwise a waiting call asks anew
