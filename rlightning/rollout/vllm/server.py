@@ -23,12 +23,21 @@ from rlightning.rollout.vllm.supports import read_supports
 from rlightning.rollout.vllm.token_versions import TokenVersions
 
 ALL_AT_ONCE = 1 << 30
-"""Chunk size, in requests, in which vLLM processes the outputs of a step. All are processed at once, so that an empty
-queue means that all outputs have been processed."""
+"""More than there can be of anything in one step of an engine."""
 
 
 class ArgumentsRefusedError(ValueError):
     """vLLM does not accept the engine's arguments; the message is vLLM's, in one line."""
+
+
+def set_variables() -> None:
+    """Set the environment variables that vLLM reads in this process and in its core's."""
+    # Outputs of a step are processed in one piece, so that an empty queue means that all of them have been processed.
+    os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(ALL_AT_ONCE)
+    # Outputs of a step are sent in one frame. Until July 2026 vLLM's core wrote the next message over the first of
+    # several frames while it was still being sent, if that was longer than 64 KiB: tokens and log-probabilities of
+    # other sequences arrived, or what could not be read (vllm-project/vllm, pull request 50053).
+    os.environ["VLLM_MSGPACK_ZERO_COPY_THRESHOLD"] = str(ALL_AT_ONCE)
 
 
 def start_engine(engine_args: EngineArguments) -> AsyncLLM:
@@ -40,7 +49,7 @@ def start_engine(engine_args: EngineArguments) -> AsyncLLM:
     Raises:
         ArgumentsRefusedError: vLLM does not accept them.
     """
-    os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(ALL_AT_ONCE)
+    set_variables()
     # On a CPU vLLM sets it to "spawn" in what follows, and imports all of itself again: half of an engine's start.
     method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     try:
@@ -307,7 +316,7 @@ class VLLMServer:
                 state.logprobs_processor.tokenizer = None
 
     async def _take_in_outputs(self) -> None:
-        """Wait until all outputs that the engine's core has sent are processed; relies on ``ALL_AT_ONCE``."""
+        """Wait until all outputs that the engine's core has sent are processed; relies on :func:`set_variables`."""
         # What a step has sampled comes on the same socket as the answer that it has paused, and before it.
         while not self.engine.engine_core.outputs_queue.empty():
             if self.engine.errored:
