@@ -5,8 +5,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -34,7 +35,7 @@ from rlightning.models.adapter_layers import (
 from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
-from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
+from rlightning.models.layers import Checkpointing, compile_layers, should_compile
 from rlightning.models.rotary import use_exact_angles
 from rlightning.models.whole_policy import load_whole_policy
 from rlightning.module import adapter_checkpoints
@@ -103,7 +104,7 @@ class PolicyModule(Ranks, SavedModule):
         lr_schedule: LRSchedule = "constant",
         max_grad_norm: float = 1.0,
         optimizer_states: OptimizerStates = "float32",
-        gradient_checkpointing: bool | Literal["auto"] = "auto",
+        gradient_checkpointing: Checkpointing = "auto",
         compile: bool | None = None,
         share_prefixes: bool = False,
         adapter: Adapter | None = None,
@@ -137,7 +138,13 @@ class PolicyModule(Ranks, SavedModule):
 
         Each trained network becomes an attribute of the module, under its role's name.
         """
-        return {ACTOR: ModelRole(load=self.load_actor, optimizer=self.actor_optimizer(), config=self.model_config)}
+        actor = ModelRole(
+            load=self.load_actor,
+            optimizer=self.actor_optimizer(),
+            config=self.model_config,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+        return {ACTOR: actor}
 
     def actor_optimizer(self) -> AdamWSettings:
         """The settings of the actor's optimizer, from the module's arguments of the same names."""
@@ -150,10 +157,14 @@ class PolicyModule(Ranks, SavedModule):
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
         for name, role in self.roles.items():
             role.network = loaded.get(name)
-            if role.network is None and role.is_trained:
+        missing = {name: role for name, role in self.roles.items() if role.network is None}
+        share = self.checkpointed_share() if any(role.is_trained for role in missing.values()) else Fraction(0)
+        for name, role in missing.items():
+            if role.is_trained:
                 role.network = role.load()
+                role.apply_checkpointing(share)
                 setattr(self, name, role.network)
-            elif role.network is None and is_fitting:
+            elif is_fitting:
                 role.network = role.load().requires_grad_(False)
 
     def load_actor(self) -> PreTrainedModel:
@@ -167,7 +178,6 @@ class PolicyModule(Ranks, SavedModule):
             # Before any backward pass: autograd's threads keep the number of host threads that they start with, and
             # torch.compile compiles anew for another one what they recompute.
             limit_host_threads()
-        checkpoint_layers(actor, self.count_checkpointed_layers())
         return actor
 
     def load_model(self, model: str, *, is_trained: bool = True, adapter: LoRA | None = None) -> PreTrainedModel:
@@ -208,19 +218,20 @@ class PolicyModule(Ranks, SavedModule):
             compile_layers(policy)
         return policy
 
-    def count_checkpointed_layers(self) -> int:
-        """Return how many of the actor's layers recompute activations in the backward pass."""
-        num_layers: int = self.model_config.get_text_config().num_hidden_layers
-        if self.gradient_checkpointing != "auto":
-            return num_layers if self.gradient_checkpointing else 0
+    def checkpointed_share(self) -> Fraction:
+        """Return the share of the actor's layers that recompute activations in the backward pass."""
+        wanted = self.roles[ACTOR].gradient_checkpointing
+        if wanted != "auto":
+            return Fraction(wanted)
         if self._trainer is None or self.trainer.strategy.root_device.type != "cuda":
-            return 0
+            return Fraction(0)
         from rlightning.memory_plan.decisions import decide_checkpointing
 
+        num_layers: int = self.model_config.get_text_config().num_hidden_layers
         count, reason = decide_checkpointing(self.trainer, self)
         if self.trainer.is_global_zero:
             log.info("Gradient checkpointing of %d of %d layers: %s", count, num_layers, reason)
-        return count
+        return Fraction(count, num_layers)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and a schedule for each trained role; an override may return any form that Lightning accepts."""
