@@ -12,9 +12,9 @@ from rlightning.errors import ConfigError
 from rlightning.memory_plan.advice import advise_engine, advise_update
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import sum_up
-from rlightning.memory_plan.work import Checkpointing, Parallelism, RoleMemory, Work, read_precision
+from rlightning.memory_plan.work import Parallelism, RoleMemory, Work, read_precision
 from rlightning.models.adapter import LoRA
-from rlightning.models.layers import should_compile
+from rlightning.models.layers import Checkpointing, should_compile
 from rlightning.optim.optimizer import AdamWSettings
 from rlightning.parallel.device import GIB
 from rlightning.protocols import HasData, HasPromptLimit, has
@@ -29,6 +29,7 @@ class PlannedRole(Protocol):
 
     optimizer: AdamWSettings | None
     config: PreTrainedConfig | None
+    gradient_checkpointing: Checkpointing
 
 
 class ConfiguredModule(Protocol):
@@ -42,7 +43,6 @@ class PlannedModule(ConfiguredModule, Protocol):
     """The parts of an :class:`~rlightning.module.RLModule` that a plan uses."""
 
     plan: BatchPlan | None
-    gradient_checkpointing: Checkpointing
     compiles_layers: bool | None
     generates: bool
 
@@ -72,7 +72,7 @@ def read_run(trainer: Trainer, module: object) -> Work:
         raise ConfigError(f"{type(module).__name__} has no plan of a step's batch")
     strategy, roles = trainer.strategy, dict(module.configure_roles())
     parallelism = Parallelism.of(strategy, trainer.world_size)
-    actor = roles.pop(ACTOR).optimizer or AdamWSettings()
+    actor = roles.pop(ACTOR)
     work = Work(
         config=module.model_config,
         adapter=module.adapter if isinstance(module, AdaptedModule) else None,
@@ -82,15 +82,16 @@ def read_run(trainer: Trainer, module: object) -> Work:
                 name=name,
                 config=role.config,
                 optimizer_states=None if role.optimizer is None else role.optimizer.optimizer_states,
+                gradient_checkpointing=role.gradient_checkpointing,
             )
             for name, role in roles.items()
         ),
         batch=module.plan,
         longest=min(module.plan.max_tokens_per_microbatch, module.max_model_length),
         precision=read_precision(trainer.precision),
-        gradient_checkpointing=module.gradient_checkpointing,
+        gradient_checkpointing=actor.gradient_checkpointing,
         is_compiled=should_compile(module.compiles_layers, strategy.root_device, parallelism.tensor_parallel_size)[0],
-        optimizer_states=actor.optimizer_states,
+        optimizer_states=(actor.optimizer or AdamWSettings()).optimizer_states,
         parallelism=parallelism,
     )
     data = trainer.datamodule if has(trainer, HasData) else None

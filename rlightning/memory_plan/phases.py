@@ -146,7 +146,8 @@ class MemoryPlan:
         logits, workspace = trainer.logits_chunk(tokens, has_gradient=True), trainer.attention_workspace(tokens)
         layer = trainer.layer_backward(activations)
         is_in_layer, most = layer + workspace > logits, max(logits, layer + workspace)
-        kept = max(int(activations.kept), int(activations.forward) - most) + trainer.others_activations(tokens)
+        kept = max(int(activations.kept), int(activations.forward) - most)
+        kept += trainer.others_activations(tokens, checkpointed_layers)
         # Moments are taken out when activations are gone.
         moments = max(0, trainer.moments_at_a_time() - kept - most)
         return self._with_slack(
@@ -161,6 +162,12 @@ class MemoryPlan:
                 attention_workspace=workspace if is_in_layer else 0,
             )
         )
+
+    def update_bytes_of(self, role: str) -> int:
+        """Return the bytes that a model other than the actor adds to the peak of an update."""
+        others = tuple(one for one in self.work.others if one.name != role)
+        without = self.with_work(others=others).update_of(self.tokens, self.count_checkpointed_layers())
+        return self.update().total - without.total
 
     def score(self) -> PhaseBytes:
         """Return the peak of computing log-probabilities before the update."""

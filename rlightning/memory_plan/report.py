@@ -35,21 +35,22 @@ def conclude(plan: MemoryPlan) -> str:
 
 def describe(plan: MemoryPlan) -> str:
     """Return two lines about the model, the device and the batch of the plan."""
-    work, parallelism = plan.work, plan.work.parallelism
-    unknown = describe_unknown(plan)
+    work, parallelism, others = plan.work, plan.work.parallelism, describe_others(plan)
     return (
         f"{work.config.model_type} of {plan.trainer.weights.total:,} parameters, {work.precision}, "
         f"{parallelism.ranks} rank{'s' if parallelism.ranks > 1 else ''}{describe_spread(parallelism)}, "
         f"{plan.device_memory / GIB:.1f} GiB each\n"
         f"micro-batches of {plan.tokens:,} tokens, sequences of up to {work.longest:,}, "
-        f"gradient_checkpointing: {describe_checkpointing(plan)}" + (f"\n{unknown}" if unknown else "")
+        f"gradient_checkpointing: {describe_checkpointing(plan)}" + (f"\n{others}" if others else "")
     )
 
 
-def describe_unknown(plan: MemoryPlan) -> str:
-    """Return a sentence about models whose size is unknown; "" if there are none."""
-    names = [role.name for role in plan.work.others if role.config is None]
-    return f"not counted: {', '.join(names)}" if names else ""
+def describe_others(plan: MemoryPlan) -> str:
+    """Return what trained models beside the actor take, and which models are of unknown size; "" if there are none."""
+    trained = [role.name for role in plan.work.others if role.config is not None and role.optimizer_states is not None]
+    unknown = [role.name for role in plan.work.others if role.config is None]
+    parts = [f"{name} {plan.update_bytes_of(name) / GIB:.1f} GiB of the update" for name in trained]
+    return "; ".join([*parts, *([f"not counted: {', '.join(unknown)}"] if unknown else [])])
 
 
 def describe_spread(parallelism: Parallelism) -> str:
@@ -71,8 +72,8 @@ def describe_checkpointing(plan: MemoryPlan) -> str:
 def describe_phases(plan: MemoryPlan) -> str:
     """Return one line with the total of each phase."""
     sizes = (f"{TITLES.get(phase, phase)} {parts.total / GIB:.1f}" for phase, parts in plan.phases().items())
-    unknown = describe_unknown(plan)
-    return f"{', '.join(sizes)} of {plan.device_memory / GIB:.1f} GiB" + (f" ({unknown})" if unknown else "")
+    others = describe_others(plan)
+    return f"{', '.join(sizes)} of {plan.device_memory / GIB:.1f} GiB" + (f" ({others})" if others else "")
 
 
 def sum_up(phase: str, parts: PhaseBytes) -> str:

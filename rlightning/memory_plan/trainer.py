@@ -234,11 +234,21 @@ class TrainerMemory:
             traced = traced - saved * checkpointed_layers / self.num_layers * UPDATE
         return ActivationBytes(*traced.tolist())
 
-    def others_activations(self, tokens: int) -> int:
-        """Return the bytes that other trained models keep for the joint backward pass of a micro-batch."""
-        trained = (role.config for role in self.work.others if role.optimizer_states is not None)
-        kept = (self._trace(config, tokens, is_checkpointed=False) @ KEPT for config in trained if config is not None)
-        return sum(map(int, kept))
+    def others_activations(self, tokens: int, checkpointed_layers: int = 0) -> int:
+        """Return the bytes that other trained models keep for the joint backward pass of a micro-batch.
+
+        With "auto" they checkpoint the same share of their layers as the actor.
+        """
+        kept = 0.0
+        for role in self.work.others:
+            if role.config is None or role.optimizer_states is None:
+                continue
+            wanted = role.gradient_checkpointing
+            share = checkpointed_layers / self.num_layers if wanted == "auto" else float(wanted)
+            for part, is_checkpointed in ((1 - share, False), (share, True)):
+                if part:
+                    kept += part * float(self._trace(role.config, tokens, is_checkpointed=is_checkpointed) @ KEPT)
+        return int(kept)
 
     def _trace(
         self, config: PreTrainedConfig, tokens: int, *, is_checkpointed: bool, adapter: LoRA | None = None

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from rlightning.errors import ConfigError
 from rlightning.lightning_internals import ddp_options
 from rlightning.models.adapter import LoRA
+from rlightning.models.layers import Checkpointing
 from rlightning.optim import OptimizerStates
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import CPUOffload
@@ -17,7 +18,6 @@ from rlightning.rollout import Sampling
 from rlightning.rollout.vllm.memory import EngineMemory
 from rlightning.types.batch_plan import BatchPlan
 
-Checkpointing = bool | Literal["auto"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: dict[str, Precision] = {
     "32": "32-true",
@@ -122,11 +122,13 @@ class RoleMemory:
         name: of its role.
         config: None if it is no Hugging Face model, whose size is unknown.
         optimizer_states: format of AdamW's moments; None if the model is frozen.
+        gradient_checkpointing: whether activations are recomputed in all layers, none, or the actor's share of layers.
     """
 
     name: str
     config: PreTrainedConfig | None
     optimizer_states: OptimizerStates | None = None
+    gradient_checkpointing: Checkpointing = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ BACKEND = "inductor"
 OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
 """Inductor's options, if its version has them. Without this one the fusion of a norm's backward depends on the number
 of tokens, and different code is compiled for several ranges."""
+
+Checkpointing = bool | Literal["auto"]
+"""Whether layers recompute activations in the backward pass: all, none, or "auto" for as few as leave room."""
 
 T = TypeVar("T")
 

@@ -5,21 +5,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from functools import partial
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.models import (
     Adapter,
-    hold_as_computed,
     load_config,
-    load_policy,
     load_tokenizer,
     max_model_length,
     packed_logprobs,
@@ -30,29 +28,24 @@ from rlightning.models.adapter import LoRA, check_parallel, resolve_adapter
 from rlightning.models.adapter_layers import (
     adapter_off,
     adapter_parameters,
-    add_adapter,
-    initialize_adapter,
     merged_forward,
     merged_weights,
     perturbed_adapter,
 )
 from rlightning.models.architecture import can_share_prefixes
-from rlightning.models.attention import varlen_obstacle
-from rlightning.models.counts import head_size, path_share, sequence_flops
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
-from rlightning.models.layers import checkpoint_layers, compile_layers, should_compile
-from rlightning.models.quantized import quantize_layers
+from rlightning.models.layers import Checkpointing, compile_layers, should_compile
 from rlightning.models.rotary import use_exact_angles
+from rlightning.models.whole_policy import load_whole_policy
 from rlightning.module import adapter_checkpoints
-from rlightning.module.batching import find_long_prefixes, join_families, split_microbatches
+from rlightning.module.batching import Packing
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
 from rlightning.module.saved_module import SavedModule
 from rlightning.optim import OptimizerStates
 from rlightning.optim.optimizer import AdamWSettings, LRSchedule
-from rlightning.parallel.collectives import all_reduce
 from rlightning.parallel.device import limit_host_threads, use_expandable_segments, use_tensor_cores
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.saved_weights import check_saved_weights
@@ -60,7 +53,6 @@ from rlightning.parallel.sharding import named_weights, rounded_vectors
 from rlightning.protocols import StateDict
 from rlightning.python_values import to_python
 from rlightning.types import RolloutBatch
-from rlightning.types.shared_prefixes import Prefixes, share_prefixes
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +104,7 @@ class PolicyModule(Ranks, SavedModule):
         lr_schedule: LRSchedule = "constant",
         max_grad_norm: float = 1.0,
         optimizer_states: OptimizerStates = "float32",
-        gradient_checkpointing: bool | Literal["auto"] = "auto",
+        gradient_checkpointing: Checkpointing = "auto",
         compile: bool | None = None,
         share_prefixes: bool = False,
         adapter: Adapter | None = None,
@@ -146,7 +138,13 @@ class PolicyModule(Ranks, SavedModule):
 
         Each trained network becomes an attribute of the module, under its role's name.
         """
-        return {ACTOR: ModelRole(load=self.load_actor, optimizer=self.actor_optimizer(), config=self.model_config)}
+        actor = ModelRole(
+            load=self.load_actor,
+            optimizer=self.actor_optimizer(),
+            config=self.model_config,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+        return {ACTOR: actor}
 
     def actor_optimizer(self) -> AdamWSettings:
         """The settings of the actor's optimizer, from the module's arguments of the same names."""
@@ -159,10 +157,14 @@ class PolicyModule(Ranks, SavedModule):
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
         for name, role in self.roles.items():
             role.network = loaded.get(name)
-            if role.network is None and role.is_trained:
+        missing = {name: role for name, role in self.roles.items() if role.network is None}
+        share = self.checkpointed_share() if any(role.is_trained for role in missing.values()) else Fraction(0)
+        for name, role in missing.items():
+            if role.is_trained:
                 role.network = role.load()
+                role.apply_checkpointing(share)
                 setattr(self, name, role.network)
-            elif role.network is None and is_fitting:
+            elif is_fitting:
                 role.network = role.load().requires_grad_(False)
 
     def load_actor(self) -> PreTrainedModel:
@@ -176,7 +178,6 @@ class PolicyModule(Ranks, SavedModule):
             # Before any backward pass: autograd's threads keep the number of host threads that they start with, and
             # torch.compile compiles anew for another one what they recompute.
             limit_host_threads()
-        checkpoint_layers(actor, self.count_checkpointed_layers())
         return actor
 
     def load_model(self, model: str, *, is_trained: bool = True, adapter: LoRA | None = None) -> PreTrainedModel:
@@ -203,45 +204,34 @@ class PolicyModule(Ranks, SavedModule):
             )
         if strategy is not None and self.trainer.precision.startswith("bf16"):
             computes_in = torch.bfloat16
+        frozen_dtype = None if is_trained else computes_in
         if isinstance(strategy, FSDP):
             from rlightning.models.sharded_policy import load_sharded_policy
 
             if adapter is not None:
                 check_parallel(adapter, is_sharded=True)
-            policy = load_sharded_policy(
-                model, strategy.sharding, dtype=dtype if is_trained else computes_in, adapter=adapter
-            )
+            policy = load_sharded_policy(model, strategy.sharding, dtype=frozen_dtype or dtype, adapter=adapter)
         else:
-            # What is cast is read on the host: on the device, Lightning's default here, float32 would need room first.
-            with nullcontext() if is_trained else torch.device("cpu"):
-                policy = load_policy(model, dtype)
-            if not is_trained:
-                hold_as_computed(policy, computes_in)
-            if adapter is not None:
-                add_adapter(policy, adapter, device)
-                if adapter.quantize_base is not None:
-                    quantize_layers(policy, set(adapter.quantized), adapter.quantize_base, device)
-            policy = nn.Module.to(policy, device)
-            if adapter is not None:
-                initialize_adapter(policy, adapter)
+            policy = load_whole_policy(model, device, dtype=dtype, frozen_dtype=frozen_dtype, adapter=adapter)
         use_exact_angles(policy)
         if is_compiled:
             compile_layers(policy)
         return policy
 
-    def count_checkpointed_layers(self) -> int:
-        """Return how many of the actor's layers recompute activations in the backward pass."""
-        num_layers: int = self.model_config.get_text_config().num_hidden_layers
-        if self.gradient_checkpointing != "auto":
-            return num_layers if self.gradient_checkpointing else 0
+    def checkpointed_share(self) -> Fraction:
+        """Return the share of the actor's layers that recompute activations in the backward pass."""
+        wanted = self.roles[ACTOR].gradient_checkpointing
+        if wanted != "auto":
+            return Fraction(wanted)
         if self._trainer is None or self.trainer.strategy.root_device.type != "cuda":
-            return 0
+            return Fraction(0)
         from rlightning.memory_plan.decisions import decide_checkpointing
 
+        num_layers: int = self.model_config.get_text_config().num_hidden_layers
         count, reason = decide_checkpointing(self.trainer, self)
         if self.trainer.is_global_zero:
             log.info("Gradient checkpointing of %d of %d layers: %s", count, num_layers, reason)
-        return count
+        return Fraction(count, num_layers)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and a schedule for each trained role; an override may return any form that Lightning accepts."""
@@ -385,78 +375,38 @@ class PolicyModule(Ranks, SavedModule):
             if sequences:
                 computed.append(logprobs)
                 order += sequences
-        result = torch.zeros(batch.num_tokens, dtype=torch.float32)
-        starts = batch.cu_seqlens.tolist()
-        by_sequence = torch.split(torch.cat(computed).cpu(), batch.lengths[order].tolist())
-        for sequence, values in zip(order, by_sequence, strict=True):
-            result[starts[sequence] : starts[sequence + 1]] = values
-        return result
+        parts = torch.split(torch.cat(computed).float().cpu(), batch.lengths[order].tolist())
+        by_sequence = dict(zip(order, parts, strict=True))
+        return torch.cat([torch.zeros(0, dtype=torch.float32), *(by_sequence[n] for n in range(batch.num_sequences))])
 
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
         """Return the given sequences on this rank's device; a padding batch without loss if none are given.
 
         Long prefixes that they share are computed once, if that is asked for.
         """
-        if not sequences:
-            return batch.padding().to(self.device)
-        chosen = batch.select(sequences, "N")
-        microbatch = chosen.to(self.device)
-        prefixes = self.long_prefixes(chosen)
-        if prefixes.lengths.any():
-            microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
-        return microbatch
+        return self.packing.microbatch(batch, sequences)
 
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
-        """Split a batch into micro-batches of about equal cost; sequences with a long common prefix stay together.
-
-        Their number is the same on every rank, since a sharded model gathers its weights in each pass; some may be
-        empty.
-        """
-        prefixes, lengths = self.long_prefixes(batch), batch.lengths.tolist()
-        families, tokens = join_families(
-            prefixes,
-            lengths,
-            max_tokens,
-            path_share(self.model_config, copies_all=self.shares_prefixes and self._copies_keys()),
-        )
-        flops = self._flops(batch, prefixes).tolist()
-        whole = self._flops(batch, Prefixes.none(batch.num_sequences)).tolist()
-        costs = [whole[family[0]] + sum(flops[n] for n in family[1:]) for family in families]
-        parts = split_microbatches(tokens, max_tokens, costs=costs)
-        number = int(all_reduce(torch.tensor(len(parts)), "max"))
-        if number > len(parts):
-            spread = split_microbatches(tokens, max_tokens, costs=costs, at_least=number)
-            parts = spread if len(spread) <= number else parts
-        joined = [sorted(n for family in part for n in families[family]) for part in parts]
-        return joined + [[]] * (number - len(parts))
+        """Split a batch into micro-batches of about equal cost: as many on every rank, some of which may be empty."""
+        return self.packing.split(batch, max_tokens)
 
     def costs(self, batch: RolloutBatch) -> Tensor:
         """Return the floating point operations of forward and backward over each sequence: [N].
 
         A long prefix that several sequences share counts for one of them.
         """
-        return self._flops(batch, self.long_prefixes(batch))
-
-    def _flops(self, batch: RolloutBatch, shared: Prefixes) -> Tensor:
-        trained = 0 if self.adapter is None else self.adapter.num_parameters
-        count, prefix = partial(sequence_flops, self.model_config, adapter_weights=trained), shared.to_tensor()
-        return count(batch.lengths, batch.sampled_lengths) - count(prefix, torch.zeros_like(prefix))
-
-    def long_prefixes(self, batch: RolloutBatch) -> Prefixes:
-        """Return the prefixes that sequences of a batch on the CPU share, 0 if too short to compute once."""
-        return find_long_prefixes(batch) if self.shares_prefixes else Prefixes.none(batch.num_sequences)
+        return self.packing.costs(batch)
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether shared prefixes are computed once: ``share_prefixes`` is set, and the model supports it."""
-        return self.share_prefixes and can_share_prefixes(self.model_config, self.device.type)
-
-    def _copies_keys(self) -> bool:
-        """Return whether attention over shared prefixes copies keys and values, for want of a packed kernel."""
-        device = self.device
-        is_mixed = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if is_mixed else self.loaded_actor.dtype
-        return varlen_obstacle(device, dtype, head_size(self.model_config)) is not None
+    def packing(self) -> Packing:
+        """How sequences are cut into micro-batches for the actor."""
+        return Packing(
+            config=self.model_config,
+            device=self.device,
+            dtype=torch.get_default_dtype() if self.actor is None else self.actor.dtype,
+            adapter_weights=0 if self.adapter is None else self.adapter.num_parameters,
+            shares_prefixes=self.share_prefixes and can_share_prefixes(self.model_config, self.device.type),
+        )
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

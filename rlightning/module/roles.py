@@ -5,14 +5,18 @@ checkpoints contain it, and it has its own optimizer and gradient norm. The netw
 so that checkpoints and strategies ignore it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import AdamW
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlightning.errors import ConfigError
+from rlightning.models.layers import Checkpointing, checkpoint_layers, decoder_layers
 from rlightning.optim.optimizer import (
     AdamWSettings,
     ConfiguredLR,
@@ -38,12 +42,16 @@ class ModelRole:
             model, sharded if the strategy shards; any other network must be whole on each rank.
         optimizer: settings of optimizer and schedule; None if the network is frozen.
         config: of a Hugging Face model, for the memory plan.
+        gradient_checkpointing: whether a trained Hugging Face model recomputes activations in the backward pass, in all
+            layers or in none; "auto" for the actor's share of layers, which the memory plan chooses if the actor's
+            setting is "auto" too.
         network: the result of ``load``; None before.
     """
 
     load: Callable[[], nn.Module]
     optimizer: AdamWSettings | None = None
     config: PreTrainedConfig | None = None
+    gradient_checkpointing: Checkpointing = False
     network: nn.Module | None = None
 
     @property
@@ -54,6 +62,20 @@ class ModelRole:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the network's parameters; empty before it is loaded."""
         return iter(()) if self.network is None else self.network.parameters()
+
+    def apply_checkpointing(self, actor_share: Fraction) -> None:
+        """Checkpoint layers of the loaded network by ``gradient_checkpointing``, given the actor's share of layers."""
+        share = actor_share if self.gradient_checkpointing == "auto" else Fraction(self.gradient_checkpointing)
+        if not share:
+            return
+        assert self.network is not None
+        policy = next((module for module in self.network.modules() if isinstance(module, PreTrainedModel)), None)
+        if policy is None:
+            raise ConfigError(
+                f"{type(self.network).__name__} is no Hugging Face model, so its layers cannot be checkpointed. Leave "
+                "gradient_checkpointing of its ModelRole out."
+            )
+        checkpoint_layers(policy, math.ceil(share * len(decoder_layers(policy))))
 
 
 def parameters_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, list[nn.Parameter]]:

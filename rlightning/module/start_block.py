@@ -18,6 +18,7 @@ from rlightning.models.attention import describe_attention
 from rlightning.models.counts import count_weights
 from rlightning.models.layers import should_compile
 from rlightning.module.evaluation import EvaluationSteps
+from rlightning.module.roles import ACTOR
 from rlightning.optim.moments import bytes_per_parameter
 from rlightning.parallel.execution_mode import ExecutionMode, execution_mode
 from rlightning.protocols import callbacks_of
@@ -34,9 +35,7 @@ def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
     Called after the callbacks' ``setup``, before weights are loaded.
     """
     is_fit = trainer.state.fn == "fit"
-    num_parameters = count_weights(module.model_config).total
-    num_trained = num_parameters if module.adapter is None else module.adapter.num_parameters
-    rows = {"model": describe_model(trainer, module, num_parameters), "layout": describe_layout(trainer)}
+    rows = {"model": describe_model(trainer, module), "layout": describe_layout(trainer)}
     if is_fit:
         rows["batch"] = module.plan.describe(trainer.world_size)
         rows["memory"] = describe_memory(trainer, module)
@@ -44,7 +43,7 @@ def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
         rows["engine"] = module.generator.describe()
     if is_fit and trainer.ckpt_path is not None:
         rows["resumes"] = str(trainer.ckpt_path)
-    rows["writes"] = describe_output(trainer, module, num_trained)
+    rows["writes"] = describe_output(trainer, module)
     return "\n".join(wrap(name, text) for name, text in rows.items() if text)
 
 
@@ -59,9 +58,9 @@ def wrap(name: str, text: str) -> str:
     )
 
 
-def describe_model(trainer: Trainer, module: EvaluationSteps, num_parameters: int) -> str:
+def describe_model(trainer: Trainer, module: EvaluationSteps) -> str:
     """Return the model's name, its size, and how it is computed."""
-    device = trainer.strategy.root_device
+    device, num_parameters = trainer.strategy.root_device, count_weights(module.model_config).total
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
     attention = describe_attention(module.model_config, device, computes_in)
@@ -101,7 +100,7 @@ def describe_memory(trainer: Trainer, module: EvaluationSteps) -> str:
     return f"{text}; while the engine is awake, {moved}" if moved else text
 
 
-def describe_output(trainer: Trainer, module: EvaluationSteps, num_parameters: int) -> str:
+def describe_output(trainer: Trainer, module: EvaluationSteps) -> str:
     """Return the folders that the run writes to, and the size of a checkpoint."""
     assert trainer.state.fn is not None
     folder, stage = Path(trainer.default_root_dir), trainer.state.fn.value
@@ -109,24 +108,35 @@ def describe_output(trainer: Trainer, module: EvaluationSteps, num_parameters: i
         return str(folder)
     parts = []
     if stage == "fit":
-        parts.append(describe_checkpoints(trainer, module, num_parameters, folder))
+        parts.append(describe_checkpoints(trainer, module, folder))
         parts += [relative(logger.log_dir, folder) for logger in trainer.loggers if logger.log_dir]
     outputs = (one.output(trainer, stage) for one in callbacks_of(trainer) if isinstance(one, RLCallback))
     parts += [relative(output, folder) for output in outputs if output is not None]
     return f"{folder}: {', '.join(parts)}" if parts else str(folder)
 
 
-def describe_checkpoints(trainer: Trainer, module: EvaluationSteps, num_parameters: int, folder: Path) -> str:
+def describe_checkpoints(trainer: Trainer, module: EvaluationSteps, folder: Path) -> str:
     """Return the folder of checkpoints, the size of a checkpoint, and the free disk space."""
     saver = next((one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint)), None)
     if saver is None:
         return "no checkpoints"
-    weight = 2 if trainer.precision == "bf16-true" else 4
-    state = 0 if saver.save_weights_only else bytes_per_parameter(module.optimizer_states, weight)
+    size = checkpoint_bytes(module, 2 if trainer.precision == "bf16-true" else 4, has_state=not saver.save_weights_only)
     kept = "all are kept" if saver.save_top_k == -1 else f"{saver.save_top_k} kept"
     free = shutil.disk_usage(existing(folder)).free
-    place, size = relative(saver.dirpath or folder / "checkpoints", folder), num_parameters * (weight + state)
+    place = relative(saver.dirpath or folder / "checkpoints", folder)
     return f"{place} ({format_bytes(size)} each, {kept}; {format_bytes(free)} free)"
+
+
+def checkpoint_bytes(module: EvaluationSteps, itemsize: int, *, has_state: bool) -> float:
+    """Return the bytes of a checkpoint's weights, ``itemsize`` each, and optimizer state, of roles of known size."""
+    size = 0.0
+    for name, role in module.configure_roles().items():
+        if role.optimizer is not None and role.config is not None:
+            adapter = module.adapter if name == ACTOR else None
+            count = count_weights(role.config).total if adapter is None else adapter.num_parameters
+            state = bytes_per_parameter(role.optimizer.optimizer_states, itemsize) if has_state else 0
+            size += count * (itemsize + state)
+    return size
 
 
 def existing(folder: Path) -> Path:

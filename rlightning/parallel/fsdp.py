@@ -1,4 +1,4 @@
-"""FSDP: a Lightning strategy that shards the actor over several devices."""
+"""FSDP: a Lightning strategy that shards the models of a run over several devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -81,6 +81,14 @@ def test_model_beside_the_actor_is_trained(classes: Any, model_folder: str, tmp_
 
 
 @pytest.mark.long
+def test_language_model_beside_the_actor_is_trained(classes: Any, model_folder: str, tmp_path: Path) -> None:
+    module, seen = fit(classes.ModelCriticGRPO, model_folder, tmp_path)
+    for metrics in seen.metrics:
+        assert metrics["policy/value"] > 0 and metrics["optim/grad_norm/critic"] > 0
+    assert "critic.model.norm.weight" in module.state_dict()
+
+
+@pytest.mark.long
 def test_head_beside_actor_has_own_settings(classes: Any, model_folder: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, seen = fit(classes.TunedGRPO, model_folder, tmp_path, steps=1)

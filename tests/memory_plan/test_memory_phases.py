@@ -27,9 +27,10 @@ from rlightning.memory_plan.phases import (
     MemoryPlan,
     PhaseBytes,
 )
-from rlightning.memory_plan.report import describe, describe_engine, format_plan
+from rlightning.memory_plan.report import describe, describe_engine, describe_phases, format_plan
 from rlightning.memory_plan.trainer import TrainerMemory
 from rlightning.memory_plan.work import Parallelism, RoleMemory, RolloutMemory, Work
+from rlightning.models.layers import Checkpointing
 from rlightning.parallel.device import GIB
 
 REFERENCE = {name: 2 * number / GIB for name, number in (("0.6B", 596_049_920), ("1.7B", 1_720_574_976))}
@@ -375,8 +376,25 @@ def test_a_critic_counts_its_weights_moments_gradients_and_activations() -> None
     assert after.frozen_models == before.frozen_models
     own = TrainerMemory(replace(COLOCATED, config=MIDDLE))
     assert after.activations - before.activations == int(own.activations(16384).kept)
+    added = after.total - before.total
+    assert f"critic {added / GIB:.1f} GiB of the update" in describe_phases(beside)
     frozen = MemoryPlan(replace(COLOCATED, others=(replace(critic, optimizer_states=None),)), H200)
     assert frozen.update().frozen_models == 2 * size and frozen.update().parameters == before.parameters
+
+
+@pytest.mark.long
+def test_a_critic_checkpoints_its_own_layers_or_the_actors_share() -> None:
+    own = TrainerMemory(replace(COLOCATED, config=MIDDLE))
+    none, every = (own.activations(16384, layers).kept for layers in (0, 28))
+    cases: list[tuple[Checkpointing, list[float]]] = [
+        (True, [every, every, every]),
+        ("auto", [none, 0.75 * none + 0.25 * every, every]),
+    ]
+    for setting, expected in cases:
+        critic = RoleMemory(name="critic", config=MIDDLE, optimizer_states="8bit", gradient_checkpointing=setting)
+        beside = TrainerMemory(replace(COLOCATED, others=(critic,)))
+        kept = [beside.others_activations(16384, layers) for layers in (0, 7, 28)]  # of the actor's 28
+        assert kept == pytest.approx(expected)
 
 
 def test_role_without_config_is_named_as_uncounted() -> None:

@@ -142,7 +142,10 @@ class CriticGRPO(GRPO):
 
     def configure_roles(self) -> dict[str, ModelRole]:
         critic = ModelRole(
-            load=self.load_actor, optimizer=AdamWSettings(optimizer_states="8bit"), config=self.model_config
+            load=self.load_actor,
+            optimizer=AdamWSettings(optimizer_states="8bit"),
+            config=self.model_config,
+            gradient_checkpointing="auto",
         )
         return super().configure_roles() | {"critic": critic, "judge": ModelRole(load=self.load_actor)}
 
@@ -154,7 +157,7 @@ def test_a_run_plans_the_roles_of_its_module(model_folder: str, tmp_path: Path) 
     config = module.model_config
     assert work.others == (
         RoleMemory(name="reference", config=config),
-        RoleMemory(name="critic", config=config, optimizer_states="8bit"),
+        RoleMemory(name="critic", config=config, optimizer_states="8bit", gradient_checkpointing="auto"),
         RoleMemory(name="judge", config=None),
     )
     engine = work.engine

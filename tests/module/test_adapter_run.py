@@ -126,7 +126,7 @@ def test_checkpointed_and_compiled_layers_train_alike(
 
 def test_the_start_says_what_is_trained(model_folder: str, tmp_path: Path) -> None:
     module = make_grpo(model_folder, adapter=ADAPTER)
-    text = describe_model(make_trainer(tmp_path, 1), module, 1)
+    text = describe_model(make_trainer(tmp_path, 1), module)
     assert "trained by LoRA of rank 4, alpha 8, on 14 linear layers (4,864 parameters)" in text
 
 

@@ -22,7 +22,7 @@ from varlen_on_cpu import run_kernels_on_cpu
 from rlightning.algorithms import GRPO
 from rlightning.models import architecture, load_policy, packed_logprobs
 from rlightning.models.architecture import can_share_prefixes
-from rlightning.module import policy_module
+from rlightning.module import batching
 from rlightning.module.batching import find_long_prefixes, join_families
 from rlightning.parallel import DDP
 from rlightning.types import Prompt, RolloutBatch, Trajectory
@@ -245,7 +245,7 @@ def test_two_ranks_take_the_same_steps(model_folder: str, tmp_path: Path) -> Non
 def test_microbatches_compute_no_more_than_their_limit(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With prefixes that are less than a fifth of a micro-batch, too."""
     run_kernels_on_cpu(monkeypatch)  # nothing is copied
-    monkeypatch.setattr(policy_module, "varlen_obstacle", lambda *_: None)
+    monkeypatch.setattr(batching, "varlen_obstacle", lambda *_: None)
     module = make_algorithm(GRPO, model_folder, share_prefixes=True)
     module.configure_model()
     starts = [[group, *[3] * 29] for group in range(4, 12)]
@@ -308,7 +308,7 @@ def test_prefixes_below_a_fifth_are_computed_each_time() -> None:
 
 def test_room_is_left_for_keys_that_are_copied(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose kernel takes half precision alone: that of autocast, or of the weights."""
-    monkeypatch.setattr(policy_module, "varlen_obstacle", lambda _, dtype, __: "copies" if dtype.itemsize > 2 else None)
+    monkeypatch.setattr(batching, "varlen_obstacle", lambda _, dtype, __: "copies" if dtype.itemsize > 2 else None)
     module = make_algorithm(GRPO, model_folder, share_prefixes=True)
     module.configure_model()
     batch = RolloutBatch.of_sequences([[4, *[3] * 49, *[number] * 50] for number in (4, 5)])
@@ -334,7 +334,7 @@ def test_ranks_have_the_same_number_of_microbatches(
     others: int, model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of which some may be empty: a sharded model gathers its weights in each."""
-    monkeypatch.setattr(policy_module, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(others)))
+    monkeypatch.setattr(batching, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(others)))
     module = make_algorithm(GRPO, model_folder)
     module.configure_model()
     batch = RolloutBatch.of_sequences([[4] * 10 for _ in range(4)])
