@@ -74,7 +74,7 @@ def cpu_seconds(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def measure(num_prompts: int, num_samples: int, num_tokens: int) -> dict[str, Any]:
     """One round's seconds of CPU time, and the bytes."""
-    from rlightning.environments.collector import Collector
+    from rlightning.environments.collector import Collector, rare_garbage_collection
     from rlightning.environments.runner import EnvironmentRunner
     from rlightning.rollout import Sampling
     from rlightning.rollout.in_flight import InFlight
@@ -90,8 +90,9 @@ def measure(num_prompts: int, num_samples: int, num_tokens: int) -> dict[str, An
         )
     finally:
         collector.close()
-    data, pack = cpu_seconds(lambda: pickle.dumps(groups, pickle.HIGHEST_PROTOCOL))
-    _, unpack = cpu_seconds(lambda: pickle.loads(data))
+    with rare_garbage_collection():  # as in the collector, which packs and unpacks
+        data, pack = cpu_seconds(lambda: pickle.dumps(groups, pickle.HIGHEST_PROTOCOL))
+        _, unpack = cpu_seconds(lambda: pickle.loads(data))
     return {"collect": collect, "pack": pack, "unpack": unpack, "bytes": len(data)}
 
 

@@ -140,7 +140,7 @@ class RolloutCallback(RLCallback, Generator):
         self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
         self._turns = TurnTotals()
-        self._has_warned = False
+        self._has_warned = self._has_described_supports = False
         self.take_prefix_cache: Callable[[], PrefixCacheUse] = PrefixCacheUse  # a subclass sets it, on rank 0
 
     # To be defined by subclasses
@@ -287,7 +287,7 @@ class RolloutCallback(RLCallback, Generator):
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Log the metrics of environments, a collective, and free the sampler's memory."""
-        self._check_supports(batch)
+        self._report_supports(batch)
         if not self.is_single_turn:
             self._turns.add(batch.trajectories)
             self._turns.prefix_cache.add(self.take_prefix_cache())
@@ -354,17 +354,11 @@ class RolloutCallback(RLCallback, Generator):
 
     # Truncated sampling
 
-    def _log_truncation(self) -> None:
-        """Log that without top-k fewer tokens are sampled from than top-p and min-p allow."""
-        if not self.sampling.top_k:
-            log.info(
-                "top_p and min_p leave the %d likeliest tokens at most: the trainer's distributions are cut as the "
-                "sampler's were, by tokens that come with each sample.",
-                MAX_SUPPORT,
-            )
+    def _report_supports(self, batch: RolloutBatch) -> None:
+        """Warn once if the trainer does not know the supports of some truncated distributions.
 
-    def _check_supports(self, batch: RolloutBatch) -> None:
-        """Warn once if the trainer does not know the supports of some truncated distributions."""
+        If it knows them, log once that without top-k fewer tokens are sampled from than top-p and min-p allow.
+        """
         if self._has_warned:
             return
         truncated = [one for one in batch.trajectories if self.sampling.of(one.prompt).is_truncated]
@@ -373,6 +367,13 @@ class RolloutCallback(RLCallback, Generator):
         num_sampled = sum(len(one.token_ids) for one in samples)
         num_unknown = num_sampled - np.count_nonzero(sizes)
         if not num_unknown:
+            if num_sampled and not self.sampling.top_k and not self._has_described_supports:
+                self._has_described_supports = True
+                log.info(
+                    "top_p and min_p leave the %d likeliest tokens at most: the trainer's distributions are cut as the "
+                    "sampler's were, by tokens that come with each sample.",
+                    MAX_SUPPORT,
+                )
             return
         self._has_warned = True
         reason = f"{num_unknown} of {num_sampled} tokens were drawn from more than {MAX_SUPPORT} tokens each"
@@ -399,8 +400,6 @@ class RolloutCallback(RLCallback, Generator):
             raise ConfigError(
                 "rollout.temperature=0 makes all samples of a prompt alike, and nothing can be learned. Use 1."
             )
-        if stage == "fit" and sampling.is_truncated:
-            self._log_truncation()
         if stage == "fit" and self.verify_trajectories:
             check_verifiable(sampling)
         datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None

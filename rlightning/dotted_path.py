@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from types import ModuleType
 
 from rlightning.errors import ConfigError, did_you_mean
@@ -46,6 +47,14 @@ def import_object(path: object, what: str, package: str = "my_package") -> objec
     return found
 
 
+def describe_import_error(error: Exception) -> str:
+    """Return in one line what the import of a module raised, and the line of a module at which it was raised."""
+    modules = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    if isinstance(error, ImportError | SyntaxError) or not modules:  # these two name the module or the line themselves
+        return describe_error(error)
+    return f"{describe_error(error)} ({modules[-1].filename}, line {modules[-1].lineno})"
+
+
 def import_longest(path: str, what: str) -> tuple[ModuleType, list[str]]:
     """Import the longest prefix of a dotted path that is a module.
 
@@ -60,12 +69,12 @@ def import_longest(path: str, what: str) -> tuple[ModuleType, list[str]]:
         module = ".".join(names[:length])
         try:
             return importlib.import_module(module), names[length:]
-        except (ImportError, SyntaxError) as error:
+        except Exception as error:
             if length > 1 and isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
                 continue  # the last name may be of a class
-            is_wrong = isinstance(error, SyntaxError)
+            is_missing = isinstance(error, ImportError)
             raise ConfigError(
-                f"{what} cannot be imported by {sys.executable}: {describe_error(error)}. "
-                f"{'Fix its module' if is_wrong else 'Install it there, or put its folder on PYTHONPATH'}."
+                f"{what} cannot be imported by {sys.executable}: {describe_import_error(error)}. "
+                f"{'Install it there, or put its folder on PYTHONPATH' if is_missing else 'Fix its module'}."
             ) from error
     raise AssertionError("the first name has been imported or refused")

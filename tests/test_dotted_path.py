@@ -14,6 +14,8 @@ from rlightning.dotted_path import import_object
         ("import not_there\n", r"ModuleNotFoundError: No module named 'not_there'\. Install it there"),
         ("from . import not_there\n", r"ImportError: cannot import name 'not_there' .*Install it there"),
         ("def score(:\n", r"SyntaxError: .*\. Fix its module\.$"),
+        ("\nscore = price\n", r"NameError: name 'price' is not defined \(.*/prices\.py, line 2\)\. Fix its module\.$"),
+        ("import os\nos.environ['NO_' 'PRICE']\n", r"KeyError: 'NO_PRICE' \(.*/prices\.py, line 2\)\. Fix its module"),
     ],
 )
 def test_a_module_that_fails_says_why(

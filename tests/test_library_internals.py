@@ -280,6 +280,19 @@ def test_private_names_are_in_one_file_per_library() -> None:
     assert {name: names for name, names in used.items() if names} == allowed
 
 
+def test_private_names_that_are_set_are_checked() -> None:
+    """A misspelt name that is read raises an error, and one that is set does not."""
+    checked = {
+        "lightning": {part for path in TRAINER for part in path.split(".")}.union(*OBJECTS.values()),
+        "transformers": {*TRANSFORMERS, *WRITTEN_IN},
+        "vllm": {*VLLM.values()},
+    }
+    for library, file in INTERNALS.items():
+        nodes = ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8")))
+        written = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        assert {name for name in written if is_private(name)} <= checked.get(library, set())
+
+
 @pytest.mark.long
 def test_internals_import_private_names_of_their_library_only() -> None:
     for library, file in INTERNALS.items():

@@ -40,8 +40,9 @@ from rlightning.config.type_hints import (
     takes_null,
     takes_text,
 )
+from rlightning.dotted_path import describe_import_error
 from rlightning.errors import ConfigError
-from rlightning.foreign_text import cut_line, cut_value, describe_error
+from rlightning.foreign_text import cut_line, cut_value
 from rlightning.parallel.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
@@ -312,10 +313,11 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
         raise ConfigError(f"{key}: '{path}' is no dotted path. Write module.Class, such as {path.strip('.')}.")
     try:
         module = import_module(module_name)
-    except (ImportError, SyntaxError) as error:
+    except Exception as error:
         if not isinstance(error, ModuleNotFoundError):
             raise ConfigError(
-                f"{key}: importing '{module_name}' failed: {describe_error(error)}. Correct it, or name another one."
+                f"{key}: importing '{module_name}' failed: {describe_import_error(error)}. Correct it, or name "
+                "another one."
             ) from error
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(

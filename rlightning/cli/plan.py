@@ -1,6 +1,6 @@
 """``rlightning plan``: computes the memory of a run from its configuration and the model's, on any machine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from transformers import PreTrainedConfig
 
 from rlightning.cli.config_keys import find_class
-from rlightning.cli.lightning_cli import RLCLI
+from rlightning.cli.lightning_cli import RLCLI, as_list
 from rlightning.controller.ray_controller import RayController
 from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.errors import ConfigError
@@ -20,10 +20,12 @@ from rlightning.memory_plan.work import Parallelism, PlannedRollout, RoleMemory,
 from rlightning.models import Adapter, describe_length_limit, load_config, max_model_length
 from rlightning.models.adapter import LoRA, check_parallel, resolve_adapter
 from rlightning.models.tensor_parallel import check_tensor_parallel
+from rlightning.module.evaluation import no_generator
 from rlightning.module.trainer_options import check_options, check_precision
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.strategy_names import WORKERS_KEY, spell_out
-from rlightning.protocols import generates
+from rlightning.protocols import generates, has
+from rlightning.rollout import Generator
 from rlightning.types.batch_plan import BatchPlan
 
 Arguments = dict[str, Any]
@@ -114,7 +116,10 @@ def parse_work(args: list[str]) -> Work:
     )
     if not generates(kind):
         return work
-    callbacks = make_callbacks(config)
+    callback_classes = find_callbacks(config)
+    if not any(has(one, Generator) for one, _ in callback_classes):
+        raise no_generator(kind)
+    callbacks = make_callbacks(callback_classes)
     new_tokens = next((one.sampling.max_new_tokens for one in callbacks if isinstance(one, PlannedRollout)), None)
     prompt_tokens = arguments(config["data"]).get("max_prompt_tokens") or default_prompt_limit(positions, new_tokens)
     if new_tokens is not None:
@@ -157,12 +162,15 @@ def arguments(section: Namespace | None) -> Arguments:
     return {} if section is None else dict((section.get("init_args") or {}).items())
 
 
-def make_callbacks(config: Namespace) -> list[object]:
+def find_callbacks(config: Namespace) -> list[tuple[type, Arguments]]:
+    """Return the classes of the configured callbacks, the rollout callback included, and their arguments."""
+    sections = [*as_list(config["trainer"]["callbacks"]), *as_list(config["rollout"])]
+    return [(find_class(one["class_path"], [], "trainer.callbacks"), arguments(one)) for one in sections]
+
+
+def make_callbacks(found: Iterable[tuple[type, Arguments]]) -> list[object]:
     """Construct the callbacks that affect the plan: the rollout callback, and callbacks that offload memory."""
-    listed = config["trainer"]["callbacks"] or []
-    sections = [*(listed if isinstance(listed, list) else [listed]), config["rollout"]]  # None: of `rollout: null`
-    kinds = [(find_class(one["class_path"], [], "trainer.callbacks"), arguments(one)) for one in sections if one]
-    return [kind(**given) for kind, given in kinds if hasattr(kind, "plan_memory") or hasattr(kind, "moved_each_step")]
+    return [kind(**given) for kind, given in found if hasattr(kind, "plan_memory") or hasattr(kind, "moved_each_step")]
 
 
 def count_devices(devices: object) -> int:

@@ -6,10 +6,12 @@
     others     wait for instructions of rank 0: to take part in a weight sync, to receive finished groups
 """
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from rlightning import intervals
@@ -28,6 +30,9 @@ from rlightning.rollout.sampler import OnCompleted, Sampling, sampling_settings
 from rlightning.types import Prompt, Trajectory
 
 T = TypeVar("T")
+
+OBJECTS_BETWEEN_COLLECTIONS = 10_000
+"""After so many new objects, instead of 700 or 2,000, Python looks for reference cycles while the collector works."""
 
 Instruction = Literal["done", "sync weights", "deliver", "wait"]
 """The next action of all ranks, chosen by rank 0."""
@@ -58,6 +63,22 @@ class Weights(Protocol):
 
     def needs_sync(self) -> bool:
         """Return, on rank 0, whether to sync weights while requests run: none serves, or one would come back."""
+
+
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Context in which Python looks for reference cycles less often.
+
+    Each trajectory is a dozen objects, and every few thousand trajectories Python visits all objects of the process, of
+    which the imported packages have hundreds of thousands, although nearly all of them stay.
+    """
+    usual = gc.get_threshold()
+    if 0 < usual[0] < OBJECTS_BETWEEN_COLLECTIONS:
+        gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 class Collector:
@@ -104,6 +125,7 @@ class Collector:
             self._runner.num_requeues, self._runner.first_failure = 0, None
         return totals
 
+    @rare_garbage_collection()
     def generate(
         self, requests: Sequence[PromptStream], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
@@ -161,6 +183,7 @@ class Collector:
             send_finished()
         return [done[place] for place in range(len(requests))]
 
+    @rare_garbage_collection()
     def collect_trajectories(
         self,
         requests: Sequence[PromptStream],

@@ -63,6 +63,14 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
     return result
 
 
+def no_generator(kind: type) -> ConfigError:
+    """Return the error of a run whose module has completions to sample, and no callback to sample them."""
+    return ConfigError(
+        f"{kind.__name__} has nothing to generate with. Fill the section rollout, or add VLLMRollout to "
+        "trainer.callbacks."
+    )
+
+
 class EvaluationSteps(UpdateModule):
     """An UpdateModule that samples and rewards completions in validation and test, and returns them in prediction.
 
@@ -153,10 +161,7 @@ class EvaluationSteps(UpdateModule):
             ConfigError: there is no rollout callback.
         """
         if self.generator is None:
-            raise ConfigError(
-                f"{type(self).__name__} has nothing to generate with. Fill the section rollout, or add VLLMRollout to "
-                "trainer.callbacks."
-            )
+            raise no_generator(type(self))
         return self.generator
 
     def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:

@@ -101,7 +101,7 @@ def describe_memory(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def describe_output(trainer: Trainer, module: EvaluationSteps) -> str:
-    """Return the folders that the run writes to, and the size of a checkpoint."""
+    """Return the folders that the run writes to, and the size of a checkpoint; "" if only an engine writes its log."""
     assert trainer.state.fn is not None
     folder, stage = Path(trainer.default_root_dir), trainer.state.fn.value
     if execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
@@ -112,7 +112,9 @@ def describe_output(trainer: Trainer, module: EvaluationSteps) -> str:
         parts += [relative(logger.log_dir, folder) for logger in trainer.loggers if logger.log_dir]
     outputs = (one.output(trainer, stage) for one in callbacks_of(trainer) if isinstance(one, RLCallback))
     parts += [relative(output, folder) for output in outputs if output is not None]
-    return f"{folder}: {', '.join(parts)}" if parts else str(folder)
+    if parts:
+        return f"{folder}: {', '.join(parts)}"
+    return str(folder) if trainer.loggers else ""
 
 
 def describe_checkpoints(trainer: Trainer, module: EvaluationSteps, folder: Path) -> str:

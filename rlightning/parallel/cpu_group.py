@@ -84,7 +84,7 @@ def _connect(world: dist.ProcessGroup) -> Connection:
     # A store can outlive its process group: torchrun keeps one for all groups that a process begins.
     _num_connections += 1
     store = RankStore(default_store(), f"rlightning/{_num_connections}/", dist.get_rank(), dist.get_world_size())
-    weakref.finalize(world, store.close)
+    weakref.finalize(world, store.close).atexit = False  # the failure watch uses it until the process ends
     return Connection(store)
 
 

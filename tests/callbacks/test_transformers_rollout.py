@@ -1,5 +1,6 @@
 """Whole runs without an engine: training, validation, prediction, resume, ranks and the command line."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -92,12 +93,30 @@ def test_truncated_run_has_gap_of_plain_one(
 
 
 def test_missing_supports_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     rollout, batch = make_rollout(top_p=0.8), RolloutBatch.of_sequences([[1, 2, 3]])
     for _ in range(2):
         rollout.on_rollout_end(cast(Any, None), None, batch)
     assert caplog.text.count("The sampler returns no Sample.supports") == 1
+    assert "are cut as the sampler's were" not in caplog.text
     make_rollout().on_rollout_end(cast(Any, None), None, batch)
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("truncation", "num_lines"), [({"top_p": 0.9}, 1), ({"top_p": 0.9, "top_k": 500}, 0), ({"top_k": 3}, 0)]
+)
+def test_known_supports_without_top_k_are_described_once(
+    truncation: dict[str, Any], num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rollout, batch = make_rollout(**truncation), RolloutBatch.of_sequences([[1, 2, 3]])
+    for one in batch.trajectories[0].samples:
+        one.supports = Supports(one.token_ids, [1] * len(one.token_ids))
+    for _ in range(2):
+        rollout.on_rollout_end(cast(Any, None), None, batch)
+    assert len(caplog.records) == num_lines
+    assert caplog.text.count("top_p and min_p leave the 128 likeliest tokens at most") == num_lines
 
 
 def test_larger_supports_are_counted_once(caplog: pytest.LogCaptureFixture) -> None:

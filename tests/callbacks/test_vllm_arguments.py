@@ -1,7 +1,6 @@
 """What VLLMRollout makes of its arguments, and what it refuses before an engine starts."""
 
 import importlib.util
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -111,26 +110,12 @@ def test_engine_arguments_pass_through(engine_model: str, tmp_path: Path, monkey
     assert config.dtype == torch.float32 and not config.can_sleep
 
 
-@pytest.mark.parametrize(
-    ("truncation", "said"),
-    [
-        ({"top_p": 0.9}, "top_p and min_p leave the 128 likeliest tokens at most"),
-        ({"top_p": 0.9, "top_k": 500}, None),
-    ],
-)
-def test_truncated_distribution_is_said(
-    truncation: dict[str, Any],
-    said: str | None,
-    engine_model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 500}])
+def test_truncated_engine_returns_supports(
+    truncation: dict[str, Any], engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        config = started_with(make_rollout(**truncation), engine_model, tmp_path, monkeypatch)
+    config = started_with(make_rollout(**truncation), engine_model, tmp_path, monkeypatch)
     assert config.engine_args["max_logprobs"] == 129
-    found = [one.getMessage() for one in caplog.records if "the trainer" in one.getMessage()]
-    assert [text for text in found if said is None or text.startswith(said)] == found and bool(found) == bool(said)
 
 
 def test_a_single_stop_string_is_not_taken_apart() -> None:

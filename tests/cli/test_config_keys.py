@@ -151,6 +151,7 @@ def test_the_missing_dependency_of_a_users_module_is_named(project: Path, capsys
         (".needs_more.Mine", "'.needs_more.Mine' is no dotted path. Write module.Class, such as needs_more.Mine."),
         ("cut_off.Mine", "importing 'cut_off' failed: SyntaxError: "),
         ("of_old.Mine", "importing 'of_old' failed: ImportError: cannot import name 'gone' from 'math'"),
+        ("misspelt.Mine", "importing 'misspelt' failed: NameError: name 'Clas' is not defined (misspelt.py, line 2)."),
     ],
 )
 def test_users_module_that_cannot_be_imported_is_one_line(
@@ -158,8 +159,10 @@ def test_users_module_that_cannot_be_imported_is_one_line(
 ) -> None:
     (project / "cut_off.py").write_text("class Mine(\n")
     (project / "of_old.py").write_text("from math import gone\n")
+    (project / "misspelt.py").write_text("import math\nMine = Clas\n")
     code, errors = fit_here(capsys, "--config", "run.yaml", "--model", path)
-    assert code == 2 and message in errors.splitlines()[-1] and "Traceback" not in errors
+    line = errors.splitlines()[-1].replace(f"{project}/", "")
+    assert code == 2 and message in line and "Traceback" not in errors
 
 
 @pytest.mark.long

@@ -141,9 +141,13 @@ def test_trajectories_are_printed_turn_by_turn(project: Path, capsys: pytest.Cap
 
 
 @pytest.mark.processes
-def test_json_has_a_line_a_trajectory(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_a_line_a_trajectory(
+    project: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rlightning")
     code, text, errors = rollout(capsys, "--num=4", "--samples", "2", "--json")
     assert code == 0, errors
+    assert "layout  1 rank on CPU" in caplog.text and "writes  " not in caplog.text and not (project / "run").exists()
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["row"] for row in rows] == [0, 0, 1, 1]
     for row in rows:

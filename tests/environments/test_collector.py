@@ -1,6 +1,7 @@
 """What a step takes of what is in flight: the environments answer at once, or not at all; no engine is started."""
 
 import asyncio
+import gc
 import logging
 import threading
 from array import array
@@ -140,6 +141,34 @@ def test_generate_keeps_order_and_leaves_flight_alone(make_run: Callable[..., Ru
     assert [[one.prompt.index for one in group] for group in groups] == [[5, 5], [3, 3], [4, 4]]
     assert sorted(completed) == [3, 4, 5]
     assert [group.prompt.index for group in run.collector.in_flight.running] == [9]
+
+
+@pytest.fixture
+def gc_threshold() -> Iterator[None]:
+    usual = gc.get_threshold()
+    yield
+    gc.set_threshold(*usual)
+
+
+@pytest.mark.parametrize(("usual", "expected"), [(700, 10_000), (0, 0), (50_000, 50_000)])
+def test_garbage_is_collected_rarely_while_groups_are_collected(
+    usual: int, expected: int, make_run: Callable[..., Run], gc_threshold: None
+) -> None:
+    gc.set_threshold(usual, 9, 8)
+    seen: list[int] = []
+
+    def answers(index: int) -> bool:
+        seen.append(gc.get_threshold()[0])
+        return True
+
+    run = make_run(answers)
+    run.take(1, 0)
+    run.collector.generate([(Prompt(1, "1", [1], {}), 0)], 1, Sampling(), None)
+    assert seen == [expected] * 2 and gc.get_threshold() == (usual, 9, 8)
+    run.sampler.error = EngineError("No engine is left.")
+    with pytest.raises(EngineError):
+        run.take(1, 2)
+    assert gc.get_threshold() == (usual, 9, 8)
 
 
 def test_weights_are_synced_while_requests_wait(make_run: Callable[..., Run]) -> None:

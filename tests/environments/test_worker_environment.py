@@ -409,7 +409,8 @@ def test_environment_whose_module_raises_is_one_line(
 ) -> None:
     (tmp_path / "broken_deeds.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"^environment\.environment=broken_deeds\.Deeds: ZeroDivisionError: .*\.\n"):
+    line = r"^environment\.environment=broken_deeds\.Deeds cannot be imported by .*/python: ZeroDivisionError: .*zero "
+    with pytest.raises(ConfigError, match=line + rf"\({tmp_path}/broken_deeds\.py, line 1\)\. Fix its module\.\n"):
         asyncio.run(WorkerEnvironment("broken_deeds.Deeds", python=other_python).check())
 
 

@@ -119,10 +119,28 @@ def test_sft_has_no_engine(project: Path) -> None:
     assert "engine" not in text and "sync" not in text
 
 
+OWN_GENERATOR = """\
+from lightning.pytorch import Callback
+
+from rlightning.rollout import Generator
+
+
+class Recorded(Callback, Generator):
+    pass
+"""
+
+
 @pytest.mark.long
-def test_a_run_without_rollout_section_is_planned(project: Path) -> None:
+def test_a_run_without_sampler_is_refused_unless_a_callback_generates(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (project / "run.yaml").write_text(RUN.replace("{max_new_tokens: 1024}", "null"))
-    assert parse_work(["fit", "--config", "run.yaml"]).rollout is None
+    with pytest.raises(ConfigError, match=r"^GRPO has nothing to generate with\. Fill the section rollout, or add"):
+        parse_work(["fit", "--config", "run.yaml"])
+    monkeypatch.syspath_prepend(project)
+    (project / "own_generator.py").write_text(OWN_GENERATOR)
+    own = ["--trainer.callbacks+=own_generator.Recorded"]
+    assert parse_work(["fit", "--config", "run.yaml", *own]).rollout is None
 
 
 @pytest.mark.long

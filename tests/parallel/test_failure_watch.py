@@ -5,9 +5,12 @@ import errno
 import os
 import signal
 import socket
+import threading
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fork_server import START_BY_EXEC
@@ -18,6 +21,7 @@ from rlightning import intervals
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
 from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect_rank
+from rlightning.parallel.failure_watch import SIGNAL, FailureWatch, PeerFailure
 from rlightning.parallel.rank_failure import Failure, describe, is_failure
 from rlightning.rpc import LoopThread, Peer
 from rlightning.rpc.peer import Method
@@ -75,6 +79,8 @@ with FailureWatch(grace=2 if others == "stuck" and rank != failing else 600):
             Path(__file__).with_name("struck").touch()
             if how == "raise":
                 raise ValueError("boom")
+            if how == "exit":
+                sys.exit(7)
             if how == "fork" and (child := os.fork()) == 0:
                 os.closerange(0, 3)
                 time.sleep(600)  # with copies of this rank's connections
@@ -135,6 +141,51 @@ def test_exception_ends_all_ranks_shown_once(tmp_path: Path, failing: int, other
         assert "the interpreter goes" not in error
         # What nothing interrupts is ended when the grace is over, without cleaning up.
         assert (f"rank {rank} cleans up" in error) == (rank == failing or others != "stuck")
+
+
+@pytest.mark.processes
+def test_killed_ranks_have_exit_code_of_the_failed(tmp_path: Path) -> None:
+    """Rank 0 is in a call that nothing interrupts, until the grace is over."""
+    codes, errors = run_ranks(tmp_path, 1, "exit", "stuck", num_ranks=2)
+    assert codes == [7, 7], errors
+
+
+def test_interrupted_and_waiting_ranks_end_with_first_exit_code() -> None:
+    """Which of the two ends a rank 0 that waits for the others depends on the moment."""
+    watch, server = FailureWatch(), cast(Any, SimpleNamespace(is_over=threading.Event()))
+    watch._first = Failure(1, "failed", 7)
+    for end in (partial(watch._interrupt, SIGNAL, None), partial(watch._await_others, server)):
+        watch._is_ending = False
+        with pytest.raises(PeerFailure) as raised:
+            end()
+        assert raised.value.code == 7
+
+
+AT_EXIT = """\
+import os, torch.distributed as dist
+from rlightning.errors import ConfigError
+from rlightning.parallel.failure_watch import FailureWatch
+
+dist.init_process_group("gloo")
+watch = FailureWatch()
+watch.start()
+watch.stop_at_exit()
+if os.environ["RANK"] == "1":
+    raise ConfigError("boom")
+"""
+
+
+@pytest.mark.processes
+def test_ranks_that_are_through_have_exit_code_of_the_failed(tmp_path: Path) -> None:
+    """Rank 0 waits for the others at its exit, and rank 1's exception is uncaught."""
+    script = tmp_path / "at_exit.py"
+    script.write_text(AT_EXIT)
+    ranks = start_ranks(script, 2)
+    try:
+        errors = [process.communicate(timeout=500)[1] for process in ranks]
+    finally:
+        end_ranks(ranks)
+    assert [process.returncode for process in ranks] == [2, 2], errors
 
 
 @pytest.mark.processes

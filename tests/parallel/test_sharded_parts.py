@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.replicated import average_gradients
-from rlightning.parallel.sharding import Sharding, rounded_vectors, shard_parts
+from rlightning.parallel.sharding import rounded_vectors
 
 
 class Scaled(nn.Module):
@@ -80,11 +81,15 @@ def train(owner: Owner, num_steps: int = 3) -> list[Tensor]:
 
 
 def train_sharded(folder: Path, expected: list[Tensor]) -> None:
-    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor_parallel"))
-    owner, sharding = Owner(), Sharding(mesh=mesh, device=torch.device("cpu"))
-    sharding.shard(owner.actor)
+    owner, strategy = Owner(), FSDP()
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy._device_mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("replicate", "shard", "tensor_parallel"))
+    strategy.sharding.shard(owner.actor)
+    strategy.model = owner
+    for part in (p for p in owner.parameters() if not isinstance(p, DTensor)):
+        part.data += dist.get_rank()  # other values than rank 0's, as with another seed
     for _ in range(2):  # another fit of the same module
-        shard_parts(owner, sharding)
+        strategy.model_to_device()
     assert {name for name, p in owner.named_parameters() if not isinstance(p, DTensor)} == WHOLE - {"tied.weight"}
     for found, weight in zip(train(owner), expected, strict=True):
         torch.testing.assert_close(found, weight, atol=1e-6, rtol=1e-5)
