@@ -75,7 +75,7 @@ def show_log_lines() -> None:
 
 
 class _OfCallbacks(logging.Filter):
-    """A log filter that drops Lightning's messages up to INFO, except those that its callbacks log."""
+    """A log filter that drops Lightning's messages up to level INFO, except those of its callbacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether ``record`` is shown."""

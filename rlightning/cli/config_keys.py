@@ -55,7 +55,7 @@ class ConfigKeys:
         parameters: the command's keys.
         classes: the class that each key names so far, such as ``{"model": GRPO}``.
         seen: every key read so far, in full.
-        unset_mappings: keys of mappings of which options set an item, though nothing has set the mapping before.
+        unset_mappings: keys of mappings of which an option sets an item before anything has set the mapping.
         files: for each file the content merged with the mappings of earlier files; None if they change nothing.
     """
 
@@ -173,7 +173,7 @@ class ConfigKeys:
         self._leaves.add(key)
 
     def _begin(self, value: object, options: list[object], key: str) -> None:
-        """Nest dotted names in a mapping, and record a mapping of which an option sets the first item."""
+        """Nest dotted names in a mapping; record the mapping if an option sets its first item."""
         items = (item for option in options if is_mapping(option) for item in item_hints(option))
         has_keys = any(is_configurable(kind) for item in items for kind in flatten_union(item))
         if isinstance(value, dict) and has_keys and any("." in name for name in value):
@@ -246,7 +246,7 @@ def check_model(keys: ConfigKeys) -> None:
 
 
 def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
-    """Return the error for a value in place of a mapping with the keys ``parameters``."""
+    """Return the error for a key that must be a mapping with the keys ``parameters``, but has another value."""
     return ConfigError(
         f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as "
         f"'  {next(iter(parameters))}: value'."
@@ -290,13 +290,13 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def find_class(path: str, bases: list[type], key: str) -> Any:
-    """Import the class of a dotted path, or find a subclass by its bare name, imported or in the package of its base.
+    """Import the class of a dotted path, or find a class by its name alone, if imported or in its base class's package.
 
     A dotted path may also name a function, which is returned.
 
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
-        bases: of which the class may be a subclass.
+        bases: base classes that the key allows.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
@@ -336,7 +336,7 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
 
 
 def no_class(key: str, name: str, choices: Iterable[str]) -> ConfigError:
-    """Return the error for a bare name of a class that does not exist."""
+    """Return the error for a class name, without a module, that matches none of the ``choices``."""
     return ConfigError(f"{key}: there is no class '{name}'. {suggest(name, choices)}")
 
 
@@ -344,7 +344,7 @@ def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
     """Return the error for a dotted path with a module that does not exist.
 
     Args:
-        folders: of the package in which it would be.
+        folders: where the module was looked for.
     """
     choices = [module.name for module in iter_modules(folders, f"{name.rpartition('.')[0]}.")]
     choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
@@ -352,14 +352,14 @@ def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
 
 
 def no_name(key: str, path: str, choices: Iterable[str]) -> ConfigError:
-    """Return the error for a dotted path whose module lacks the name; suggests other names of the module."""
+    """Return the error for a dotted path to a name that its module does not define; suggests similar names."""
     module, _, name = path.rpartition(".")
     near = suggest(path, [f"{module}.{choice}" for choice in choices if not choice.startswith("_")])
     return ConfigError(f"{key}: there is no '{name}' in '{module}'. {near}")
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return a sentence with the choice nearest to a wrong name."""
+    """Return a sentence that suggests the choice nearest to a misspelled name."""
     nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
     return (
         f"Did you mean '{nearest[0]}'?"

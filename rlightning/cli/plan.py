@@ -77,7 +77,7 @@ def plan(options: list[str]) -> str:
 
 
 def parse_work(args: list[str]) -> Work:
-    """Return the work of the run that ``fit`` would start with these options.
+    """Return what the run that ``fit`` would start with these options computes: its models, batch and devices.
 
     Raises:
         ConfigError: as for ``fit``, if it can be detected without constructing objects.
@@ -123,7 +123,7 @@ def parse_work(args: list[str]) -> Work:
 
 
 def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
-    """Yield the models other than the actor; if ``configure_roles`` is overridden, one of unknown size."""
+    """Yield the memory of models other than the actor; if ``configure_roles`` is overridden, one of unknown size."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))
@@ -194,7 +194,7 @@ def read_parallelism(trainer: Namespace) -> Parallelism:
 
 
 def find_strategy(strategy: str | Namespace, ranks: int) -> tuple[type[Strategy], Arguments]:
-    """Return the class and the arguments of a strategy, which is given by its class rather than a short name."""
+    """Return the class and the arguments of a strategy, after its short name has been replaced by its class."""
     given: Arguments = {}
     if not isinstance(strategy, str):
         found = find_class(strategy["class_path"], [Strategy], "trainer.strategy")

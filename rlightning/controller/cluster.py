@@ -137,7 +137,7 @@ def check_reachable(address: str) -> None:
 
 
 def check_admitted(where: str, address: str) -> None:
-    """Raise a ConfigError for a cluster that does not answer this process, with the cause, which ``ray.init`` hides."""
+    """Raise a ConfigError for a cluster that rejects this process, with the cause, which ``ray.init`` omits."""
     ray = import_ray()
     from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -148,7 +148,7 @@ def check_admitted(where: str, address: str) -> None:
 
 
 def _refused(where: str, error: Exception) -> ConfigError:
-    """Return a ConfigError for the cause of Ray's exception; for unknown causes with Ray's own message."""
+    """Return a ConfigError that states the cause of Ray's exception; if that is unknown, Ray's own message."""
     if isinstance(error, import_ray().exceptions.AuthenticationError):
         return ConfigError(
             f"trainer.strategy: the Ray cluster at address={where} asks for its authentication token, and this process "
@@ -176,7 +176,7 @@ class Resources:
     placement: str = "PACK"
 
     def check(self) -> None:
-        """Raise a ConfigError for invalid amounts or placements."""
+        """Raise a ConfigError for an invalid number of cores or GPUs, or an unknown placement."""
         check_rules(
             {
                 f"cpus_per_worker={self.cpus} must be at least 0. Use 1": self.cpus >= 0,
@@ -190,7 +190,7 @@ class Resources:
         """Return the number of workers, by default one for each GPU of the cluster, and each worker's resources.
 
         Raises:
-            ConfigError: if the cluster has less.
+            ConfigError: if the cluster has fewer GPUs or cores.
         """
         has = import_ray().cluster_resources()
         uses_gpus = accelerator != "cpu" and has.get("GPU", 0) > 0

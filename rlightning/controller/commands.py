@@ -45,7 +45,7 @@ R = TypeVar("R", covariant=True)
 
 
 class Command(Generic[R]):
-    """A command, whose result has the type ``R``."""
+    """A command of the controller to a worker; the worker's result has the type ``R``."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,12 @@ class PromptRequest:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A callback or the module in a worker has set ``trainer.should_stop``."""
+    """Reports that a callback or the module in a worker has set ``trainer.should_stop``."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A command has been executed, with this result."""
+    """The last entry of a command that has been executed, with its result."""
 
     result: Any
 
@@ -280,7 +280,7 @@ class CommandQueue:
         self._current = None
 
     def fail(self, failure: Failed) -> None:
-        """Answer all commands, including future ones, with ``failure``."""
+        """Answer all commands, including future ones, with a failure."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()

@@ -90,7 +90,7 @@ class DriverContext:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise a ConfigError for variables that cannot be passed to actors; no message contains a value."""
+    """Raise a ConfigError for environment variables that cannot be passed to actors; messages contain no values."""
     for name in names:
         if "=" in name:
             name, _, _ = name.partition("=")
@@ -102,7 +102,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def passed_value(name: str) -> str:
-    """Return a variable's value for actors; relative paths in PYTHONPATH become absolute."""
+    """Return the value of an environment variable for Ray actors; relative paths in PYTHONPATH become absolute."""
     value = os.environ[name]
     return os.pathsep.join(absolute_paths(value.split(os.pathsep))) if name == "PYTHONPATH" else value
 
@@ -113,7 +113,7 @@ def absolute_paths(paths: Iterable[str]) -> list[str]:
 
 
 def digest_variables() -> dict[str, str]:
-    """Return a digest of each environment variable that all processes of a run should share, by name."""
+    """Return a digest, by name, of each environment variable that should be equal in all processes of a run."""
     return {
         name: hashlib.blake2b(value.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
         for name, value in sorted(os.environ.items())
@@ -122,6 +122,6 @@ def digest_variables() -> dict[str, str]:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return names in one line, cut to a maximum number."""
+    """Return names as one line of text, shortened to a maximum number of names."""
     more = f" and {len(names) - LONGEST_LIST} more" if len(names) > LONGEST_LIST else ""
     return ", ".join(names[:LONGEST_LIST]) + more

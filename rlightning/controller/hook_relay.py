@@ -61,7 +61,7 @@ class BatchPart:
 
     @classmethod
     def of(cls, batch: RolloutBatch, hook: str, *, is_head: bool) -> Self:
-        """Store a batch and return its part; of ranks with the same batch one stores it, by the storing policy."""
+        """Store a batch and return its part; of ranks with equal batches, only one stores it, by the storing policy."""
         tensors, lists = split_lists(batch)
         pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
         store = store_tensors if hook in GLOBAL_GROUPS else store_own_tensors
@@ -177,7 +177,7 @@ class HookRelay(Checkpoint):
 
 
 def wanted_hooks(callbacks: Sequence[Callback]) -> frozenset[str]:
-    """Return the RL hooks that at least one of the callbacks overrides."""
+    """Return the names of the RL hooks that at least one of the callbacks overrides."""
     return frozenset(hook for hook in RL_HOOKS for one in callbacks if is_overridden(hook, one, RLCallback))
 
 
@@ -217,7 +217,7 @@ class Relay:
             self._fire_next()
 
     def flush(self) -> None:
-        """Call the remaining hooks, which only some ranks may have sent, such as those of an engine of one rank."""
+        """Call the hooks that only some ranks have sent, such as those of an engine of one rank."""
         while self._order:
             self._fire_next()
 

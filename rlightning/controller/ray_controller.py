@@ -60,8 +60,8 @@ class ActorEngines(Protocol):
 
     Attributes:
         callback: the rollout callback that uses them.
-        run_key: by which trainers authenticate; None until they are started.
-        runs: Ray's references to their running calls, which only end by an exception.
+        run_key: key with which trainers authenticate; None until the engines are started.
+        runs: Ray's references to the engines' running calls, which end only with an exception.
     """
 
     callback: Callback
@@ -155,7 +155,7 @@ class RayController(ControllerStrategy):
     # Before anything starts
 
     def take_devices(self, accelerator: object, devices: object, num_nodes: int) -> None:
-        """Take the Trainer's device arguments for the workers; called before the Trainer is made without them."""
+        """Store the Trainer's device arguments, for the workers; called before the Trainer is constructed."""
         if self.worker_accelerator is None and isinstance(accelerator, str):
             self.worker_accelerator = accelerator
         per_node = len(devices) if isinstance(devices, list) else devices
@@ -284,12 +284,12 @@ class RayController(ControllerStrategy):
         )
 
     def _settled_data(self, trainer: Trainer) -> LightningDataModule | None:
-        """Return the data module in the form that is sent to workers."""
+        """Return the data module that is sent to the workers: a copy without rows, if the module provides one."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         return data.without_rows() if isinstance(data, RowlessData) else self._data
 
     def _start_engines(self, callback: Callback, trainer: Trainer) -> Callback:
-        """Return the callback; if its engines are Ray actors, a copy with their addresses."""
+        """Start a callback's engines if they are Ray actors; return the callback, or a copy with their addresses."""
         assert self._standing is not None
         configured = self._standing.configured
         is_needed = generates(configured) or trainer.state.fn == "predict"

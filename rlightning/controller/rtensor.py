@@ -43,7 +43,7 @@ class RTensor:
 
     Attributes:
         dtype: of the tensor.
-        block: the stored object with the tensor's bytes, and those of others if it is small.
+        block: the stored object with the tensor's bytes; small tensors share one.
         index: of the tensor in the block.
     """
 
@@ -126,7 +126,7 @@ def fetch_tensors(tree: object) -> Any:
 
 
 def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
-    """Return the contents of blocks by the same keys, with one fetch for all blocks of a type."""
+    """Return the contents of blocks, by the same keys, with one request for all blocks of a type."""
     found: dict[int, Sequence[Bytes]] = {}
     for kind in {type(block) for block in blocks.values()}:
         chosen = {key: block for key, block in blocks.items() if type(block) is kind}
@@ -135,7 +135,7 @@ def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
 
 
 def _share_out(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors by stored object: small ones share one; large ones have their own, to be freed separately."""
+    """Group tensors by stored object: small tensors share one; large ones have their own, to be freed separately."""
     small = [tensor for tensor in tensors if tensor.nbytes < SHARED_BELOW]
     if small:
         yield small
@@ -166,7 +166,7 @@ def _as_tensor(array: Bytes, handle: RTensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Return the caller of the function that calls this one."""
+    """Return the function, file and line of the caller of the function that calls this one."""
     frame = sys._getframe(2)
     return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 

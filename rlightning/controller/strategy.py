@@ -107,7 +107,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         return fetch_tensors(self.execute_all(Call(method, arguments, named))[0])
 
     def _supply(self, num_prompts: int) -> None:
-        """Send each worker this number of prompts from the data module."""
+        """Send each worker ``num_prompts`` further prompts of the training set."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.workers.supply(split_in_order(data.take(num_prompts * self.workers.num_workers), self.workers.num_workers))
 
@@ -152,7 +152,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         log_epoch_metrics(module, [result.epoch_metrics for result in results])
 
     def validation_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Evaluate a batch: each worker takes every n-th element of it."""
+        """Evaluate a batch: of n workers, each takes every n-th element."""
         self._evaluate_batch(batch, dataloader_idx)
 
     test_step = validation_step
@@ -185,7 +185,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self.execute_all(Evaluate(num_sets, is_sanity_check=self.trainer.sanity_checking))
 
     def on_train_end(self) -> None:
-        """End the workers' fits; called when all has been saved."""
+        """End the workers' fits; called after all checkpoints are saved."""
         self.execute_all(End())
         self._await_end()
 
@@ -235,7 +235,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
 
 def refusal(command: Command[object], hook: str) -> ConfigError:
-    """Return the error for a command in a hook where it could wait forever."""
+    """Return the error for a command that was sent in a hook in which it could wait forever."""
     name = type(command).__name__
     what = f"trainer.strategy.call({command.method!r})" if isinstance(command, Call) else f"a command to {name.lower()}"
     return ConfigError(
@@ -286,7 +286,7 @@ class ControllerLauncher(Launcher):
 
 @contextmanager
 def naming_lost_cluster() -> Iterator[None]:
-    """Context in which Ray's errors after the loss of the run's own cluster become an error that names the loss."""
+    """Context manager that converts Ray's errors after the run's own cluster was lost to a ClusterLostError."""
     try:
         yield
     except Exception:

@@ -57,7 +57,7 @@ class Owner(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The number and total size of the existing stored objects of one label."""
+    """The number and the total size of the stored objects of one label that exist."""
 
     label: str
     entries: int

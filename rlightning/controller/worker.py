@@ -52,10 +52,10 @@ OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
 class Worker(CommandQueue):
     """One rank, with the queue of its commands; the class of the Ray actor.
 
-    :meth:`run` blocks for a whole fit. The other methods are called meanwhile, in other threads.
+    :meth:`run` blocks for a whole fit. The other methods are called in other threads meanwhile.
 
     Args:
-        host_threads: the controller's OMP_NUM_THREADS; None for a share of the cores, as if all workers were here.
+        host_threads: the controller's OMP_NUM_THREADS; None for the cores divided by the number of all workers.
     """
 
     def __init__(self, rank: int, num_workers: int, driver: DriverContext, host_threads: str | None) -> None:
@@ -95,7 +95,7 @@ class Worker(CommandQueue):
         """Run one stage, named by the Trainer's method, until the controller ends it.
 
         Args:
-            number: of the stage; one that was run before is not repeated.
+            number: of the stage; a stage that was run before is not repeated.
             config: None for a later stage of the same run, with the same trainer and module.
             rendezvous: rank 0's address and port.
         """

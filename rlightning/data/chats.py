@@ -79,7 +79,7 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: Json
 
 
 def find_open_thought(text: str) -> str | None:
-    """Return the tag, such as ``<think>``, at a prompt's end with which completions begin inside the reasoning."""
+    """Return the reasoning tag at a prompt's end, such as ``<think>``: completions then begin inside the reasoning."""
     found = _OPEN_THOUGHT.search(text[-100:])
     return found.group().strip() if found else None
 

@@ -94,11 +94,11 @@ def check_source(source: object, key: str) -> None:
 
 
 def hold_rows(source: "PromptSource", limit: int | None, key: str, limit_key: str) -> "PromptSource":
-    """Return a source that can be read repeatedly: the rows of an iterator are copied to a list.
+    """Return a source that can be read repeatedly; the rows of an iterator are copied to a list.
 
     Args:
-        key: of the source, for errors.
-        limit_key: of the limit, for errors.
+        key: configuration key of the source, for errors.
+        limit_key: configuration key of the limit, for errors.
 
     Raises:
         ConfigError: if the source has neither a length nor a limit.
@@ -198,7 +198,7 @@ def _is_of(source: object, module: str, name: str) -> bool:
 
 
 def _unpack(table: "DataFrame", key: str) -> "datasets.Dataset | list[Row]":
-    """Convert a table of any package to a ``datasets.Dataset``, without a copy if possible, or to rows."""
+    """Convert any package's DataFrame to a ``datasets.Dataset``, without a copy if possible, or to a list of rows."""
     import datasets
     import pandas
     import pyarrow

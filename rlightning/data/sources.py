@@ -39,7 +39,7 @@ class RowTable:
         path: the set's name, as given by the user.
         rows: in the order of the file; a list, or :class:`~rlightning.data.rows.StoredRows` for a large set.
         unit: of ``places``, "line" or "row".
-        places: of each row in the file, counted from 1.
+        places: the line or row number of each row in the file, counted from 1.
         has_fixed_fields: whether every row has all fields, null if it has no value.
     """
 
@@ -142,7 +142,7 @@ def _parse(text: bytes, what: str, way_out: str, where: str) -> object:
 
 
 def _is_flat(content: object) -> bool:
-    """Return whether lists and objects are nested no deeper than ``MAX_NESTING``."""
+    """Return whether the lists and objects in a JSON value are nested at most ``MAX_NESTING`` levels deep."""
     level = [content]
     for _ in range(MAX_NESTING):
         level = [part for one in level if isinstance(one, dict) for part in one.values()] + [
@@ -297,7 +297,7 @@ def from_dataset(path: str, loaded: "Dataset | DatasetDict", split: str | None, 
 
 
 def _expand(path: str) -> Path:
-    """Return a path with a user's folder in place of ``~``, unless ``~`` is followed by an unknown user."""
+    """Return a path with ``~`` replaced by the user's home, unless ``~`` is followed by an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -47,9 +47,9 @@ def tokenize(
 
 
 def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
-    """Cut a prompt's beginning, since its end has the question and the start of the model's turn; a BOS token is kept.
+    """Truncate a prompt at its beginning, since its end has the question and the turn's start; keep a BOS token.
 
-    Returns the kept tokens, at most ``limit``, and those of them after the BOS token.
+    Returns the kept tokens, at most ``limit``, and the kept tokens without the BOS token.
     """
     head = token_ids[:1] if token_ids[0] == tokenizer.bos_token_id else []
     tail = token_ids[len(token_ids) - max(limit - len(head), 0) :]
@@ -57,7 +57,7 @@ def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tupl
 
 
 def check_characters(text: str, where: str, what: str) -> None:
-    """Raise an error for a lone surrogate (half of a character), which no tokenizer accepts."""
+    """Raise an error for a text with an unpaired surrogate, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

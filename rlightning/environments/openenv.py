@@ -85,7 +85,7 @@ class OpenEnv(Environment):
 
 
 class Session:
-    """A session at a server, with the methods of an object of :class:`StepEnvironment`."""
+    """A session on a server, with the methods that :class:`StepEnvironment` calls."""
 
     def __init__(self, settings: OpenEnv) -> None:
         self._settings = settings

@@ -30,11 +30,11 @@ class RecordedGroup:
     Args:
         sampler, chat_format, request, max_length: see :class:`RecordedPolicy`.
         timeout: maximum seconds of a trajectory; None for no limit.
-        max_requeues: maximum number of repetitions of a trajectory that was lost with its worker.
+        max_requeues: how often a trajectory that was lost with its worker is repeated at most.
         turn_timeout: maximum seconds of a turn; None for no limit.
 
     Attributes:
-        num_requeues: number of repetitions of all trajectories.
+        num_requeues: total number of repetitions of trajectories.
         first_failure: the first error in one line, and its traceback; None without any.
         started_at: start of each running trajectory, by its number, on the monotonic clock.
     """
@@ -86,8 +86,9 @@ class RecordedGroup:
         """Return the trajectories in plain types, for a checkpoint. Thread-safe.
 
         Returns:
-            A running trajectory is returned as of the last state that its environment reported, and as None without
-            one; it is then requeued. In a second part all are None, since the saved data does not name the part.
+            A running trajectory as of the last state that its environment reported; None if it reported none, so that
+            the trajectory is requeued. All are None in the second of several calls of :meth:`run_each`, since saved
+            data does not say to which call it belongs.
         """
         found: list[SavedTrajectory | None] = []
         for number, sampler in enumerate(self._samplers):
@@ -149,7 +150,7 @@ class RecordedGroup:
                 await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
 
     async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
-        """Make a trajectory, and repeat it if its worker was lost; a budget limits losses that it may have caused."""
+        """Make a trajectory; repeat it if its worker was lost. A budget limits losses that it may have caused."""
         num_caused = 0
         while True:
             policy = self._policies[number]
@@ -223,7 +224,7 @@ async def _limit_turns(seconds: float | None, policy: RecordedPolicy) -> AsyncIt
 
 
 async def _run_and_check(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
-    """Make a trajectory; raise the first error of its sampler, even if the environment caught that error."""
+    """Make a trajectory; raise its sampler's first error, even if the environment caught that error."""
     try:
         outcome = check_outcome(await run(policy))
     except Exception as error:

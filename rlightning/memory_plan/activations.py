@@ -1,8 +1,8 @@
 """Measures the bytes of activations by running the model's code on fake tensors, which have no memory.
 
 A formula would have to be adapted to each architecture. Instead, two and then three layers of the model run forward and
-backward on fake tensors of a micro-batch's size, and the bytes of all live storages are counted. Each further layer
-needs the difference between both.
+backward on fake tensors of a micro-batch's size, and the bytes of all live storages are counted. The difference is what
+each further layer needs.
 
 For its backward a layer of Qwen3 keeps, in bytes a token without checkpointing (``E`` hidden size, ``H`` query heads,
 ``K`` key/value heads, ``D`` head size, ``I`` intermediate size):
@@ -11,9 +11,9 @@ For its backward a layer of Qwen3 keeps, in bytes a token without checkpointing 
     + 6HD + 6KD (queries' and keys' norms) + 4HD + 4KD + 4H (attention, its log-sum-exps) + 8I (feed-forward)
 
 and the norms' reciprocals. With torch 2.11 keys and values are repeated for the attention kernel: 8HD in place of 4HD +
-4KD. With checkpointing each layer keeps its input, E of the residual stream's dtype, and one layer at a time all of
-this. A compiled layer keeps less, since the backward recomputes cheap operations such as norms, activation functions
-and casts; the compiler's partitioner, applied to the layer's graph, tells which.
+4KD. With checkpointing each layer keeps only its input, E of the residual stream's dtype; one layer at a time keeps all
+of the above. A compiled layer keeps less, since the backward recomputes cheap operations such as norms, activation
+functions and casts; which ones is taken from the compiler's partitioner, applied to the layer's graph.
 """
 
 import copy
@@ -52,7 +52,7 @@ CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of the decoder's forward and backward, without weights and gradients; may be fractions.
+    """Bytes of activations in the decoder's forward and backward, without weights and gradients; may be fractions.
 
     Attributes:
         kept: between forward and backward, including the last hidden states.
@@ -95,7 +95,7 @@ class Decoder:
 
 @cache_by_config
 def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) -> tuple[Bytes, Bytes]:
-    """Return activations as a linear function of a micro-batch's tokens: [4] bytes at zero tokens, [4] a token.
+    """Return activations as a linear function of a micro-batch's tokens: [4] bytes at zero tokens, [4] for each token.
 
     The micro-batch has sequences of ``longest`` tokens; raises the errors of :func:`measure_activations`.
     """
@@ -111,7 +111,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     layers only the kept bytes are measured separately; temporary bytes are assumed to be the same as without compiling.
 
     Raises:
-        ConfigError: if the model's code needs tensors' values, as some routing to experts does.
+        ConfigError: the model's code needs the values of tensors, as the routing of some mixtures of experts does.
     """
 
     def trace_layer(kind: int, decoder: Decoder) -> tuple[Bytes, Bytes]:
@@ -143,7 +143,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
 
 @cache_by_config
 def _trace(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> Bytes:
-    """Return the bytes of all layers of a :func:`shrink`-ed configuration, run eagerly; cached."""
+    """Return the bytes of activations of all layers of a :func:`shrink`-ed configuration, uncompiled; cached."""
     with _fake_model(config, decoder, tokens, longest) as (model, inputs, live):
         if decoder.gradient_checkpointing:
             checkpoint_layers(model, config.get_text_config().num_hidden_layers)
@@ -168,7 +168,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 @cache_by_config
 def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> int:
-    """Return the bytes that the single layer of a :func:`shrink`-ed configuration keeps for backward when compiled."""
+    """Return the bytes that the only layer of a :func:`shrink`-ed configuration keeps for backward if compiled."""
     given: dict[str, Any] = {}
     num_bytes = 0
 
@@ -245,7 +245,7 @@ class AdaptedLinear(nn.Module):
 
     Args:
         base: the frozen layer.
-        rank: of the adapter.
+        rank: rank of the adapter.
     """
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
@@ -313,7 +313,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: object) -> Tensor:
-    """Stands in for torch's grouped matrix product of experts on fake tensors if the dtype is not bfloat16."""
+    """Replacement for torch's grouped matrix product of experts on fake tensors of a dtype other than bfloat16."""
     if right.ndim == 3:  # tokens times each expert's weights
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])  # the gradient of the weights
@@ -360,7 +360,7 @@ def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: in
 
 
 def _unscaled(rope: JsonObject) -> JsonObject:
-    """Return rotary settings without scaling, which takes no memory, but cannot run on fake tensors."""
+    """Return rotary settings without scaling, which needs no memory, but cannot run on fake tensors."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _unscaled(value) for kind, value in rope.items()}
     return {**rope, "rope_type": "default"}

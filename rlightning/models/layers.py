@@ -46,7 +46,7 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
 def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
     """Return whether layers should be compiled, and the reason for the log.
 
-    ``wanted`` None means only on CUDA. Raises a ConfigError if it is True but impossible.
+    ``wanted`` is the user's setting; None compiles only on CUDA. Raises a ConfigError if it is True but impossible.
     """
     obstacle = compiler_obstacle(device)
     if tensor_parallel_size > 1:
@@ -61,7 +61,7 @@ def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_si
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for a device; None if compiling is possible."""
+    """Return why code cannot be compiled for a device; None if it can."""
     variable, names = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
     if any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
         return None
@@ -77,7 +77,7 @@ def cache_folder() -> str:
 
 
 def user_cache() -> Path:
-    """Return the folder of what this package keeps for the user's later runs."""
+    """Return the folder in which this package caches files for the user's later runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlightning"
 
 

@@ -17,12 +17,12 @@ from rlightning.types import RolloutBatch
 
 @runtime_checkable
 class ShardedPolicy(Protocol):
-    """A policy from models/sharded_policy.py."""
+    """A sharded policy (:mod:`rlightning.models.sharded_policy`) with a method for log-probabilities."""
 
     def compute_packed_logprobs(
         self, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute :func:`compute_packed_logprobs`; FSDP gathers weights for this method as for forward()."""
+        """Call :func:`compute_packed_logprobs`; FSDP gathers weights for this method as for ``forward()``."""
 
 
 def packed_logprobs(
@@ -38,7 +38,7 @@ def packed_logprobs(
 
     Returns:
         [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled. Both are those of the
-        distributions truncated by ``batch.supports``, if there are any.
+        distributions truncated to ``batch.supports``, if that is set.
     """
     if isinstance(model, ShardedPolicy):
         return model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)

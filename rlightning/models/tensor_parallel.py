@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers are split by transformers' plan for the model, the vocabulary over all its ranks."""
+"""Tensor parallelism: layers are split by transformers' plan for the model, and the vocabulary over all ranks."""
 
 from collections.abc import Callable
 
@@ -81,7 +81,7 @@ def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
 def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
     """Return the tensor-parallel style of each module to be split, by its name within the base model.
 
-    Raises a ConfigError if the plan leaves out a module between split modules.
+    Raises a ConfigError if a module between split modules is missing in the plan.
     """
     plan = policy.config.get_text_config().base_model_tp_plan
     assert plan is not None
@@ -97,7 +97,7 @@ def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
 
 
 def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
-    """Raise a ConfigError for parameters between split layers that the plan leaves out, such as a norm of the heads.
+    """Raise a ConfigError for parameters between split layers that the plan lacks, such as a norm of the heads.
 
     Each rank would apply the whole parameter to its part of the activations, and compute only a part of its gradient.
     ``planned`` are the names of the modules to split, within the base model.

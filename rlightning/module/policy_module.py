@@ -72,7 +72,7 @@ class PolicyModule(Ranks, SavedModule):
     """Loads and optimizes the actor, exports its weights, and computes its log-probabilities.
 
     The configuration and the tokenizer are read at once, which finds mistakes early; the weights are loaded in
-    :meth:`configure_model`, when Lightning has set up its devices.
+    :meth:`configure_model`, after Lightning has set up its devices.
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
@@ -153,7 +153,7 @@ class PolicyModule(Ranks, SavedModule):
         return AdamWSettings(**{name: vars(self)[name] for name in OPTIMIZER_KEYS})
 
     def configure_model(self) -> None:
-        """Load the networks of all roles that are not loaded. Lightning calls this in every ``fit`` and so on."""
+        """Load the networks of roles that are not loaded yet. Lightning calls this in each ``fit`` and so on."""
         loaded = {name: role.network for name, role in self.roles.items()}
         self.roles = self.configure_roles()
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
@@ -266,7 +266,7 @@ class PolicyModule(Ranks, SavedModule):
             checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, self.model_path)
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Raise a ConfigError for a checkpoint with another kind of adapter or another base model."""
+        """Raise a ConfigError for a checkpoint with another adapter or another base model."""
         adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
         super().on_load_checkpoint(checkpoint)
 
@@ -276,7 +276,7 @@ class PolicyModule(Ranks, SavedModule):
         return state if self.adapter is None else adapter_checkpoints.without_base(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state, which lacks an adapter's base; if strict, other names or shapes raise a ConfigError."""
+        """Load a state, which lacks an adapter's base; if ``strict``, other names or shapes raise a ConfigError."""
         own = super().state_dict()
         if self.adapter is not None:
             state_dict = adapter_checkpoints.with_base(state_dict, own)
@@ -318,17 +318,17 @@ class PolicyModule(Ranks, SavedModule):
         yield from named_weights(self.loaded_actor)
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Context in which the actor computes without its adapter and without gradients."""
+        """Context manager in which the actor computes without its adapter and without gradients."""
         return adapter_off(self.loaded_actor)
 
     def perturbed_adapter(self) -> AbstractContextManager[None]:
-        """Context with changed adapter values, by which a check detects an engine without the adapter; a collective."""
+        """Context manager that perturbs the adapter, to detect an engine without the adapter; a collective."""
         return perturbed_adapter(self.loaded_actor)
 
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the original weights.
 
-        An adapter is merged into its base. An existing folder is replaced when the new one is complete.
+        An adapter is merged into its base. An existing folder is replaced once the new one is complete.
         """
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
@@ -346,7 +346,8 @@ class PolicyModule(Ranks, SavedModule):
 
         Args:
             batch: on the CPU.
-            dtype: the engine's. The actor computes in it if it is bfloat16 or float16, else in the run's own dtype.
+            dtype: the engine's dtype. The actor computes in bfloat16 or float16 if the engine does, else in the run's
+                own dtype.
 
         Returns:
             [T] float32, on the actor's device; 0 where not sampled.
@@ -373,7 +374,7 @@ class PolicyModule(Ranks, SavedModule):
             batch: on the CPU.
             model: the actor, or a reference.
             temperature: divides the logits; replaced by a prompt's own temperature, if it has one.
-            max_tokens: of one micro-batch.
+            max_tokens: maximum tokens of a micro-batch.
 
         Returns:
             [T] float32, on the CPU; 0 where not sampled.
@@ -393,9 +394,9 @@ class PolicyModule(Ranks, SavedModule):
         return result
 
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """Return the given sequences on this rank's device; a padding batch without loss if none are given.
+        """Return the given sequences on this rank's device; if none are given, a padding batch that adds no loss.
 
-        Long prefixes that they share are computed once, if that is asked for.
+        With ``share_prefixes``, their long common prefixes are computed once.
         """
         if not sequences:
             return batch.padding().to(self.device)
@@ -409,8 +410,8 @@ class PolicyModule(Ranks, SavedModule):
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
         """Split a batch into micro-batches of about equal cost; sequences with a long common prefix stay together.
 
-        Their number is the same on every rank, since a sharded model gathers its weights in each pass; some may be
-        empty.
+        All ranks have the same number of micro-batches, since a sharded model gathers its weights in each pass; some
+        may be empty.
         """
         prefixes, lengths = self.long_prefixes(batch), batch.lengths.tolist()
         families, tokens = join_families(
@@ -433,7 +434,7 @@ class PolicyModule(Ranks, SavedModule):
     def costs(self, batch: RolloutBatch) -> Tensor:
         """Return the floating point operations of forward and backward over each sequence: [N].
 
-        A long prefix that several sequences share counts for one of them.
+        A long prefix that several sequences share is counted for only one of them.
         """
         return self._flops(batch, self.long_prefixes(batch))
 
@@ -443,7 +444,7 @@ class PolicyModule(Ranks, SavedModule):
         return count(batch.lengths, batch.sampled_lengths) - count(prefix, torch.zeros_like(prefix))
 
     def long_prefixes(self, batch: RolloutBatch) -> Prefixes:
-        """Return the prefixes that sequences of a batch on the CPU share, 0 if too short to compute once."""
+        """Return the prefixes that sequences of a batch on the CPU share; length 0 if too short to compute once."""
         return find_long_prefixes(batch) if self.shares_prefixes else Prefixes.none(batch.num_sequences)
 
     @property
@@ -452,7 +453,7 @@ class PolicyModule(Ranks, SavedModule):
         return self.share_prefixes and can_share_prefixes(self.model_config, self.device.type)
 
     def _copies_keys(self) -> bool:
-        """Return whether attention over shared prefixes copies keys and values, for want of a packed kernel."""
+        """Return whether attention over shared prefixes copies keys and values, because there is no packed kernel."""
         device = self.device
         is_mixed = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if is_mixed else self.loaded_actor.dtype

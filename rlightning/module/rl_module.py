@@ -63,7 +63,7 @@ class RLModule(EvaluationSteps):
         count_timeouts: train on trajectories that have run out of time, with the environment's reward, or 0. Otherwise
             they count as not sampled, like aborted and failed ones.
         max_failed_share: maximum share of samples whose rewards may fail, in a step (with refills, over all ranks) or
-            in a validation set; otherwise the run ends.
+            in a validation set, before the run ends.
         max_steps_without_signal: number of consecutive steps without a learning signal after which the run ends. Such
             steps skip their update, with a warning.
         max_unrewarded_references: maximum share of a prompt set's reference answers that get no reward when scored as
@@ -74,7 +74,7 @@ class RLModule(EvaluationSteps):
         validate_first: validate before the first step too.
         stop_grace: seconds from SIGTERM or Ctrl-C to the end of the process, in which the state is saved; a little less
             than a scheduler's own. A step that still samples after half of this time is interrupted.
-        kwargs: of :class:`~rlightning.module.update.UpdateModule`.
+        kwargs: arguments of :class:`~rlightning.module.update.UpdateModule`.
     """
 
     max_refills = 0
@@ -117,7 +117,7 @@ class RLModule(EvaluationSteps):
     # What the data module and the loggers call
 
     def check_columns(self, columns: Sequence[str], source: str) -> None:
-        """Raise a ConfigError if a prompt set lacks columns that reward functions read; for the data module."""
+        """Raise a ConfigError if a prompt set lacks columns that reward functions read; called by the data module."""
         self.rewarder.check(columns, source)
 
     def read_columns(self, columns: Sequence[str]) -> list[str]:
@@ -279,7 +279,7 @@ class RLModule(EvaluationSteps):
         return self.batch_type.concatenate(kept) if num_kept else None
 
     def balance(self, batch: RolloutBatch) -> RolloutBatch:
-        """Exchange trajectories between ranks, so that the update is about equal work on each rank.
+        """Exchange trajectories between ranks, so that each rank has about equal work in the update.
 
         Returns:
             Whole groups, on the CPU; ``group_ids`` are numbered over all ranks.
@@ -293,8 +293,7 @@ class RLModule(EvaluationSteps):
         )
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
-        """Sample ``samples_per_prompt`` trajectories of each prompt; with prompts in flight, return as many earlier
-        ones.
+        """Sample ``samples_per_prompt`` trajectories of each prompt; with prompts in flight, return earlier ones.
 
         Returns:
             A batch without rewards, on the CPU, of the trajectories that count as sampled.
@@ -310,7 +309,7 @@ class RLModule(EvaluationSteps):
         return counted
 
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Start the reward functions on one prompt's trajectories while those of other prompts are generated.
+        """Start the reward functions on one prompt's trajectories while those of other prompts are being sampled.
 
         Does nothing if :meth:`compute_rewards` is overridden.
         """

@@ -1,8 +1,8 @@
 """Roles: the models of a run, such as actor and reference, as a module's ``configure_roles`` returns them.
 
 The network of a trained role is a child module with the role's name: strategies move it and average its gradients,
-checkpoints contain it, and it has its own optimizer and gradient norm. The network of a frozen role is no child module,
-so that checkpoints and strategies ignore it.
+checkpoints contain it, and it has its own optimizer and gradient norm. The network of a frozen role is not a child
+module, so that checkpoints and strategies ignore it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ class ModelRole:
         load: constructs the network on the module's device, on all ranks. ``module.load_model`` loads a Hugging Face
             model, sharded if the strategy shards; any other network must be whole on each rank.
         optimizer: settings of optimizer and schedule; None if the network is frozen.
-        config: of a Hugging Face model, for the memory plan.
+        config: configuration of a Hugging Face model, for the memory plan; None for any other network.
         network: the result of ``load``; None before.
     """
 
@@ -48,7 +48,7 @@ class ModelRole:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the network is trained; a trained network is a child module, and is part of checkpoints."""
+        """Whether the network is trained, and hence a child module and part of checkpoints."""
         return self.optimizer is not None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -76,7 +76,8 @@ def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str,
     """Clip each trained role's gradients to its ``max_grad_norm``; drop gradients that are not finite.
 
     Returns:
-        The metrics ``optim/grad_norm`` (before clipping) and ``optim/skipped``, [1] each, by role except for the actor.
+        The metrics ``optim/grad_norm`` (before clipping) and ``optim/skipped``, [1] each; for roles other than the
+        actor with the role's name.
     """
     metrics: dict[str, Tensor] = {}
     for name, parameters in parameters_by_role(module, roles).items():
@@ -94,7 +95,7 @@ def make_optimizers(
 ) -> tuple[list[AdamW], list[ConfiguredLR]]:
     """Return the optimizers and schedules of the trained roles, the actor's first.
 
-    Parameters in no role have two groups of their own after the actor's two.
+    Parameters in no role have two separate groups after the actor's two.
     """
     is_on_host = isinstance(trainer.strategy, FSDP) and trainer.strategy.cpu_offload == "optimizer"
     in_roles = {parameter for role in roles.values() for parameter in role.parameters()}

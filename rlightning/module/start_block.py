@@ -49,7 +49,7 @@ def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def wrap(name: str, text: str) -> str:
-    """Return a row of the summary; further lines are indented to the start of its text."""
+    """Return a row of the summary; text that does not fit on the first line is indented."""
     return fill(
         f"{name:<{NAME_WIDTH}}{text}",
         WIDTH,
@@ -60,7 +60,7 @@ def wrap(name: str, text: str) -> str:
 
 
 def describe_model(trainer: Trainer, module: EvaluationSteps, num_parameters: int) -> str:
-    """Return the model's name, its size, and how it is computed."""
+    """Return the model's name and size, and how it is computed: dtype, attention, adapter and the like."""
     device = trainer.strategy.root_device
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
@@ -78,7 +78,7 @@ def describe_model(trainer: Trainer, module: EvaluationSteps, num_parameters: in
 
 
 def describe_layout(trainer: Trainer) -> str:
-    """Return the number of ranks, their devices, and which part of the model each rank holds."""
+    """Return the number of ranks, their devices, and the part of the model that each rank stores."""
     parallelism, device = Parallelism.of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     num_ranks = trainer.world_size
@@ -141,5 +141,5 @@ def relative(path: str | Path, folder: Path) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a size in MiB, or from 1 GiB on in GiB."""
+    """Return a size in MiB, or in GiB if it is at least 1 GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.1f} MiB"

@@ -57,12 +57,12 @@ SHARED_SHARE = "attention/shared_share"
 class UpdateModule(PolicyModule):
     """A PolicyModule that updates its actor on rollouts::
 
-        rollout -> mini-batches, one an optimizer step -> micro-batches, one a forward pass -> loss components
+        rollout -> mini-batches (optimizer steps) -> micro-batches (forward passes) -> loss components
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
         prompts_per_step: prompts of a rollout, over all ranks.
-        samples_per_prompt: trajectories of each prompt, which form its group.
+        samples_per_prompt: trajectories of each prompt, which form a group.
         updates_per_rollout: number of minibatches, which are optimizer steps, into which each rollout is split.
         epochs_per_rollout: passes over each rollout.
         max_tokens_per_microbatch: maximum tokens of one forward pass.
@@ -71,11 +71,11 @@ class UpdateModule(PolicyModule):
         kl_placement: whether the KL is added to the loss, or subtracted from the reward.
         entropy_coef: weight of the entropy bonus.
         loss_aggregation: see :func:`~rlightning.objectives.aggregation.aggregate`.
-        rollout_correction: weights of tokens for the difference between sampler and trainer; "auto" for truncated
-            importance sampling if tokens may be stale (``rollout.max_staleness``), else for none.
+        rollout_correction: importance weights of tokens for the difference between sampler and trainer; "auto" for
+            truncated importance sampling if tokens may be stale (``rollout.max_staleness``), otherwise none.
         proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by their own
             forward pass, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
-            single optimizer step a rollout, the update's forward pass gives them.
+            single optimizer step for each rollout, they are taken from the update's forward pass.
         reference_model: model for ``kl_coef``; None for ``model``, or with an adapter the actor without it.
         kwargs: of :class:`~rlightning.module.policy_module.PolicyModule`.
 
@@ -163,7 +163,7 @@ class UpdateModule(PolicyModule):
         return self.adapter is not None and self.reference_path == self.model_path
 
     def choose_correction(self, max_staleness: int) -> None:
-        """If ``rollout_correction="auto"`` and staleness is allowed, enable the correction (arXiv:2505.24298)."""
+        """With ``rollout_correction="auto"``, enable the correction if staleness is allowed (arXiv:2505.24298)."""
         if self.rollout_correction == "auto":
             self.active_correction = RolloutCorrection() if max_staleness > 0 else None
         if self.rollout_correction == "auto" and self.active_correction is not None:
@@ -175,7 +175,7 @@ class UpdateModule(PolicyModule):
             )
 
     def leave_out_skippable(self, batch: RolloutBatch) -> RolloutBatch:
-        """Mark the sequences that the update can skip, and balance the others over the ranks.
+        """Mark the sequences that the update can skip, and balance the others' costs over the ranks.
 
         Args:
             batch: with advantages, on the CPU.
@@ -266,7 +266,7 @@ class UpdateModule(PolicyModule):
         return [torch.isin(groups, torch.tensor(chosen)).nonzero()[:, 0] for epoch in epochs for chosen in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
-        """Run forward and backward over one minibatch, in micro-batches; their number does not change the gradient.
+        """Run forward and backward over one minibatch; the number of micro-batches does not change the gradient.
 
         The host never waits for the device, so that it can queue work in advance.
         """
@@ -310,7 +310,7 @@ class UpdateModule(PolicyModule):
         return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
 
     def policy_gradient(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-        """Return :meth:`policy_loss` of each token, weighted by the sampler-trainer correction: [T]."""
+        """Return the :meth:`policy_loss` of each token times the weight of ``rollout_correction``: [T]."""
         loss, metrics = returned_loss(self.policy_loss(forward.logprobs, batch), batch.num_tokens, "policy_loss")
         if self.active_correction is None:
             return loss, metrics
@@ -339,7 +339,7 @@ class UpdateModule(PolicyModule):
             logprobs: [T], of the current policy, with gradient.
             batch: a micro-batch, with ``advantages`` [T] and ``old_logprobs`` [T].
 
-        It must have no side effects: :meth:`skippable_sequences` calls it with invented values.
+        An override must have no side effects: :meth:`skippable_sequences` calls it with invented values.
 
         Returns:
             [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
@@ -361,7 +361,7 @@ class UpdateModule(PolicyModule):
 
 
 def checked_term(component: LossComponent, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-    """Return a loss component's result; raise a ConfigError unless it has one loss per token with metrics."""
+    """Return a loss component's result; raise a ConfigError unless it has one loss for each token, and metrics."""
     return returned_loss(component.term(forward, batch), batch.num_tokens, component.name)
 
 
@@ -369,7 +369,7 @@ def count_units(minibatch: RolloutBatch) -> Tensor:
     """Set ``group_lengths`` of this rank's part of a minibatch, which consists of whole groups.
 
     Returns:
-        [5] float64: its numbers of sampled tokens, sequences, trajectories, groups and turns of the policy.
+        [5] float64: the numbers of sampled tokens, sequences, trajectories, groups and turns of the policy in it.
     """
     ids, group = torch.unique(minibatch.group_ids, return_inverse=True)
     lengths = minibatch.completion_lengths

@@ -25,7 +25,7 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
     gradient.
 
     Args:
-        components: of the loss; those without a weight are only logged, and are ignored.
+        components: terms of the loss; those of weight 0 are ignored.
         batch: a micro-batch with the fields that the terms read. Its ``old_logprobs`` are replaced.
     """
     with torch.random.fork_rng(devices=[batch.token_ids.device] if batch.token_ids.is_cuda else []):
@@ -42,7 +42,7 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
 
 
 def _has_gradient(component: LossComponent, batch: RolloutBatch, scale: float, rollout_scale: float | None) -> Tensor:
-    """Return, as a tensor [], whether a loss term has a gradient for a draw of log-probabilities and entropies."""
+    """Return, as a scalar tensor, whether a loss term has a gradient at random log-probabilities and entropies."""
     mask = batch.is_sampled
     likely, entropy, weights = torch.rand(3, batch.num_tokens, device=mask.device)
     evenly = -0.001 * 30000**likely  # between -30 and -0.001 nats, uniform in the logarithm
@@ -63,7 +63,7 @@ def _has_gradient(component: LossComponent, batch: RolloutBatch, scale: float, r
 
 
 def _scatter(logprobs: Tensor, scale: float) -> Tensor:
-    """Multiply log-probabilities by random factors, log-normal with this standard deviation in the logarithm."""
+    """Multiply log-probabilities by random log-normal factors; ``scale`` is the logarithm's standard deviation."""
     return (logprobs * torch.exp(scale * torch.randn_like(logprobs))).clamp(min=MIN_LOGPROB)
 
 

@@ -17,8 +17,8 @@ class HostMemory:
     """Moves the storages of tensors to the host and back.
 
     A storage is copied to the host and resized to 0; later it is resized and filled again. Tensors, parameters, views,
-    DTensors and FSDP's shards stay the same objects, and must not be read in between, which would end the process.
-    Shared storages are moved once. The host memory is kept for the next time.
+    DTensors and FSDP's shards stay the same objects. Reading them in between would crash the process. Shared storages
+    are moved once. The host memory is kept for the next time.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class HostMemory:
         return sum(size for _, _, size in self._moved)
 
     def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
-        """Move the storages of ``tensors`` on such a device to the host; return the bytes moved."""
+        """Move the storages of ``tensors`` on devices of this type to the host; return the number of bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
             synchronize(device)  # waits for every stream that still writes to them
@@ -53,10 +53,11 @@ class HostMemory:
         return sum(size for _, _, size in moved)
 
     def give_back(self) -> int:
-        """Move all storages back to their devices; return the bytes moved.
+        """Move all storages back to their devices; return the number of bytes moved.
 
         Raises:
-            torch.OutOfMemoryError: if the device has no room; the remaining storages stay on the host for another call.
+            torch.OutOfMemoryError: the device has too little memory; the remaining storages stay on the host for
+                another call.
         """
         num_bytes = 0
         devices = {storage.device for storage, _, _ in self._moved}
@@ -75,7 +76,7 @@ class HostMemory:
         return num_bytes
 
     def close(self) -> None:
-        """Move everything back and free the host memory. May be called twice."""
+        """Move all storages back, and free the host memory. May be called twice."""
         self.give_back()
         self._blocks.clear()
 

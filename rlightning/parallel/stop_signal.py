@@ -43,9 +43,9 @@ GRACE_PERIOD = 120.0
 class StopSignal:
     """The handling of signals that ask a Trainer's run to stop (see :func:`stop_signal`).
 
-    It replaces two methods of the Trainer. Lightning broadcasts a tensor of the device inside the signal handler,
-    perhaps in the middle of another collective, logs there, perhaps in the middle of another line, and broadcasts again
-    before each batch. This handler only sets a flag.
+    Two methods of the Trainer are replaced. Inside its signal handler, Lightning broadcasts a device tensor, perhaps in
+    the middle of another collective, and logs, perhaps in the middle of another line; it broadcasts again before each
+    batch. This handler only sets a flag.
 
     Attributes:
         command: shell command that resumes the run, if the run was started from a shell.
@@ -84,7 +84,7 @@ class StopSignal:
             self._end("ended by a second signal")
 
     def agree(self) -> None:
-        """Stop before the next batch if any rank has received a signal."""
+        """Have all ranks stop before their next batch if any rank has received a signal."""
         asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
         if asked:
             if not self.signum:  # another rank was asked to stop
@@ -94,7 +94,7 @@ class StopSignal:
             raise SIGTERMException
 
     def keep_step(self) -> None:
-        """Prevent an interruption of the current step from here on: it changes state that checkpoints contain."""
+        """Prevent an interruption of the current step from now on: the step changes state that checkpoints contain."""
         with self._lock:
             if not self._is_frozen:
                 self.can_interrupt = False
@@ -159,7 +159,7 @@ class StopSignal:
         self._is_decided.set()
 
     def _vote(self, can_interrupt: bool) -> bool:
-        """Return whether all ranks can be interrupted: a rank in its update would wait for the interrupted ones."""
+        """Return whether all ranks can be interrupted; a rank in its update would wait for the interrupted ranks."""
         shared = connection()
         if shared is None:
             return can_interrupt
@@ -172,7 +172,7 @@ class StopSignal:
             return False
 
     def _interrupt(self) -> None:
-        """Raise SIGTERMException in the main thread, which leaves the step and any collective in it."""
+        """Raise SIGTERMException in the main thread, which ends the step and any collective in it."""
         self._unfreeze()
         if not self.can_interrupt:
             return
@@ -221,8 +221,8 @@ class EndOnSigterm(Callback):
     Ctrl-C. At Python's prompt and in notebooks Ctrl-C raises KeyboardInterrupt at once, as usual.
 
     Args:
-        grace_period: seconds between the first signal and the end. A step that still samples after half of this time is
-            interrupted; the second half must suffice for saving the state.
+        grace_period: maximum seconds from the first signal to the end of the process. A step that still samples after
+            half of this time is interrupted; the second half must suffice for saving the state.
     """
 
     def __init__(self, grace_period: float = GRACE_PERIOD) -> None:
@@ -262,7 +262,7 @@ class EndOnSigterm(Callback):
             self._stop.keep_step()
 
     def _go_on(self, *_: object, **__: object) -> None:
-        """End the run here after a signal; called when a step or a validation has ended and is saved."""
+        """End the run now if a signal has arrived; called after a step or a validation has ended and is saved."""
         if self._stop is not None and not self._stop.signum:
             self._allow_interrupt()
 

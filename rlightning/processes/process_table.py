@@ -24,7 +24,7 @@ class Process(NamedTuple):
 
 
 def find_process(pid: int) -> Process | None:
-    """Return the process with this id; None if there is none, or the system has no process table."""
+    """Return the process with this id; None if it does not exist, or the system has no process table."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

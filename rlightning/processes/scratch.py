@@ -1,6 +1,6 @@
 """Temporary folders; those of killed processes are removed by the next process on the host.
 
-A folder belongs to the process that holds its lock, which the kernel releases when that process ends.
+A folder belongs to the process that has locked it; the kernel releases the lock when that process ends.
 """
 
 import contextlib

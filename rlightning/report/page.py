@@ -41,11 +41,11 @@ class Run:
     Attributes:
         name: the heading.
         status: text on how the run ended.
-        is_failed: whether it was interrupted or failed.
+        is_failed: whether the run was interrupted or failed.
         step: number of finished rollout steps.
-        seconds: duration, including the runs that it resumed.
+        seconds: duration, including the earlier runs that this run has resumed.
         history: all metrics.
-        completions: a list for each of some steps.
+        completions: for some steps a list of completions each.
         settings: hyperparameters by name.
         machine: versions and hardware by name.
         config: the resolved YAML, if there is one.

@@ -16,10 +16,10 @@ class AnswerCache:
     """Texts by key, in an SQLite file. If the file fails, answers are requested again, which is logged once.
 
     Args:
-        path: of the file, which is created if it does not exist.
+        path: the file, which is created if it does not exist.
 
     Raises:
-        ConfigError: the file cannot be created, or is no such cache.
+        ConfigError: the file cannot be created, or is not a cache of answers.
     """
 
     def __init__(self, path: Path) -> None:

@@ -21,7 +21,8 @@ def numeric_answer(completion: str, answer: object) -> float:
     (decimals, fractions, mixed, scientific, percent, with currency or unit), formulas, choices, lists, points,
     intervals, sets, equations, inequalities, congruences, matrices, ratios, numbers with a base, and words.
 
-    - Exact values are compared exactly; a decimal may be off by a relative 1e-6 and less than its last digit.
+    - Exact values are compared exactly; a decimal may differ by a relative 1e-6, and by less than one unit of its last
+      digit.
     - Lists without brackets and sets in braces are equal in any order; points, tuples and intervals are ordered.
     - Equations are equal up to a factor. ``x = 5`` is the answer 5.
     - ``50%`` equals both 0.5 and 50. Units are compared if both are known; they are not converted.
@@ -47,7 +48,7 @@ def numeric_answer(completion: str, answer: object) -> float:
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Interrupt the context after :data:`TIME_LIMIT`, by a signal, which only a main thread can receive.
+    """Context manager that raises an error after :data:`TIME_LIMIT`, by a signal, which only a main thread gets.
 
     In other threads only the runner's timeout applies.
     """

@@ -105,7 +105,7 @@ class RewardPool:
             raise RewardError(f"{line}, while it imported the reward functions. {cut(log)}".rstrip()) from error
 
     async def _call_thread(self, function: BoundReward, arguments: Mapping[str, object]) -> RewardResult:
-        """Run a call in this process: an async one on a thread's event loop, a sync one in a thread of its own."""
+        """Run a call in this process: an async function on a thread's event loop, a sync function in its own thread."""
         async with self._places[function.is_async]:
             outcome = None
             while outcome is None:

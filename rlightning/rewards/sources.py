@@ -40,8 +40,8 @@ class KeptSources:
     """The source of the reward functions' modules, and of all the user's modules that these import.
 
     Args:
-        names: of the functions' modules, which this process has imported; ``__main__`` is left out, since it is not
-            imported again.
+        names: names of the functions' modules, which this process has imported; ``__main__`` is left out, since it is
+            not imported again.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -84,7 +84,7 @@ class KeptSources:
 
 
 class KeptFinder:
-    """Import hook that finds the kept modules before any file is searched."""
+    """Import hook that finds the kept modules before Python searches files."""
 
     def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
         self.modules = modules
@@ -135,13 +135,13 @@ def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
 
 
 def is_own_module(name: str) -> bool:
-    """Return whether this process has imported a module of that name which is the user's."""
+    """Return whether this process has imported a module of this name that belongs to the user."""
     spec = _imported_spec(name)
     return spec is not None and _is_own(spec)
 
 
 def _imported_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a module that this process has imported; None if it has not, or it has no spec."""
+    """Return the spec of a module that this process has imported; None if it is not imported or has no spec."""
     module = sys.modules.get(name)
     return module.__spec__ if module is not None and hasattr(module, "__spec__") else None
 

@@ -18,7 +18,7 @@ CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rop
 
 
 class EngineFacts(TypedDict, total=False):
-    """Facts about an engine: the model's files that it has read, versions of packages, and its settings."""
+    """Facts about an engine: the files of the model that it has read, package versions, and settings."""
 
     rlightning: str
     transformers: str
@@ -40,7 +40,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
     """Check that an engine has the settings and the model's files that the run needs.
 
     Raises:
-        EngineStartError: names each difference, the engine's value and the needed one.
+        EngineStartError: names each difference, with the engine's value and the required one.
     """
     if config.files is None:  # the engine serves others only
         return
@@ -78,7 +78,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
 
 
 def _own_version() -> str:
-    """Return the version of the installed package; None for a source tree on the path."""
+    """Return the version of the installed package; None if it is imported from a source tree."""
     try:
         return version("rlightning")
     except PackageNotFoundError:

@@ -33,7 +33,7 @@ NONCE_BYTES = DIGEST_BYTES = KEY_BYTES = 32
 
 
 class AuthenticationError(RPCError):
-    """The two sides have different keys, or belong to different users; retrying does not help."""
+    """The two sides have different keys, or belong to different users; retrying cannot help."""
 
 
 class BusyError(ConnectionLostError):
@@ -74,7 +74,7 @@ def parse_url(url: str) -> tuple[str, int]:
 
 
 async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
-    """As a client, prove to the server that this side has the key, and check the server's proof.
+    """As a client, prove to the server that this side has the key, and verify the server's proof.
 
     Args:
         end: connected, non-blocking socket.
@@ -110,12 +110,12 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
 
 
 async def authenticate_client(end: socket.socket, key: bytes | None, admit: Callable[[], bool]) -> None:
-    """As a server, check the client's proof that it has the key, and send a proof to the client.
+    """As a server, verify the client's proof that it has the key, and send the server's proof.
 
     Args:
         end: connected, non-blocking socket.
         key: the shared key; None admits clients of this user on this host.
-        admit: called when the client has proved that it has the key; returns whether it is accepted.
+        admit: called when the client has proved that it has the key; returns whether to accept the client.
 
     Raises:
         AuthenticationError: the client has another key, or none, or belongs to another user.
@@ -158,7 +158,7 @@ def is_of_this_user(end: socket.socket) -> bool:
 
 
 def _proc_name(family: int, address: Sequence[object]) -> str:
-    """Return an address in the notation of /proc/net/tcp: words in the machine's byte order, in hexadecimal."""
+    """Return an address in the notation of /proc/net/tcp: hexadecimal words in the machine's byte order."""
     packed = socket.inet_pton(family, str(address[0]))
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"

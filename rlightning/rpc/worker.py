@@ -22,7 +22,7 @@ class Worker:
     The process ends with the pool's process, ignores Ctrl-C, and writes its output to standard error.
 
     Attributes:
-        progress: where the worker has to record which call it executes.
+        progress: object in which the worker has to record which call it executes.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,8 @@ class Worker:
         """Connect to the pool and report that this process is ready.
 
         Args:
-            methods: ``setup`` gets the pool's ``setup``, ``call`` a call's key and arguments, ``finish`` nothing.
+            methods: ``setup`` is called with the pool's ``setup``, ``call`` with a call's key and arguments, ``finish``
+                without arguments.
         """
         parent = await serve_parent(self._connection, methods)
         await parent.notify("ready")

@@ -162,8 +162,8 @@ class Endpoint:
         """Serve the session of one trajectory until the context exits.
 
         Raises:
-            LimitReachedError: the session's user failed after the response that a sequence has no more room.
-            Exception: sampling from the policy failed, even if the session's user caught that error.
+            LimitReachedError: the caller failed after a response said that a sequence has its maximum length.
+            Exception: sampling from the policy failed, even if the caller caught that error.
         """
         if not isinstance(policy, RecordedPolicy):
             raise TypeError("The endpoint serves policies of the trainer's process alone.")
@@ -185,7 +185,7 @@ class Endpoint:
             raise session.failure.result()
 
     def share_key(self) -> SharedKey:
-        """Return a new key that several sessions share; a header of each request names its session."""
+        """Return a new key for several sessions; a header of each request names its session."""
         shared = SharedKey()
         self._shared_keys[shared.id] = shared
         return shared
@@ -249,7 +249,7 @@ class Endpoint:
 
 
 class RouteWork:
-    """A running route, which is cancelled if the client disconnects before its end, and is then ``is_abandoned``."""
+    """A running route, which is cancelled if the client disconnects before it ends; ``is_abandoned`` is then true."""
 
     def __init__(self, route: Route, session: Session, body: JsonObject, request: Request) -> None:
         self.is_abandoned = False
@@ -306,7 +306,7 @@ def _error_event(error: APIError, path: str) -> Event:
 
 
 async def _call(route: Route, session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Call a route; an error that the request did not cause fails the session."""
+    """Call a route; an error that the request did not cause makes the session fail."""
     try:
         return await route(session, body, emit)
     except LimitReachedError as error:

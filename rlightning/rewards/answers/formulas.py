@@ -1,6 +1,7 @@
 """Parses formulas to sympy expressions, by math-verify's LaTeX parser, and compares their values.
 
-The import takes most of a second; it happens at the first formula that needs more than a comparison of texts.
+The parser, whose import takes most of a second, is imported for the first formula that needs more than a comparison of
+texts.
 """
 
 import re
@@ -36,7 +37,7 @@ _POINTS = [
 
 @lru_cache(maxsize=256)
 def parse(latex: str) -> Basic:
-    """Parse a whole normalised text to a sympy expression; None if the parser cannot read all of it.
+    """Parse a whole normalised text to a sympy expression; None if the parser cannot parse all of it.
 
     Degrees in trigonometric functions are converted to radians. A logarithm without a base, which may mean e or 10,
     gets a symbolic base.
@@ -80,7 +81,7 @@ def formula_equals_number(formula: str, number: Number) -> bool:
 
 
 def proportional(reference: tuple[str, str], given: tuple[str, str]) -> Fraction | float | None:
-    """Return the constant c with ``left - right = c (left' - right')`` for two pairs of sides; None without one."""
+    """Return the constant c with ``left - right = c (left' - right')`` for two equations; None if there is none."""
     sides = [parse(side) for side in (*reference, *given)]
     if any(side is None or not isinstance(side, sympy.Expr) or _is_beyond_bounds(side) for side in sides):
         return None

@@ -118,7 +118,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 
 
 def normalize(text: str) -> str:
-    """Convert a mathematical text to one of its equivalent notations; the meaning stays."""
+    """Convert a mathematical text to the one notation in which texts are compared; the meaning does not change."""
     text = strip_wrappers(text)
     if not text.isascii():
         for sign, replacement in _UNICODE.items():

@@ -69,7 +69,7 @@ class Number:
     unit: str = ""
 
     def equals(self, other: "Number") -> bool:
-        """Return whether two numbers are equal. A percent sign means 1/100, or is a unit that the question names."""
+        """Return whether two numbers are equal. A percent sign means 1/100, or is a unit that the question asks for."""
         if units_differ(self.unit, other.unit):
             return False
         if self.is_percent == other.is_percent:
@@ -82,7 +82,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Parse a normalised text that consists of a number with its percent sign, currency or unit; else None."""
+    """Parse a normalised text that is only a number, with its percent sign, currency or unit; else return None."""
     sign, currency = 1, ""
     before = _BEFORE.match(text)
     if before:

@@ -47,7 +47,7 @@ LAUNCHER_VARIABLES = re.compile(
 
 
 class EngineProcess(EngineConnection):
-    """Runs ``rlightning.rollout.vllm.process`` and calls it. The constructor returns before the engine is up.
+    """Runs ``rlightning.rollout.vllm.process``, and calls its methods. The constructor returns before the engine is up.
 
     Raises:
         EngineStartError: the host lacks resources for any engine.
@@ -79,7 +79,7 @@ class EngineProcess(EngineConnection):
         return facts
 
     def _find_model(self, engine_args: EngineArguments) -> EngineArguments:
-        """Return the engine's arguments; if the model's folder is gone, with a folder of the copied files."""
+        """Return the engine's arguments; if the model's folder is gone, with a folder of its copied files instead."""
         model = Path(engine_args["model"])
         if not self.config.copies or (model / "config.json").is_file():
             return engine_args
@@ -91,7 +91,7 @@ class EngineProcess(EngineConnection):
         return engine_args | {"model": str(copy)}
 
     def _with_log(self, config: EngineConfig) -> EngineConfig:
-        """Return the configuration with a writable log file: in the scratch folder if its own cannot be written."""
+        """Return the configuration with a writable log file, in the scratch folder if the configured one is not."""
         try:
             config.log_file.parent.mkdir(parents=True, exist_ok=True)
             config.log_file.open("ab").close()
@@ -117,9 +117,7 @@ class EngineProcess(EngineConnection):
             self._scratch.remove()
 
     def _explain(self, how: str, code: int | None) -> EngineError:
-        """Return the error of an engine that has ended: how, its exit code if it ended by itself, and the cause in its
-        log.
-        """
+        """Return the error of an engine that has ended: how, with which exit code, and the cause in its log."""
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
         end = f" ({self._process.describe_end()})" if code is not None else ""
@@ -138,15 +136,16 @@ class EngineProcess(EngineConnection):
         self._scratch.remove()
 
     def _find_cause(self) -> str:
-        """Return why the engine did not start, from its log or else from the host's resources; "" if unknown."""
+        """Return why the engine did not start, from its log, or else from the host's resources; "" if unknown."""
         cause = find_cause(self._process.log_lines()) or ""
         return cause if cause and not cause.startswith(FATAL) else f"{cause} {describe_host()}".strip()
 
 
 def find_cause(lines: Sequence[str]) -> str | None:
-    """Return a log's root cause in a line: its last error that does not follow from another; None without errors.
+    """Return the root cause of an error in a log, as one line: the last error that did not follow from another; None
+    without errors.
 
-    To an error without a message, such as a failed assertion, its file, line and code are added.
+    For an error without a message, such as a failed assertion, the line contains its file, line number and code.
     """
     cause, place = None, ""
     for before, line in itertools.pairwise(LOG_PREFIX.sub("", line) for line in ("", *lines)):
@@ -158,7 +157,7 @@ def find_cause(lines: Sequence[str]) -> str | None:
 
 
 def engine_environment(config: EngineConfig, scratch: str) -> dict[str, str]:
-    """Return the environment variables of an engine's process; ``scratch`` is its temporary folder."""
+    """Return the environment variables of an engine's process; ``scratch`` is the engine's temporary folder."""
     environment = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
     package = str(Path(rlightning.__file__).parent.parent)
     paths = [package, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

@@ -1,8 +1,8 @@
 """The engine process: ``python -m rlightning.rollout.vllm.process FOLDER SOCKET LIFELINE`` serves its parent.
 
 The trainer calls ``start`` with the engine's arguments, and then the methods of
-:class:`~rlightning.rollout.vllm.server.VLLMServer`. It sends heartbeats while the engine's workers answer. The process
-ends, with all that it started, when the trainer has ended in any way.
+:class:`~rlightning.rollout.vllm.server.VLLMServer`. The process sends heartbeats while the engine's workers answer.
+When the trainer has ended in any way, the process ends with all processes that it has started.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class EngineHost:
     """The methods of this process that the trainer may call.
 
     Attributes:
-        methods: by name; once the engine is up, also the engine's.
+        methods: methods by name; once the engine is up, also the engine's.
         failure: future that raises the error that ended the engine.
     """
 
@@ -105,8 +105,8 @@ class ParentWatch:
     """Ends this process's group when the trainer has ended.
 
     Args:
-        lifeline: end of a pipe, whose other end the trainer holds.
-        scratch: temporary folder that is removed then.
+        lifeline: end of a pipe whose other end the trainer keeps open.
+        scratch: temporary folder that is then removed.
     """
 
     def __init__(self, lifeline: int, scratch: Path) -> None:
@@ -124,7 +124,7 @@ class ParentWatch:
         end_own_group(self._scratch)
 
     def finish(self) -> None:
-        """If the process group is being ended, wait until that is done and the temporary folder is removed."""
+        """If the process group is being ended, wait until it has ended and the temporary folder is removed."""
         if self._is_ending.is_set():
             self._thread.join()
 

@@ -71,10 +71,10 @@ class Tokens:
 
 
 class DeferredSequences:
-    """Deferred sequences, as rows of arrays: each step samples one token of each, and nothing else of them changes.
+    """Deferred sequences, as rows of arrays: each step samples one token of each, and changes nothing else of them.
 
     Attributes:
-        rows: row of each request's id.
+        rows: row of each request, by its id.
         step: the number of the next step to be scheduled.
         stop_ids: tokens that end any of the sequences.
     """
@@ -92,7 +92,7 @@ class DeferredSequences:
         self._logprobs = np.zeros(size, np.float32)
 
     def begin(self, request: Request, num_steps: int) -> None:
-        """Defer a request for the next ``num_steps``."""
+        """Defer a request for the next ``num_steps`` steps."""
         name, row = request.request_id, self._free.pop()
         self.rows[name] = row
         self._first[row], self._end[row] = self.step, self.step + num_steps
@@ -101,19 +101,19 @@ class DeferredSequences:
         self._due[self.step + num_steps].append(name)
 
     def end(self, name: str) -> tuple[int, Tokens]:
-        """Stop deferring a request; return the number of steps scheduled meanwhile, and the sampled tokens."""
+        """Stop deferring a request; return the number of steps scheduled in the meantime, and the sampled tokens."""
         row = self.rows.pop(name)
         self._free.append(row)
         columns = (column[row, : self._count[row]].tolist() for column in (self._ids, self._logprobs, self._ranks))
         return int(self.step - self._first[row]), Tokens(*columns)
 
     def due(self) -> list[str]:
-        """Return the requests whose time is over when the next step is scheduled."""
+        """Return the requests that must no longer be deferred when the next step is scheduled."""
         names = self._due.pop(self.step, [])
         return [name for name in names if name in self.rows and self._end[self.rows[name]] == self.step]
 
     def schedule(self, output: SchedulerOutput) -> None:
-        """Add one token of each deferred sequence to a step of vLLM's."""
+        """Add one token of each deferred sequence to a step that vLLM has scheduled."""
         names, rows = list(self.rows), np.fromiter(self.rows.values(), np.int64, len(self.rows))
         computed = self._computed[rows] + self.step - self._first[rows]
         cached = output.scheduled_cached_reqs
@@ -128,7 +128,7 @@ class DeferredSequences:
         """Record the sampled tokens of a step.
 
         Returns:
-            The requests whose tokens were recorded; those that must be deferred no longer, because they may end.
+            The requests whose tokens were recorded, and those that must no longer be deferred, because they may end.
         """
         names, sampled = output.req_ids, output.sampled_token_ids
         rows = np.fromiter(map(self.rows.get, names, repeat(-1)), np.int64, len(names))
@@ -156,7 +156,7 @@ class DeferredSequences:
 
 @functools.cache
 def is_tested(version: str) -> bool:
-    """Return whether sequences may be deferred with a version of vLLM; if not, log it once in a process."""
+    """Return whether this module's deferring of sequences was tested with a version of vLLM; if not, log that once."""
     if version.startswith(TESTED_VERSIONS):
         return True
     log.warning(
@@ -169,7 +169,7 @@ def is_tested(version: str) -> bool:
 
 
 def is_seen_whole(request: Request) -> bool:
-    """Return whether a request's output is read only at its end, without stop strings, and only the sampled tokens."""
+    """Return whether a request's output is read only at its end, has no stop strings, and only the sampled tokens."""
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
@@ -183,7 +183,7 @@ class RolloutScheduler(Scheduler):
 
     Attributes:
         deferred: sequences that vLLM's code skips.
-        unsent: tokens held back of requests that are read only at their end, by request id.
+        unsent: tokens that are not yet sent, of requests that are read only at their end, by request id.
     """
 
     has_placeholders = False
@@ -201,7 +201,7 @@ class RolloutScheduler(Scheduler):
         self._may_hold_back = not any(getattr(self, name, None) for name in further)
 
     def _is_plain(self) -> bool:
-        """Whether vLLM does nothing with a sequence inside a block that this module does not reproduce."""
+        """Whether this module reproduces everything that vLLM does with a sequence inside a block."""
         groups = self.kv_cache_config.kv_cache_groups  # layers with a window free blocks as the sequence grows
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
@@ -212,7 +212,7 @@ class RolloutScheduler(Scheduler):
         return is_tested(vllm.__version__)
 
     def add_request(self, request: Request) -> None:
-        """Add a request; a canary's goes to the front of the queue, because the trainer waits for it."""
+        """Add a request; one for the canary goes to the front of the queue, because the trainer waits for it."""
         super().add_request(request)
         params = request.sampling_params
         if params is not None and params.prompt_logprobs is not None and request in self.waiting:
@@ -241,7 +241,7 @@ class RolloutScheduler(Scheduler):
         return output
 
     def _schedule_deferred(self, output: SchedulerOutput) -> None:
-        """Add the deferred sequences to a step of the others."""
+        """Add the deferred sequences to a step of the other sequences."""
         self.deferred.schedule(output)
         scheduled, names = output.num_scheduled_tokens, [request.request_id for request in self.running]
         output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in this order
@@ -257,7 +257,7 @@ class RolloutScheduler(Scheduler):
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _fits(self, awake: list[Request]) -> bool:
-        """Whether the KV cache has room for these requests without preempting any, deferred ones included."""
+        """Whether the KV cache has blocks for these and the deferred requests without preempting any."""
         needed = 0
         for request in awake:
             if request.is_prefill_chunk:
@@ -267,7 +267,7 @@ class RolloutScheduler(Scheduler):
         return needed <= self._num_free_blocks()
 
     def _defer(self, requests: Iterable[Request]) -> None:
-        """Defer those of ``requests`` that may be, unless the KV cache is so full that they would soon be woken."""
+        """Defer those of ``requests`` that can be, unless the KV cache is so full that they would soon return."""
         if self._is_paused or self._num_free_blocks() <= len(self.running):
             return
         for request in requests:
@@ -275,7 +275,7 @@ class RolloutScheduler(Scheduler):
                 self.deferred.begin(request, num_steps)
 
     def _steps_to_defer(self, request: Request) -> int:
-        """Return the number of steps, from the next one on, that only sample one token of a request."""
+        """Return the number of steps, beginning with the next, in which a request only gets one more token."""
         if not self._may_defer or request.request_id not in self.unsent or request.is_prefill_chunk:
             return 0
         # A piece of a prompt is still in flight, or what was when the request had to make way for others.
@@ -333,7 +333,7 @@ class RolloutScheduler(Scheduler):
         return outputs
 
     def _is_sent(self, output: EngineCoreOutput) -> bool:
-        """Whether a request's output is sent now, together with the tokens that were held back."""
+        """Whether a request's output is sent now, with its tokens that were not yet sent."""
         name, has_ended = output.request_id, output.finish_reason is not None
         unsent = self.unsent.get(name)
         if unsent is None:  # the first one also says what vLLM found of the prompt
@@ -354,7 +354,7 @@ class RolloutScheduler(Scheduler):
         return True
 
     def _expect(self, request: Request) -> None:
-        """Hold back the tokens of a request from now on."""
+        """From now on, do not send a request's tokens one by one."""
         self.unsent[request.request_id] = Tokens()
         params: Any = request.sampling_params
         stop_ids = {*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])}
@@ -362,7 +362,7 @@ class RolloutScheduler(Scheduler):
             self.deferred.stop_ids = np.array(sorted(stop_ids | known), np.int64)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
-        """End requests from outside, all of them for None. Tokens that were held back are not sent."""
+        """Abort requests, or all of them for None. Tokens that were not yet sent are dropped."""
         ids = self.requests if request_ids is None else request_ids
         names = [ids] if isinstance(ids, str) else list(ids)
         self._wake(names)
@@ -371,17 +371,17 @@ class RolloutScheduler(Scheduler):
         return super().finish_requests(names, finished_status)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause or continue."""
+        """Pause or continue scheduling."""
         self._wake(list(self.deferred.rows))
         self._is_paused = pause_state != PauseState.UNPAUSED
         super().set_pause_state(pause_state)
 
     def has_requests(self) -> bool:
-        """See Scheduler: whether there is anything to do; in a pause, to send what has been held back."""
+        """Return whether there is work to do; in a pause, whether there are tokens that were not yet sent."""
         return bool(super().has_requests()) or (self._is_paused and any(self.unsent.values()))
 
     def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
-        """Clear the prefix cache, if need be by preempting all requests."""
+        """Clear the prefix cache, if necessary by preempting all requests."""
         self._wake(list(self.deferred.rows))
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
@@ -400,7 +400,7 @@ def _counted(request: Request, name: str) -> int:
 def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Return the scheduler for vLLM's core, which calls this with vLLM's arguments.
 
-    A core in a process of its own is also made to die with its parent process.
+    A core in a separate process is also set to end with its parent process.
     """
     if multiprocessing.parent_process() is not None:
         die_with_parent()
