@@ -159,7 +159,7 @@ def load(args: list[str]) -> Callable[[], object]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Context in which Ctrl-C ends the process immediately: an interrupted import could raise any other error."""
+    """Context manager in which Ctrl-C ends the process immediately: an interrupted import could raise any error."""
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_ours or threading.current_thread() is not threading.main_thread():
         yield

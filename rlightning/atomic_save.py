@@ -40,7 +40,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the hidden temporary path beside ``path`` that is written first."""
+    """Return the hidden temporary path next to ``path``, which is written before it is renamed."""
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
@@ -99,7 +99,7 @@ def remove_leftovers(folder: Path, suffix: str) -> None:
 
     Args:
         folder: may contain other files, which stay.
-        suffix: of the saved files, such as ``.ckpt``.
+        suffix: suffix of the saved files, such as ``.ckpt``.
     """
     for path in folder.glob(f"*{suffix}*{PARTIAL}"):
         remove(path)

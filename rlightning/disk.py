@@ -68,11 +68,11 @@ def needed(what: str, path: Path, way_out: str) -> Iterator[None]:
 
     Args:
         what: name of the file in the error.
-        path: of the file.
+        path: path of the file.
         way_out: a sentence about what has been saved, and what to do.
 
     Raises:
-        SaveError: for disk errors; other errors are not changed.
+        SaveError: a disk error has occurred; other errors are not changed.
     """
     try:
         yield

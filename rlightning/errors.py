@@ -21,7 +21,7 @@ class RunError(Exception):
         details: further information, such as the end of a process's log; follows the line in ``str(error)``.
 
     Attributes:
-        exit_code: of the command line.
+        exit_code: exit code of the command line.
     """
 
     exit_code = 1

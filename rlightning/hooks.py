@@ -43,9 +43,9 @@ class RLCallback(CheckedArguments, Callback):
     policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
 
     Attributes:
-        runs_in: where it runs with a controller (docs/controller.md): in the controller, which has the loggers and the
-            run's folder, or in each worker, which has a device and the actor. Callbacks without this attribute run in
-            the controller.
+        runs_in: where the callback runs with a controller (docs/controller.md): in the controller, which has the
+            loggers and the run's folder, or in each worker, which has a device and the actor. Callbacks without this
+            attribute run in the controller.
         only_one: a kind of callback, such as "rollout callback", of which a run can have only one; "" otherwise.
     """
 

@@ -274,7 +274,7 @@ class AdapterSettings(Protocol):
 
 
 class HasAdapter(Protocol):
-    """A module that may train an adapter beside a frozen base.
+    """A module that may train an adapter of a frozen base model.
 
     Attributes:
         sends_adapter: whether the adapter is sent to samplers separately, rather than merged into the base; set by the

@@ -109,7 +109,7 @@ class GivenValue:
     """The value of a key whose type is known.
 
     Attributes:
-        value: from a file, or an option's text.
+        value: value from a file, or text of an option.
         hint: type hint of the key.
         is_option: whether the value is from the command line, where texts may be parsed as other values.
     """

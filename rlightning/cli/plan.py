@@ -63,7 +63,7 @@ def plan(options: list[str]) -> str:
     """Return the plan of a run as text.
 
     Raises:
-        ConfigError: for a mistake in the user's configuration.
+        ConfigError: the user's configuration has a mistake.
     """
     if any(option in ("-h", "--help") for option in options):
         return HELP

@@ -73,7 +73,7 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
     """Start an engine and serve trainers until Ctrl-C.
 
     Args:
-        port: on which to listen; 0 for any free port.
+        port: port on which to listen; 0 for any free port.
     """
     cli = ServeCLI(args=["fit", *options])
     listener = open_listener(host, port)

@@ -106,7 +106,7 @@ def subclass_names(base: str) -> frozenset[str]:
 
 
 def find_folders(package: str) -> list[Path]:
-    """Return the folders of a package; empty for a module that is no package."""
+    """Return the folders of a package; empty for a module that is not a package."""
     first, *rest = package.split(".")
     spec = find_spec(first) if first else None
     return [Path(folder, *rest) for folder in (spec and spec.submodule_search_locations) or []]
@@ -177,7 +177,7 @@ def _find_type(name: str, module: str) -> object:
     """Return the plain type that a name refers to in a module, following assignments and imports.
 
     Raises:
-        LookupError: it is no plain type.
+        LookupError: the name does not refer to a plain type.
     """
     bound = _bindings(module).get(name, [])
     if not bound and name in PLAIN_TYPES["builtins"]:

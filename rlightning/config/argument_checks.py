@@ -160,7 +160,7 @@ def check_value(kind: str, name: str, value: object, hint: object) -> None:
 
     Args:
         kind: the name of the class.
-        name: of the argument.
+        name: name of the argument.
         value: also accepted are another kind of sequence, as in YAML, NumPy's and torch's values in place of numbers
             and lists, a path in place of a text, and vice versa.
         hint: the type hint; any value is accepted if it is missing, or unknown to pydantic.

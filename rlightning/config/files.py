@@ -189,7 +189,7 @@ def nest_names(values: dict[str, object], key: str) -> None:
 
     Args:
         values: a mapping of a file whose values are mappings.
-        key: of the mapping, for the error.
+        key: configuration key of the mapping, for the error.
 
     Raises:
         ConfigError: ``a`` exists too, and is not a mapping.

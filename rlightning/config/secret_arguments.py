@@ -1,7 +1,7 @@
 """Secrets in a configuration, such as a reward's ``api_key``: written to no file, and read from the environment.
 
 A secret is recognized by its name, or by its place in a URL. A name is split into words: ``openaiApiKey`` is an API
-key, ``answer_key`` and ``stop_token`` are no secrets. Numbers are never secrets.
+key, ``answer_key`` and ``stop_token`` are not secrets. Numbers are never secrets.
 """
 
 import os

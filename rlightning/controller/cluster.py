@@ -57,7 +57,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
         Whether the cluster is new, and so inherits this process's environment.
 
     Raises:
-        ConfigError: there is no such cluster, or it refuses this process.
+        ConfigError: there is no such cluster, or it rejects this process.
     """
     ray = import_ray()
     from rlightning.controller.ray_internals import SESSION_FOLDER, session_folder
@@ -115,7 +115,7 @@ def _make_session_folder() -> str:
 
 
 def release_sigterm(handler: Callable[[int, FrameType | None], object] | int | None) -> None:
-    """Install ``handler`` for SIGTERM in place of Ray's, which exits with code 15 at once.
+    """Install ``handler`` for SIGTERM in place of Ray's, which would exit immediately with code 15.
 
     Lightning calls existing handlers after its own, so that Ray's would end a fit before its last state is saved.
     """

@@ -181,7 +181,7 @@ class Failed:
     Attributes:
         summary: type and message, in one line.
         traceback: as Python prints it.
-        exit_code: of a foreseen error, for which the summary suffices; None for any other error.
+        exit_code: exit code of a foreseen error, for which the summary suffices; None for any other error.
         is_first: whether this rank was the first to fail.
     """
 

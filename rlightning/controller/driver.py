@@ -46,7 +46,7 @@ class DriverContext:
         """Return the context of this process.
 
         Args:
-            names: of variables that actors need.
+            names: names of the environment variables that actors need.
             starts_cluster: whether this process starts the cluster, which then inherits its environment.
         """
         passed = [*names, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
@@ -108,7 +108,7 @@ def passed_value(name: str) -> str:
 
 
 def absolute_paths(paths: Iterable[str]) -> list[str]:
-    """Return import paths as absolute paths; entries that are no paths, such as names of import hooks, stay."""
+    """Return import paths as absolute paths; entries that are not paths, such as names of import hooks, are kept."""
     return [os.path.abspath(path) if not path or os.path.exists(path) else path for path in paths]
 
 

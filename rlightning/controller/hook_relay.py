@@ -197,7 +197,7 @@ def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
 class Relay:
     """Combines the ranks' hooks: a hook is called when all ranks have sent it, in the order of rank 0.
 
-    Hooks of a single rank are called at once.
+    With a single rank, hooks are called immediately.
     """
 
     def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[object]], None]) -> None:

@@ -56,7 +56,7 @@ class RowlessData(Protocol):
 
 
 class ActorEngines(Protocol):
-    """Engines as Ray actors beside the workers, which outlive the workers.
+    """Engines as Ray actors, which outlive the training workers.
 
     Attributes:
         callback: the rollout callback that uses them.
@@ -69,7 +69,7 @@ class ActorEngines(Protocol):
     runs: list[Any]
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
-        """Raise a ConfigError if the cluster lacks resources for the engines beside the workers."""
+        """Raise a ConfigError if the cluster lacks resources for the engines in addition to the workers."""
 
     def start(
         self, module: LightningModule, max_prompt_tokens: int | None, folder: Path, driver: DriverContext
@@ -107,9 +107,9 @@ class RayController(ControllerStrategy):
         num_workers: number of ranks, each a process with its own device. None for ``trainer.devices`` x
             ``trainer.num_nodes``, or without these for the number of the cluster's GPUs.
         worker_strategy: strategy of the workers, by name or with its arguments.
-        accelerator: of the workers; None for ``trainer.accelerator``, by default "auto".
-        address: of a Ray cluster; "auto" for the one of which this machine is a node. None for RAY_ADDRESS, as in a
-            submitted job, or without it for a new cluster on this machine.
+        accelerator: accelerator of the workers; None for ``trainer.accelerator``, by default "auto".
+        address: address of a Ray cluster; "auto" for the one of which this machine is a node. None for RAY_ADDRESS, as
+            in a submitted job, or without it for a new cluster on this machine.
         cpus_per_worker: cores that Ray reserves for each worker.
         gpus_per_worker: GPUs that Ray reserves for each worker; None for one, if there are any.
         placement: Ray's strategy to place workers on nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.

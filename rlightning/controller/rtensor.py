@@ -42,9 +42,9 @@ class RTensor:
     It is small, and can be an argument or result of Ray's calls; :func:`fetch_tensors` reads it.
 
     Attributes:
-        dtype: of the tensor.
+        dtype: dtype of the tensor.
         block: the stored object with the tensor's bytes; small tensors share one.
-        index: of the tensor in the block.
+        index: index of the tensor in the block.
     """
 
     shape: torch.Size
@@ -81,7 +81,7 @@ def store_tensors(tree: object, *, label: str = "") -> Any:
         (:func:`~rlightning.controller.tensor_store.stores_results`).
 
     Raises:
-        TypeError: for a DTensor, a sparse tensor, or one on the meta device.
+        TypeError: a tensor is a DTensor, sparse, or on the meta device.
         StoreFullError: the store's limit would be exceeded; nothing is stored.
     """
     return _store(tree, label or _call_site()) if stores_results() else None

@@ -51,7 +51,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     """The strategy of a process without a device: each step is sent as a command to a group of workers.
 
     Attributes:
-        weight_version: of the workers' actor.
+        weight_version: weight version of the workers' actor.
         saved: paths of this run's checkpoints, in order; a restart continues from the last of them.
     """
 

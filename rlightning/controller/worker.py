@@ -95,7 +95,7 @@ class Worker(CommandQueue):
         """Run one stage, named by the Trainer's method, until the controller ends it.
 
         Args:
-            number: of the stage; a stage that was run before is not repeated.
+            number: number of the stage; a stage that was run before is not repeated.
             config: None for a later stage of the same run, with the same trainer and module.
             rendezvous: rank 0's address and port.
         """

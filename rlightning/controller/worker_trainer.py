@@ -93,7 +93,7 @@ class WorkerConfig:
     Attributes:
         module: the user's module, before its weights are loaded.
         data: the data module, before ``setup``.
-        strategy: of the workers: an object, a name in Lightning's registry, or a class by its path.
+        strategy: the workers' strategy: an object, a name in Lightning's registry, or a class by its path.
         wanted_hooks: names of the RL hooks that callbacks in the controller override.
         settings: additional arguments of the Trainer (:func:`settings_of`).
         checkpoint_io: used by strategies that write a checkpoint as one file.

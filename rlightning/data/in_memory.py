@@ -123,7 +123,7 @@ def read_source(source: "PromptSource", limit: int | None, key: str, environment
     Args:
         source: a path, paths, or rows, from :func:`hold_rows`.
         limit: read only this many rows from the start.
-        key: of the source, by which errors name rows in memory.
+        key: configuration key of the source, by which errors name rows in memory.
         environment: name for rows without one in their column ``environment``, or one for each path.
     """
     if paths := paths_of(source):

@@ -115,7 +115,7 @@ def map_prompts(
     """Tokenise the rows of a large set to a cached folder, unless it exists, and return the mapped prompts.
 
     Args:
-        table: with :class:`~rlightning.data.rows.StoredRows`.
+        table: a table whose rows are :class:`~rlightning.data.rows.StoredRows`.
         encoder: converts rows to tokens.
         max_tokens: maximum tokens of a prompt.
         is_dropping: whether prompts with more tokens are dropped.

@@ -48,8 +48,8 @@ class StoredRows(LazySequence[Row]):
     """Rows with a digest, which is the cache key of their tokens on disk.
 
     Attributes:
-        digest: of the content.
-        columns: that every row has.
+        digest: digest of the content.
+        columns: names of the columns that every row has.
     """
 
     digest: str

@@ -37,8 +37,8 @@ class RowTable:
 
     Attributes:
         path: the set's name, as given by the user.
-        rows: in the order of the file; a list, or :class:`~rlightning.data.rows.StoredRows` for a large set.
-        unit: of ``places``, "line" or "row".
+        rows: the rows in the order of the file: a list, or :class:`~rlightning.data.rows.StoredRows` for a large set.
+        unit: what ``places`` count, "line" or "row".
         places: the line or row number of each row in the file, counted from 1.
         has_fixed_fields: whether every row has all fields, null if it has no value.
     """

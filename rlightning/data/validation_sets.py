@@ -23,7 +23,7 @@ class ValidationSet:
         prompt_column: None for the data module's.
         prompt_template: None for the data module's.
         environment: name of the environment for rows that name none, in a run with several; None for the data module's.
-        name: in the metrics ``val/<name>/...``; set by the data module from the key.
+        name: the set's name in the metrics ``val/<name>/...``; set by the data module from the key.
     """
 
     path: PromptSource

@@ -41,7 +41,7 @@ class StepPlan(NamedTuple):
             added.
         per_step: number of groups that all ranks together take.
         room: maximum number of running and finished groups of all ranks; other prompts wait.
-        weight_version: of the weights to be updated: no token of the groups is older than ``weight_version -
+        weight_version: version of the weights to be updated: no token of the groups is older than ``weight_version -
             max_staleness``.
     """
 

@@ -73,8 +73,8 @@ class Policy(Protocol):
         The answer is not recorded, and not trained on.
 
         Args:
-            messages: of the conversation.
-            temperature: of sampling; 0 for greedy.
+            messages: messages of the conversation.
+            temperature: sampling temperature; 0 for greedy sampling.
             max_new_tokens: maximum tokens of the answer; None for the run's maximum.
 
         Raises:
@@ -85,7 +85,7 @@ class Policy(Protocol):
         """Report a preliminary outcome, which becomes the outcome if the trajectory times out.
 
         Args:
-            outcome: with the rewards and metrics so far.
+            outcome: the outcome with the rewards and metrics so far.
             state: returned by :meth:`resume` when a run is resumed from a checkpoint: texts, numbers, bytes, lists and
                 mappings. None keeps the last one.
 

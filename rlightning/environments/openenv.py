@@ -28,7 +28,7 @@ class OpenEnv(Environment):
     rewards and on the end. A resumed run repeats the trajectories that were running at the checkpoint.
 
     Args:
-        url: of the server, such as ``http://127.0.0.1:8000``.
+        url: URL of the server, such as ``http://127.0.0.1:8000``.
         action: the action's field for the policy's text, such as "message" or "code".
         action_fields: additional fields of each action.
         observation: the observation's field that the policy reads; None for all fields, as JSON.

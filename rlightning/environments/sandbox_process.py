@@ -69,7 +69,7 @@ def run(
         folder: an empty folder, which is removed at the end.
         isolation: some of "user", "namespaces", "mounts"; python_sandbox has probed that they work.
         is_counted: whether the system counts the program's processes separately from others.
-        limits: by the names of PythonSandbox's arguments.
+        limits: limits by the names of PythonSandbox's arguments.
     """
     # Processes that the program leaves behind become children of this process.
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")

@@ -82,7 +82,7 @@ class StepEnvironment(Environment):
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory with an object of its own, which is always closed at the end."""
+        """Make one trajectory with its own object, which is always closed at the end."""
         game = StepObject()
         try:
             await game.make(self._make, self.arguments)

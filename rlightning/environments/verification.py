@@ -1,8 +1,8 @@
 """Verifies that trajectories contain exactly what was sampled: the sampler scores each branch again, in one prefill.
 
 A token's recorded log-probability belongs to the context in which it was sampled. If its branch has another context (a
-history that was tokenized anew, a missing turn, shifted tokens), the score differs. Sampling and prefill round
-differently, which is no error: the size of this gap is measured on single-turn rollouts of the same prompts.
+history that was tokenized again, a missing turn, shifted tokens), the score differs. Sampling and prefill round
+differently, which is not an error: the size of this gap is measured on single-turn rollouts of the same prompts.
 """
 
 import asyncio

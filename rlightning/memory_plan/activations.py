@@ -55,10 +55,10 @@ class ActivationBytes(NamedTuple):
     """Bytes of activations in the decoder's forward and backward, without weights and gradients; may be fractions.
 
     Attributes:
-        kept: between forward and backward, including the last hidden states.
-        forward: at the peak of the forward pass.
-        backward: at the peak of the backward pass.
-        scoring: at the peak of a forward pass without gradient.
+        kept: bytes kept between forward and backward, including the last hidden states.
+        forward: bytes at the peak of the forward pass.
+        backward: bytes at the peak of the backward pass.
+        scoring: bytes at the peak of a forward pass without gradient.
     """
 
     kept: float
@@ -89,7 +89,7 @@ class Decoder:
     adapter_targets: tuple[str, ...] = ()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which forward passes run."""
+        """Return the context manager in which forward passes run."""
         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if self.is_autocast else nullcontext()
 
 

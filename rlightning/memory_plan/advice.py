@@ -79,7 +79,7 @@ def advise_scoring(plan: MemoryPlan) -> list[str]:
 
 
 def advise_engine(plan: MemoryPlan) -> list[str]:
-    """Return changes that make the engine, or the sampler in the trainer's process, fit beside the trainer."""
+    """Return changes that make the engine, or the sampler in the trainer's process, fit together with the trainer."""
     memory = plan.device_memory
     if plan.work.engine is None:
         return []

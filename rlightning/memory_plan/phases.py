@@ -189,7 +189,7 @@ class MemoryPlan:
         return self._with_awake_engine(self._resting(away))
 
     def start(self) -> PhaseBytes:
-        """Return the peak of the engine's start, beside models that were just loaded and not offloaded."""
+        """Return the peak of the engine's start, while the loaded models are not yet offloaded."""
         return self._with_awake_engine(replace(self._models, optimizer_state=0, weight_bucket=0))
 
     def _resting(self, away: frozenset[str]) -> PhaseBytes:

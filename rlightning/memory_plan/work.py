@@ -117,10 +117,10 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:
-    """A model beside the actor, such as a reference or a critic.
+    """A model other than the actor, such as a reference or a critic.
 
     Attributes:
-        name: of its role.
+        name: name of the model's role.
         config: its Hugging Face configuration; None for any other model, whose size is unknown.
         optimizer_states: format of AdamW's moments; None if the model is frozen.
     """

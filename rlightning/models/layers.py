@@ -97,7 +97,7 @@ def compile_layers(policy: PreTrainedModel) -> None:
 
 
 def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
-    """Make the first ``count`` layers save only their inputs and recompute the rest in the backward pass.
+    """Have the first ``count`` layers save only their inputs, and recompute the rest in the backward pass.
 
     The backward frees the last layers' activations first, so that checkpointing the first layers saves the most.
     """

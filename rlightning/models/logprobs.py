@@ -32,7 +32,7 @@ def packed_logprobs(
 
     Args:
         model: a causal language model loaded with :data:`~rlightning.models.attention.PACKED_ATTENTION`.
-        batch: on the model's device.
+        batch: a batch on the model's device.
         temperature: divides the logits, as in the sampler; replaced by a prompt's own temperature.
         needs_entropy_grad: whether the entropies are differentiated.
 

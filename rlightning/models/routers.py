@@ -1,6 +1,6 @@
 """Keeps the routers of mixtures of experts in float32 under autocast, if their own code asks for it.
 
-Some models cast both factors of a router's product to float32, to tell experts with close scores apart. Autocast would
+Some models cast both factors of a router's product to float32, to distinguish experts with close scores. Autocast would
 cast the factors back and round the product. Here it rounds only the factors, as an engine's weights and inputs are.
 """
 

@@ -147,7 +147,7 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
     """Fill the policy's allocated parameters and saved buffers from its files; collective.
 
     Raises:
-        ConfigError: on every rank, if weights are missing, have other shapes or are not finite.
+        ConfigError: weights are missing, have other shapes or are not finite; raised on every rank.
     """
     files = find_weights(model)
     check_head(model, policy.config, files)

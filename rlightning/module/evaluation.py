@@ -38,8 +38,8 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
     """Return metrics of one validation batch, as means over its trajectories and prompts.
 
     Args:
-        batch: with rewards; a reward of NaN counts as 0, and as not passed. An empty batch, on a rank without a share
-            of the last prompts, gives zeros, which have weight 0.
+        batch: a batch with rewards; NaN counts as reward 0, and as not passed. An empty batch, on a rank without a
+            share of the last prompts, gives zeros, which have weight 0.
         num_samples: trajectories of each prompt. A group with fewer sampled trajectories has no pass@k for larger k.
 
     Returns:

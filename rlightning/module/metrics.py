@@ -65,7 +65,7 @@ def rollout_metrics(
     """Return a rollout's metrics of rewards, learning signal, lengths and branches; a NaN reward counts as failed.
 
     Args:
-        batch: with all rewards, including those that failed or give no signal.
+        batch: the batch with all rewards, including those that failed or give no signal.
         all_sum: sums over the ranks, each of which has its own trajectories.
         all_max: takes the maximum over the ranks.
         compared: [M] rewards that decide whether a group has a signal; None for ``batch.rewards``.

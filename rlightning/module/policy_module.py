@@ -71,7 +71,7 @@ OPTIMIZER_KEYS = tuple(field.name for field in fields(AdamWSettings))
 class PolicyModule(Ranks, SavedModule):
     """Loads and optimizes the actor, exports its weights, and computes its log-probabilities.
 
-    The configuration and the tokenizer are read at once, which finds mistakes early; the weights are loaded in
+    The configuration and the tokenizer are read immediately, which finds mistakes early; the weights are loaded in
     :meth:`configure_model`, after Lightning has set up its devices.
 
     Args:
@@ -345,9 +345,8 @@ class PolicyModule(Ranks, SavedModule):
         """Return the actor's log-probabilities of the sampled tokens at temperature 1, to verify an engine's.
 
         Args:
-            batch: on the CPU.
-            dtype: the engine's dtype. The actor computes in bfloat16 or float16 if the engine does, else in the run's
-                own dtype.
+            batch: a batch on the CPU.
+            dtype: the engine's dtype, in which the actor computes if it is bfloat16 or float16; else it uses the run's.
 
         Returns:
             [T] float32, on the actor's device; 0 where not sampled.
@@ -371,7 +370,7 @@ class PolicyModule(Ranks, SavedModule):
         """Return log-probabilities of the sampled tokens, computed in micro-batches without gradients.
 
         Args:
-            batch: on the CPU.
+            batch: a batch on the CPU.
             model: the actor, or a reference.
             temperature: divides the logits; replaced by a prompt's own temperature, if it has one.
             max_tokens: maximum tokens of a micro-batch.

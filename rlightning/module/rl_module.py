@@ -366,7 +366,8 @@ class RLModule(EvaluationSteps):
         """Return each trajectory's reward; by default the weighted sum of reward functions and environment reward.
 
         Args:
-            batch: on the CPU, with ``trajectories`` [M]; for single-turn ones also ``prompts`` and ``completions`` [M].
+            batch: a batch on the CPU, with ``trajectories`` [M]; for single-turn ones also ``prompts`` and
+                ``completions``.
 
         Returns:
             [M] floats; NaN for a trajectory that counts as not sampled. Without reward functions this includes
@@ -410,8 +411,8 @@ class RLModule(EvaluationSteps):
         """Return the advantage of each token.
 
         Args:
-            batch: with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` expands [M] to
-                [T].
+            batch: a batch with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` expands
+                [M] to [T].
 
         Returns:
             [T] float32.

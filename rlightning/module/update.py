@@ -77,7 +77,7 @@ class UpdateModule(PolicyModule):
             forward pass, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
             single optimizer step for each rollout, they are taken from the update's forward pass.
         reference_model: model for ``kl_coef``; None for ``model``, or with an adapter the actor without it.
-        kwargs: of :class:`~rlightning.module.policy_module.PolicyModule`.
+        kwargs: arguments of :class:`~rlightning.module.policy_module.PolicyModule`.
 
     Attributes:
         plan: numbers of prompts, samples, minibatches and epochs of a step.
@@ -178,7 +178,7 @@ class UpdateModule(PolicyModule):
         """Mark the sequences that the update can skip, and balance the others' costs over the ranks.
 
         Args:
-            batch: with advantages, on the CPU.
+            batch: a batch with advantages, on the CPU.
 
         Returns:
             This rank's part of the batch.
@@ -196,7 +196,7 @@ class UpdateModule(PolicyModule):
         """Run the rollout's optimizer steps, which count as one step of the trainer, and return the update's metrics.
 
         Args:
-            batch: with advantages, on the CPU.
+            batch: a batch with advantages, on the CPU.
         """
         optimizers = wrapped_optimizers(self)
         means = RunningMeans()
@@ -236,7 +236,7 @@ class UpdateModule(PolicyModule):
         override that returns False everywhere computes all sequences.
 
         Args:
-            batch: with advantages, on the CPU.
+            batch: a batch with advantages, on the CPU.
 
         Returns:
             [N] bool.

@@ -21,7 +21,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool =
     (arXiv:2503.20783, section 3.2). ``std`` is the sample standard deviation (over ``n - 1``), plus 1e-6.
 
     Args:
-        rewards: [N], one a completion.
+        rewards: [N], one for each completion.
         group_ids: [N], equal for completions of one prompt; groups may differ in size.
         scale_by_std: whether to divide.
 
@@ -41,7 +41,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | N
     ``A_i = r_i - sum_{j != i} r_j / (n - 1)``, which is ``n / (n - 1) * (r_i - mean(r))``.
 
     Args:
-        rewards: [N], one a completion; or the return of each turn.
+        rewards: [N], one for each completion; or the return of each turn.
         group_ids: [N], equal for completions of one prompt; groups may differ in size.
         trajectory_ids: [N], for returns of turns: the mean excludes all turns of the same trajectory, which depend on
             each other; None to exclude only the reward itself.
@@ -113,7 +113,7 @@ def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON
     """Return which completions are in a group whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
 
     Args:
-        rewards: [N], one a completion.
+        rewards: [N], one for each completion.
         group_ids: [N], equal for completions of one prompt.
         tolerance: largest difference of equal rewards; rewards that differ only by rounding are always equal.
 

@@ -37,7 +37,7 @@ class Traces(NamedTuple):
         """Return the traces of a batch, on the CPU.
 
         Args:
-            batch: with rewards.
+            batch: a batch with rewards.
             rewards: [M], used instead of ``batch.rewards``; None to use those.
 
         Raises:
@@ -160,7 +160,7 @@ class Returns(NamedTuple):
         the advantage of a trace applies to the tokens of its agent.
 
         Args:
-            batch: with rewards.
+            batch: a batch with rewards.
             rewards: [M], used instead of ``batch.rewards``; None to use those.
         """
         if all(one.traces is None for one in batch.trajectories):

@@ -130,7 +130,7 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def split_by_bytes(items: Iterable[T], size_of: Callable[[T], int], max_bytes: float) -> Iterator[list[T]]:
-    """Split items, in their order, into lists of at most ``max_bytes``; a larger item is a list of its own."""
+    """Split items, in their order, into lists of at most ``max_bytes``; a larger item is a list by itself."""
     part: list[T] = []
     num_bytes = 0
     for item in items:

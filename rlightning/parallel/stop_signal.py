@@ -218,7 +218,7 @@ class EndOnSigterm(Callback):
     """A callback that ends a fit within a grace period after SIGTERM or Ctrl-C, after ``ModelCheckpoint`` has saved.
 
     A prediction, a validation and a test end at SIGTERM before their next batch. The exit code is 143, or 130 after
-    Ctrl-C. At Python's prompt and in notebooks Ctrl-C raises KeyboardInterrupt at once, as usual.
+    Ctrl-C. At Python's prompt and in notebooks Ctrl-C immediately raises KeyboardInterrupt, as usual.
 
     Args:
         grace_period: maximum seconds from the first signal to the end of the process. A step that still samples after

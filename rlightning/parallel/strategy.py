@@ -116,7 +116,7 @@ class ConnectedRanks(ParallelStrategy):
         """Reduce a tensor over all ranks, in place; other values are returned unchanged.
 
         Args:
-            tensor: on any device. The mean of integers is a new float tensor.
+            tensor: a tensor on any device. The mean of integers is a new float tensor.
             group: a process group other than that of all ranks, in which the tensor is reduced on its own device.
             reduce_op: "mean", "avg", one of :data:`~rlightning.parallel.collectives.OPS`, or torch's object.
         """

@@ -128,7 +128,8 @@ class ManagedProcess:
 def python_command(module: str, *arguments: str, interpreter: str | None = None) -> list[str]:
     """Return the command that runs a module's ``main()`` in a Python interpreter, perhaps of another environment.
 
-    The command loads this copy of rlightning, without other packages beside it. It needs Python 3.10 and msgpack.
+    The command loads this copy of rlightning, without other packages in the same folder. It needs Python 3.10 and
+    msgpack.
 
     Args:
         interpreter: path of the interpreter; None for this process's.

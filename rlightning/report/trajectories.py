@@ -57,7 +57,7 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
     """Return a table with one row for each trajectory, in the batch's order.
 
     Args:
-        batch: with rewards and advantages, if computed, and with all branches of its trajectories.
+        batch: a batch with all branches of its trajectories, and with rewards and advantages if computed.
         step: the rollout step, counted from 1.
     """
     import pyarrow  # half a second that only a written table should cost

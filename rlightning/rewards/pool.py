@@ -29,7 +29,7 @@ class RewardPool:
     """Runs reward calls in the background, each with the timeout of its function.
 
     Sync functions run in several processes, each with one call at a time. Async functions run in one process, up to 64
-    calls at once on one event loop, so that they share their module's state, such as an HTTP client.
+    concurrent calls on one event loop, so that they share their module's state, such as an HTTP client.
 
     Args:
         num_workers: number of processes for sync functions, and maximum number of threads of this process.

@@ -1,4 +1,4 @@
-"""The canary: token sequences that actor and engine score, to tell rounding differences from wrong weights.
+"""The canary: token sequences that actor and engine score, to distinguish rounding errors from wrong weights.
 
 The actor scores the canary several times, each time with other rounding errors. The log-probabilities of an engine with
 the actor's weights differ from each of these evaluations as much as the evaluations differ from each other; with other

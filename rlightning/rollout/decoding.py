@@ -176,8 +176,8 @@ def predict_after_prompts(
     """Compute prompts, and return the logits [N, V] of the token after each prompt.
 
     Args:
-        model: from :func:`build_model`.
-        cache: where keys and values are written.
+        model: a model from :func:`build_model`.
+        cache: the cache to which keys and values are written.
         prompts: N token sequences.
         rows: for each prompt the rows of the cache that begin with it, one for each sample.
     """
@@ -212,7 +212,7 @@ def predict_next(model: PreTrainedModel, cache: KeyValueCache, tokens: Sequence[
     """Compute one token of each of the cache's first N rows, and return the logits [N, V] of the next token of each.
 
     Args:
-        model: from :func:`build_model`.
+        model: a model from :func:`build_model`.
         cache: contains the keys and values of the previous tokens.
         tokens: N token ids, one for each of the rows 0 to N - 1.
         lengths: N numbers of tokens, one for each row.

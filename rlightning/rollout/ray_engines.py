@@ -102,7 +102,7 @@ class RayEngines(Generic[C]):
         self._uses_gpus = False
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
-        """Check that the cluster has enough resources for the engines beside the workers.
+        """Check that the cluster has enough resources for the engines in addition to the workers.
 
         Raises:
             ConfigError: names the needed and the available resources.

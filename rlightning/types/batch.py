@@ -84,7 +84,7 @@ class RolloutBatch:
         ref_logprobs: [T] float32, of the reference model.
         is_skipped: [N] bool, sequences without gradient, which the update does not compute.
         totals: the loss's denominators; set on micro-batches.
-        shared: which tokens of a micro-batch are computed once for several sequences; None if none are.
+        shared: tokens of a micro-batch that are computed once for several sequences; None if none are.
 
     A batch that :meth:`to` has moved caches values from the host, so that computing with it does not wait for its
     device; ``is_sampled`` must not be changed afterwards.

@@ -30,7 +30,7 @@ class Request:
         self._receive = receive
 
     async def read_json(self, max_bytes: int) -> JsonObject:
-        """Return the body as a JSON object; raises an APIError if it is no object, or exceeds ``max_bytes``."""
+        """Return the body as a JSON object; raises an APIError if it is not one, or exceeds ``max_bytes``."""
         read, is_whole = bytearray(), False
         while not is_whole:
             message = await self._receive()

@@ -54,7 +54,7 @@ class StreamOptions(BaseModel):
 
 
 class RequestParameters(BaseModel):
-    """The parameters of a request beside its messages, by OpenAI's names."""
+    """The parameters of a request besides its messages, by OpenAI's names."""
 
     model: str | None = None
     temperature: float | None = None
@@ -136,7 +136,7 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
     Args:
         own: the trajectory's settings, from the run.
         stream: number of the trajectory's random stream, so that the same seed gives other samples in each trajectory.
-        temperature: of the trajectory's earlier turns; None without any.
+        temperature: temperature of the trajectory's earlier turns; None without any.
 
     Raises:
         APIError: the temperature is invalid, or differs from that of the earlier turns.

@@ -50,7 +50,7 @@ class Endpoint:
 
     Args:
         host: address to listen at; by default only programs on this host can connect. ``0.0.0.0`` for all addresses.
-        port: to listen at; 0 for a free one.
+        port: port to listen at; 0 for any free port.
         advertised_host: name or address that is given to agents, such as ``host.docker.internal`` for containers; None
             for ``host``, or, if that means all addresses, the one from which this host connects to others.
         keeps_reasoning: whether later turns keep the reasoning of earlier ones in the policy's context, so that a

@@ -3,9 +3,9 @@
 The core is one Python process that loops over all running sequences in every step. For a small model this takes longer
 than the GPU's part of the step (docs/performance.md), mostly without need: a sequence whose last block has room, and
 which the sampled token does not end, needs only one more token. Such sequences are deferred: their tokens are written
-into arrays, for all of them at once. A sequence is returned to vLLM's code, with its tokens, when its state may change:
-its block is full, it ends, it is aborted or paused, or the KV cache runs out. The schedule and the blocks are the same
-as vLLM's.
+into arrays, for all sequences together. A sequence is returned to vLLM's code, with its tokens, when its state may
+change: its block is full, it ends, it is aborted or paused, or the KV cache runs out. The schedule and the blocks are
+the same as vLLM's.
 
 Tokens of a sequence that is read only at its end are sent to the client process :data:`TOKENS_AT_ONCE` at a time; all
 of them before a pause begins.

@@ -101,7 +101,7 @@ class VLLMServer:
     :meth:`finish_weight_update`. Chunk 0 restarts an update that was not finished.
 
     Args:
-        engine: from :func:`start_engine`.
+        engine: an engine from :func:`start_engine`.
     """
 
     def __init__(self, engine: AsyncLLM) -> None:

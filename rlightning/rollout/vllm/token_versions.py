@@ -27,7 +27,7 @@ class TokenVersions:
         """Set the version of the tokens that are sampled from now on.
 
         Args:
-            weight_version: of the new weights.
+            weight_version: version of the new weights.
             num_tokens: request id, sample index and number of tokens so far of each unfinished sample. Requests without
                 :meth:`begin` are ignored.
         """
