@@ -107,7 +107,7 @@ def run(args: list[str]) -> None:
         from rlightning.console import quieten
 
         quieten()
-        # An installed script does not have the folder it is called from on its path, and a user's classes are there.
+        # The working directory, which contains the user's classes, is not on the path of an installed script.
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.insert(0, os.getcwd())
         command = load(args)

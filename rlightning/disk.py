@@ -76,7 +76,7 @@ def needed(what: str, path: Path, way_out: str) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # torch.distributed.checkpoint's is no Exception
+    except BaseException as error:  # torch.distributed.checkpoint's error is not an Exception
         reason = find_disk_error(error)
         if reason is None:
             raise

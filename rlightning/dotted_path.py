@@ -62,7 +62,7 @@ def import_longest(path: str, what: str) -> tuple[ModuleType, list[str]]:
             return importlib.import_module(module), names[length:]
         except (ImportError, SyntaxError) as error:
             if length > 1 and isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-                continue  # the last name may be of a class
+                continue  # the last name may be a class
             is_wrong = isinstance(error, SyntaxError)
             raise ConfigError(
                 f"{what} cannot be imported by {sys.executable}: {describe_error(error)}. "

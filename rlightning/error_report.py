@@ -50,7 +50,7 @@ def show_error(error: BaseException) -> None:
     else:
         trace = visible(without_secrets("".join(traceback.format_exception(error))))
         is_mistake = expected.exit_code == 2
-        # A mistake's line says all, and the folder may be another run's. All else is shown where it has no place.
+        # A ConfigError's line suffices, and the folder may be another run's. Without a folder, the traceback is shown.
         kept = None if is_mistake else _write(trace)
         if _shows_trace() or (kept is None and not is_mistake):
             sys.stderr.write(trace)

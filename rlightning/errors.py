@@ -145,7 +145,7 @@ def find_run_error(error: BaseException) -> RunError | None:
         if isinstance(cause, RunError):
             return cause
         cause = cause.__cause__
-    # Whatever is an instance of a class has loaded it, and a failing process has no time to.
+    # An instance of a class exists only if its module is loaded; a failing process should import nothing.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
     if lightning is not None and isinstance(error, lightning.MisconfigurationException):
         return ConfigError(str(error))

@@ -73,7 +73,7 @@ class SFT(RLModule):
         mask = batch.is_sampled
         loss, tokens = self.all_sum(torch.stack([-logprobs.float()[mask].sum(), mask.sum().float()])).tolist()
         name = self.trainer.datamodule.validation_sets[dataloader_idx].name  # type: ignore[attr-defined]
-        # Weighted by tokens, batches of unequal length average to the mean over all tokens.
+        # With tokens as weights, the average over batches is the mean over all tokens.
         self.log(
             f"{prefix}/{name}/loss",
             loss / max(tokens, 1),

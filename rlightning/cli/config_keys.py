@@ -68,7 +68,7 @@ class ConfigKeys:
         self._mappings: dict[str, dict[str, object]] = {}  # the mappings set by the files read so far, by key
         self._is_in_file = False
         self._begun: set[str] = set()  # the keys of mappings that are set
-        self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
+        self._leaves: set[str] = set()  # the keys that the current file sets to anything but a mapping
 
     def check_options(self, options: list[str]) -> None:
         """Check all command line options, and the files that ``--config`` names."""
@@ -133,7 +133,7 @@ class ConfigKeys:
         options = list(flatten_union(hint))
         if any(is_mapping(option) for option in options):
             self._begin(value, options, key)
-        # A later file's list replaces an earlier one, with all that is in it.
+        # A later file's list replaces an earlier one entirely.
         if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
             self._merge(value, key.replace(".init_args.", "."))
         bases = [option for option in options if is_configurable(option)]
@@ -303,7 +303,7 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
         for package in {base.__module__.rpartition(".")[0] for base in bases} - {""}:
             exports = import_module(package)
             if name in vars(exports).get("__all__", ()):
-                resolve_name(f"{package}:{name}")  # imports what the package imports when it is asked for
+                resolve_name(f"{package}:{name}")  # imports names that the package imports lazily
         named = {c.__name__: c for base in bases for c in subclasses(base) if not c.__name__.startswith("_")}
         if name not in named:
             raise no_class(key, name, named)

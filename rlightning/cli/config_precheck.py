@@ -178,7 +178,7 @@ class SourceKeys(ConfigKeys):
             elif not (key == KEY and isinstance(value, str)):
                 self.check_classes(value, key)
             return
-        if not isinstance(value, dict) or "class_path" in value:  # a class does not keep all that another was given
+        if not isinstance(value, dict) or "class_path" in value:  # another class keeps only some arguments
             self.given = {known: given for known, given in self.given.items() if not known.startswith(f"{key}.")}
         if isinstance(value, dict):
             self.check_spec(value, [], key)
@@ -261,7 +261,7 @@ def check_early(command: str, options: list[str]) -> None:
         return
     try:
         keys = SourceKeys(keys_of(command), USUAL_CLASSES)
-    except LookupError:  # this version of Lightning has its files elsewhere
+    except LookupError:  # this version of Lightning has other file names
         return
     keys.check_options(spell_out_options(options))
     check_model(keys)

@@ -337,7 +337,7 @@ def make_run_folder() -> str:
         path = new_run_folder()
         if not is_rank_0():
             return path
-        with suppress(FolderTakenError):  # another run that began in the same second has taken it
+        with suppress(FolderTakenError):  # another run that began in the same second uses it
             lock_run(Path(path))
             return path
 

@@ -79,7 +79,7 @@ def _spell_out_each(options: list[str]) -> Iterator[str]:
             continue
         if not equals:
             value = next(rest, None)
-            if value is None:  # left for the check of options to complain of
+            if value is None:  # the check of options reports it
                 yield option
                 return
             text = value

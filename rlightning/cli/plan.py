@@ -128,7 +128,7 @@ def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))
         yield RoleMemory(name="reference", config=config)
-    # A module of the user's own may have none.
+    # A user's module may have none.
     if hasattr(kind, "configure_roles") and kind.configure_roles.__module__.partition(".")[0] != "rlightning":
         name = f"what {kind.__name__}.configure_roles() adds"
         yield RoleMemory(name=name, config=None, optimizer_states="float32")

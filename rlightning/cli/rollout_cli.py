@@ -228,7 +228,7 @@ def score_groups(module: RLModule, groups: Sequence[Sequence[Trajectory]]) -> li
             rewards = module.compute_rewards(batch).tolist()
     values = {name: component.tolist() for name, component in batch.scores.items()}
     scored: list[ScoredTrajectory] = []
-    place = 0  # index in the batch, which holds some of the trajectories, in this order
+    place = 0  # index in the batch, which contains some of the trajectories, in this order
     for one in (one for group in groups for one in group):
         kept = batch.trajectories[place] if place < len(rewards) else None
         if kept is None or kept.turns is not one.turns or kept.status != one.status:

@@ -87,5 +87,5 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
         sys.stdout.flush()
 
     key = read_key()
-    os.environ.pop(RUN_KEY_VARIABLE, None)  # vLLM has no use for it
+    os.environ.pop(RUN_KEY_VARIABLE, None)  # vLLM does not use it
     EngineService(config, listener, key).run(announce)

@@ -144,7 +144,7 @@ def _read_hint(annotation: ast.expr | None, module: str) -> object:
     """Return the type hint of an annotation; None if it cannot be evaluated."""
     try:
         return _evaluate(annotation, module)
-    except (LookupError, TypeError):  # Python's answer to brackets behind what takes none
+    except (LookupError, TypeError):  # subscripts of a type that has none
         return None
 
 

@@ -224,7 +224,7 @@ def _find_validator(hint: object) -> "SchemaValidator | None":
         return None
     try:
         return _make_validator(hint)
-    except Exception:  # the hint is no type, or one that pydantic cannot check
+    except Exception:  # the hint is not a type, or one that pydantic cannot check
         return None
 
 

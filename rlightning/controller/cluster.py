@@ -65,7 +65,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
     if ray.is_initialized():
         release_sigterm(signal.SIG_DFL)
         return False
-    # Without an address Ray joins whatever cluster it finds on the machine, such as another run's, and ends with it.
+    # Without an address Ray joins any cluster that it finds on the machine, such as another run's, and ends with that.
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     if where.startswith("ray://"):
         raise ConfigError(
@@ -75,7 +75,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
     if ":" in where:
         check_reachable(where)
         check_admitted(where, where)
-    # As any process: with Ray's 15, whatever else runs on the host goes before the engines.
+    # Workers have the usual nice value: with Ray's 15, every other process on the host would run before engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
     handler = signal.getsignal(signal.SIGTERM)
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "include_dashboard": False, **options}

@@ -193,7 +193,7 @@ class WorkerData(LightningDataModule):
         self.feed = feed
 
     def __getattr__(self, name: str) -> object:
-        if name in ("configured", "feed"):  # not set yet while the object is being created
+        if name in ("configured", "feed"):  # not yet set while the object is being constructed
             raise AttributeError(name)
         return getattr(self.configured, name)
 

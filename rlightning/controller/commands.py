@@ -131,7 +131,7 @@ BetweenBatches = Load | Save | Call
 """Commands that may be executed whenever no step is running."""
 
 
-# Entries: what workers answer
+# Entries, the answers of workers
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class CommandQueue:
             self._changed.notify_all()
 
     def await_prompts(self) -> object:
-        """Wait for the prompts of :meth:`supply` and return them."""
+        """Wait for the prompts that :meth:`supply` provides, and return them."""
         with self._changed:
             self._changed.wait_for(lambda: self._prompts)
             return self._prompts.popleft()

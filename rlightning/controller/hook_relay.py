@@ -133,7 +133,7 @@ class HookRelay(Checkpoint):
         self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        # rlightning.hooks.fire asks for a hook by its name.
+        # rlightning.hooks.fire looks up a hook by its name.
         if name in RL_HOOKS:
             return partial(self._relay, name)
         raise AttributeError(name)

@@ -159,7 +159,7 @@ class RayController(ControllerStrategy):
         if self.worker_accelerator is None and isinstance(accelerator, str):
             self.worker_accelerator = accelerator
         per_node = len(devices) if isinstance(devices, list) else devices
-        if self.num_workers is None and str(per_node).isdecimal():  # "auto" is for the cluster to say
+        if self.num_workers is None and str(per_node).isdecimal():  # "auto": the cluster decides
             self.num_workers = int(str(per_node)) * num_nodes
 
     def _configure_launcher(self) -> None:
@@ -209,7 +209,7 @@ class RayController(ControllerStrategy):
 
     def connect(self, model: LightningModule) -> None:
         """Keep the user's module for the workers; callbacks in this process get a ControllerModule instead."""
-        # Lightning has put the new module in the old one's place by now.
+        # Lightning has already replaced the old module by the new one.
         standing, trainer = self._standing, model.trainer
         listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         here = [callback for callback in listed if not belongs_to_workers(callback)]
@@ -218,7 +218,7 @@ class RayController(ControllerStrategy):
             super().connect(standing)  # another stage of the trainer with the same weights
             return
         if standing is not None and is_same:
-            model = standing.configured  # workers have died; engines in actors of their own have not
+            model = standing.configured  # workers have died; engines in separate actors have not
         else:
             self.close()
             warn_of_unrelayed(here)

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 SESSION_FOLDER = "_temp_dir"
 """The argument of ``ray.init`` for the folder of a new cluster's sockets and logs."""
-_worker: Any = global_worker  # this process's end of Ray, without types
+_worker: Any = global_worker  # Ray's client in this process, which has no types
 
 
 def is_pickled_for_call() -> bool:

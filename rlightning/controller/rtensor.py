@@ -197,7 +197,7 @@ def _map_leaves(tree: object, kind: type, change: Change) -> object:
         return _map_parts(tree, dict(tree.items()), operator.setitem, kind, change)
     if is_dataclass(tree) and not isinstance(tree, type):
         present = field_values(tree)
-        # past the checks of frozen dataclasses, and without calling an __init__ that may want other arguments
+        # bypasses the checks of frozen dataclasses, and any __init__ that may need other arguments
         return _map_parts(tree, present, object.__setattr__, kind, change)
     return tree
 

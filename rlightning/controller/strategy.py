@@ -115,7 +115,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """Call a worker's RL hook on the callbacks in the controller."""
         self.weight_version = fired.weight_version
         self._count_steps(fired.global_step)
-        # Before its update a step may wait for further prompts, and a command behind it would wait for the step.
+        # Before its update a step may wait for further prompts, while a command would wait for the step.
         is_closed = self.trainer.training and fired.hook not in GLOBAL_GROUPS
         self._closed_hook = fired.hook if is_closed else None
         try:
@@ -131,7 +131,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
                 progress.increment_ready()
                 progress.increment_completed()
 
-    # What Lightning asks a strategy to do
+    # Methods of Lightning's strategies
 
     def training_step(self, batch: Sequence[object], batch_idx: int) -> None:
         """Train on a batch, split in order over the ranks; tensors of the results stay on the workers."""
@@ -215,7 +215,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """
         path = Path(filepath).absolute()
         self.execute_all(Save(checkpoint, str(path), storage_options))
-        if "optimizer_states" in checkpoint:  # otherwise the checkpoint holds only weights
+        if "optimizer_states" in checkpoint:  # otherwise the checkpoint contains only weights
             self.saved.append(path)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:

@@ -85,7 +85,7 @@ class WorkerGroup:
 
         ``config`` is None for a later stage. ``engines`` are Ray's references, which must not end before the workers.
         """
-        # One copy of the configuration in the object store, for all of them.
+        # One copy of the configuration in the object store, for all workers.
         shared = None if config is None else self._ray.put(config)
         rendezvous = ("", 0)
         if config is not None:
@@ -117,8 +117,8 @@ class WorkerGroup:
         }
         seen: list[int] = [0] * self.num_workers
         answers: list[Any] = [None] * self.num_workers
-        # Kept until the command is done: an object whose last reference goes here while another one to it is on its way
-        # is deleted by Ray (ReferenceCountingAssertionError), and two hooks of a step may tell of the same batch.
+        # Kept until the command is done: two hooks of a step may refer to the same batch, and Ray deletes an object
+        # whose last local reference is dropped while another reference is in transit (ReferenceCountingAssertionError).
         received: list[Entry] = []
         for rank, entries in self._entries(asked):
             received += entries
@@ -197,7 +197,7 @@ class WorkerGroup:
     def _entries(self, asked: dict[Ref, int]) -> Iterator[tuple[int, list[Entry]]]:
         """Yield each rank with its new entries as they arrive, until all commands have a result."""
         while asked:
-            # A run that has ended, well or not, has told so by its commands' records; unless it could not even begin.
+            # Workers record the end of a run in their commands' entries, unless the run could not begin.
             ready = self._wait([*asked, *self._runs, *self._engines])
             if ready in self._engines:
                 self._lose_engine(ready)

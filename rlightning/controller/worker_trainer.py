@@ -219,7 +219,7 @@ def make_trainer(
         default_root_dir=config.root_dir,
         **config.settings,
     )
-    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would also set limits: the controller's task
+    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would also set limits, which the controller sets
     return trainer
 
 

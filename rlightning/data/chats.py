@@ -70,7 +70,7 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: Json
     options = {**arguments, CONTINUES: ends_with_model, "add_generation_prompt": not ends_with_model}
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except Exception as error:  # a template is a program of the model's author, which may raise anything
+    except Exception as error:  # a template is a program by the model's author, and may raise any exception
         kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
         reason = f"{kind}{cut_line(error)}".rstrip(".")
         raise ConfigError(

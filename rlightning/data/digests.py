@@ -37,7 +37,7 @@ def encode_value(value: object) -> bytes:
     """Encode a value as text that is the same in every process: JSON, and Python's repr for other types."""
     try:
         return json.dumps(value, sort_keys=True, default=_describe).encode()
-    except (TypeError, ValueError):  # keys that JSON has not, or a value within itself
+    except (TypeError, ValueError):  # keys that JSON does not have, or a value that contains itself
         return _describe(value).encode("utf-8", "surrogatepass")
 
 

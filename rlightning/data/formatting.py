@@ -31,7 +31,7 @@ from rlightning.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-_ROWS_A_BATCH = 1000  # tokenizers return far more than the ids that are kept
+_ROWS_A_BATCH = 1000  # tokenizers return much more than the ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def hold_rows(source: "PromptSource", limit: int | None, key: str, limit_key: st
         return source
     length: int | None = None
     if isinstance(source, Sized):
-        with suppress(TypeError):  # a DataLoader over a stream has no length after all
+        with suppress(TypeError):  # a DataLoader over a stream has a __len__ that fails
             length = len(source)
     if length is None and limit is None:
         raise ConfigError(

@@ -49,10 +49,10 @@ class RowEncoder(Protocol):
 
     @property
     def identity(self) -> dict[str, object]:
-        """All settings besides the rows that affect the tokens."""
+        """Return all settings that affect the tokens, other than the rows themselves."""
 
     def encode(self, table: RowTable, start: int, stop: int) -> Columns:
-        """Return the columns of some rows."""
+        """Return the columns of the rows from ``start`` to ``stop``."""
 
 
 class MappedPrompts(LazySequence[Prompt]):

@@ -133,7 +133,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         self.shuffle, self.seed, self.validation_batch_size = shuffle, seed, validation_batch_size
         self.environment = environment
         self._check_paths()
-        self.longest_limit = 0  # the longest limit that prompts set themselves, among the sets read so far
+        self.longest_limit = 0  # the largest limit of a prompt's own in the sets read so far
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
         self.validation_prompts: list[Sequence[Prompt]] | None = None
@@ -166,7 +166,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """Download sets from the hub once a host, before all ranks of the host read them."""
         for source in (self.train, self.predict, *(chosen.path for chosen in self.validation_sets)):
             for path in paths_of(source):
-                # An error must reach every rank, not this one alone: setup() meets it again.
+                # Every rank must raise this error, not only this one: setup() raises it again.
                 with contextlib.suppress(ConfigError, OSError):
                     if not Path(path).expanduser().exists():
                         read_rows(path, limit=1)
@@ -319,7 +319,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         own = replace(
             self.format,
             column=chosen.prompt_column or self.format.column,
-            # A column of the set's own is not to be hidden by the data module's template.
+            # The data module's template must not override a column that the set itself names.
             template=chosen.prompt_template or (None if chosen.prompt_column else self.format.template),
             temperature_column=None,  # the set has one for all
         )

@@ -73,7 +73,7 @@ def read_rows(path: str, limit: int | None = None) -> RowTable:
     file = _expand(path)
     try:
         is_folder = file.is_dir()
-    except OSError as error:  # no name of a file, but a text
+    except OSError as error:  # a text, not a file name
         raise ConfigError(f"'{cut_line(path)}' is no file: {error.strerror}. {_PROMPTS_HINT}") from error
     if is_folder:
         table = _read_folder(path, file, None, limit)
@@ -165,7 +165,7 @@ def refuse_duplicates(names: Sequence[str], where: str) -> None:
 
 
 def _read_csv(path: str, file: Path) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses cells of over 131,072 characters
+    csv.field_size_limit(2**31 - 1)  # the default rejects cells of more than 131,072 characters
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         place = 1
@@ -179,13 +179,13 @@ def _read_csv(path: str, file: Path) -> Iterator[tuple[int, Row]]:
                     raise ConfigError(f"{path}, line {place} {rule}")
                 if cells:
                     yield place, dict(zip(header, cells, strict=True))
-                place = reader.line_num + 1  # a quoted cell may span lines: a row stands where it begins
+                place = reader.line_num + 1  # a quoted cell may span lines: a row's number is that of its first line
         except csv.Error as error:
             raise ConfigError(
                 f"{path}, line {place} is not CSV: {error}. Correct the row that begins there."
             ) from error
         except UnicodeDecodeError as error:
-            # Bytes are read ahead, so that the reader is not there yet.
+            # Bytes are read ahead: the reader has not reached this line yet.
             with file.open("rb") as raw:
                 lines_in_bytes = enumerate(raw, 1)
                 place = next(number for number, line in lines_in_bytes if line.decode(errors="ignore").encode() != line)

@@ -87,7 +87,7 @@ def _encode(
             (list(ids), next((i for i, (_, end) in enumerate(offsets) if end > len(prompt)), len(ids)))
             for ids, offsets, prompt in rows
         ]
-    # Without offsets: what the prompt has in common with itself when something follows it.
+    # Without offsets: the tokens that the prompt alone and the prompt with a continuation have in common.
     alone, together = tokenizer(list(prompts), **options)["input_ids"], tokenizer(wholes, **options)["input_ids"]
     return [(list(ids), _common_length(ids, before)) for ids, before in zip(together, alone, strict=True)]
 

@@ -43,7 +43,7 @@ class AgentCommand:
     def __init__(
         self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
     ) -> None:
-        # Files are named from where the trainer was started, and the program runs elsewhere.
+        # Paths are relative to the folder in which the trainer was started; the program runs in another one.
         self.command = [os.path.abspath(part) if os.path.isfile(part) else part for part in command]
         self.folder, self.variables, self.reward = folder, dict(variables), reward
 
@@ -146,7 +146,7 @@ async def run_process(
     try:
         await _wait_for_exit(process.pid)
     finally:
-        # What it has left holds its pipes open, and would go on.
+        # Processes that it has left would continue, with its pipes open.
         os.close(ours)
         await asyncio.shield(asyncio.to_thread(end_group, process.pid))
         code = process.wait()

@@ -177,7 +177,7 @@ def _open_http(openai: ModuleType, *, is_async: bool) -> HTTPClient:
     limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
         max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
     )
-    # Proxies of the environment's would not reach the trainer's process.
+    # Proxies from environment variables would not reach the trainer's process.
     http: HTTPClient = kind(trust_env=False, verify=False, timeout=None, limits=limits)
     return http
 

@@ -149,7 +149,7 @@ class AgentProgram(Environment):
     async def _call(self, prompt: Prompt, session: Session) -> Outcome:
         if self.command is not None:
             messages = None
-            with suppress(ConfigError):  # the prompt is no chat
+            with suppress(ConfigError):  # the prompt is not a chat
                 messages = session.policy.chat_format.prompt_messages(prompt)
             return await self.command.run(prompt, messages, _to_variables(self.endpoint.url, session))
         if self._workers is not None and self._workers.takes(prompt):

@@ -161,7 +161,7 @@ class ChatFormat:
             prompt_ids: tokens before the turn; None if they end with the template's usual beginning of a turn.
             turn: number of the turn in the trajectory; part of the ids of its calls.
         """
-        # As long as Mistral's have to be.
+        # Mistral's ids must have this length.
         call_ids = (f"call{turn % 1000:03d}{number:02d}" for number in range(MAX_CALLS))
         if isinstance(self._parser, RenderersParser):
             return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
@@ -339,7 +339,7 @@ class ChatFormat:
                 add_generation_prompt=add_generation_prompt,
                 **self._arguments,
             )
-        except Exception as error:  # a template is a program of the model's author, which may raise anything
+        except Exception as error:  # a template is a program by the model's author, and may raise any exception
             raise ConfigError(f"The model's chat template refuses the conversation: {cut_line(error)}.") from error
         return str(text)
 
@@ -353,7 +353,7 @@ class ChatFormat:
         """
         answers = list(takewhile(lambda message: message["role"] == "tool", messages))
         if answers and self._call_style is not None:
-            for kept in (answers, answers[-1:]):  # some templates allow one call a message, or write the first only
+            for kept in (answers, answers[-1:]):  # some templates allow one call in a message, or write only the first
                 with suppress(ConfigError):
                     return self._find_turn_close_of_calls(kept, messages)
         text = self._apply_after_mark([*_PLAIN, *messages], True)
@@ -423,7 +423,7 @@ def find_rewrites(chat_format: ChatFormat) -> str | None:
             continue
         has_thought = _MARK in said or begun.endswith(OPEN_THOUGHT)
         if turn is plain and begun.endswith(OPEN_THOUGHT):
-            continue  # a model that always reasons says no such thing
+            continue  # a model that always reasons does not write this
         if not (after.startswith(said) and after.startswith(begun)):
             what = "reasoning" if has_thought and _MARK not in after else "earlier turns"
             verb = "drops" if what == "reasoning" else "changes"

@@ -222,7 +222,7 @@ class Collector:
         flight, settings = self.in_flight, sampling_settings(num_samples, sampling)
         self._finish_groups()
         for group in self._running.values():
-            group.saved = None  # a checkpoint has it, and the next one saves it anew
+            group.saved = None  # a checkpoint has it, and the next one saves it again
         self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
         flight.add(added)
         running = set(self._running.values())

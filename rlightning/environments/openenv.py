@@ -133,7 +133,7 @@ class Session:
         """Send a request, and return the server's response; raises a RuntimeError if it violates the protocol."""
         from websockets.exceptions import ConnectionClosed
 
-        with suppress(ConnectionClosed):  # its last message, such as that no place is free, can still be read
+        with suppress(ConnectionClosed):  # its last message, such as that all sessions are in use, can still be read
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         try:
             text = await asyncio.wait_for(self._socket.recv(), self._settings.timeout)

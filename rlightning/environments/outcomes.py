@@ -48,7 +48,7 @@ def _read_reward(value: object, what: str, place: str) -> float:
 
 
 def _read_number(value: object, what: str, place: str) -> float:
-    if not isinstance(value, float | int | SupportsFloat):  # the usual ones first: protocols are slow to ask
+    if not isinstance(value, float | int | SupportsFloat):  # the usual types first: checks of protocols are slow
         raise TypeError(f"{place} returned the {what} {cut_value(value)}, and has to return a number.")
     return float(value)
 

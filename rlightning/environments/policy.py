@@ -137,7 +137,7 @@ class RecordedPolicy:
             self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt
         )
         part.temperature, part.on_turn = self.temperature, lambda: self.on_turn()
-        part.num_requested = self._num_parts << PART_BITS  # draws from streams of its own
+        part.num_requested = self._num_parts << PART_BITS  # samples from its own random streams
         self._num_parts += 1
         return part
 
@@ -278,13 +278,13 @@ class RecordedPolicy:
             raise LimitReachedError(f"{len(token_ids)} tokens leave no room in {self.max_length}.")
         seed = sampling.seed
         if seed is not None and seed == self.sampling.seed:
-            # The first turn draws what it would if the group were sampled by one request.
+            # The first turn uses the same seed as if one request sampled the group.
             seed, is_first = seed + self._number, self.num_requested == 0 and num_samples == 1
             seed = mix_seed(seed, "attempt", self.attempt) if self.attempt else seed
             seed = seed if is_first else mix_seed(seed, "turn", self.num_requested)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=seed)
         self.num_requested += num_samples
-        self._resumable = None  # the environment has started anew
+        self._resumable = None  # the environment has started from scratch
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             try:
@@ -292,7 +292,7 @@ class RecordedPolicy:
                     token_ids, sampling, num_samples=num_samples, session=self._session, on_tokens=on_tokens
                 )
             except Exception as error:
-                # That a schema is refused is the client's own error, and the trajectory goes on.
+                # A rejected schema is the client's error: the trajectory continues.
                 is_refusal = isinstance(error, RequestRefusedError) and not isinstance(error, StreamLostError)
                 if sampling.json_schema is None or not is_refusal:
                     self.failure = self.failure or error

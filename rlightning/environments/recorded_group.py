@@ -106,7 +106,7 @@ class RecordedGroup:
     async def sample_all(self) -> list[Outcome]:
         """Sample one turn for each trajectory in a single request (:meth:`PolicyGroup.sample_all`)."""
         self._num_parts += 1
-        if self._num_parts == 1:  # what was loaded is another environment's
+        if self._num_parts == 1:  # the loaded state is another environment's
             self._samplers = [TimedSampler(self._sampler, None) for _ in self._samplers]
             self._policies = [self._make_policy(number) for number in range(len(self._policies))]
         self._known, self._ended = {}, {}
@@ -134,7 +134,7 @@ class RecordedGroup:
                 try:
                     with self._samplers[number].timing():
                         outcome = await self._run_again(run, number)
-                        self._ended[number] = deepcopy(outcome)  # run_group may change its own
+                        self._ended[number] = deepcopy(outcome)  # run_group may change its copy
                         return outcome
                 finally:
                     del self.started_at[number]
@@ -142,7 +142,7 @@ class RecordedGroup:
         tasks = [asyncio.ensure_future(run_in_place(number)) for number in range(len(self._policies))]
         try:
             return list(await asyncio.gather(*tasks))
-        finally:  # if one of them has ended the run, the others ask for nothing more
+        finally:  # if one of them has ended the run, the others stop sampling
             running = [task for task in tasks if not task.done()]
             for task in running:
                 task.cancel()
@@ -177,11 +177,11 @@ class RecordedGroup:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            # Of the environment's own, which would end the loop, or reach the trainer without a text.
+            # Raised by the environment's code; it would end the loop, or reach the trainer without a message.
             return self.fail(f"it raised {describe_error(error)}")
         except Exception as error:
             if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
-                raise  # an error of the sampler, say: no trajectory can go on
+                raise  # for example an error of the sampler: no trajectory can continue
             if isinstance(error, TimeoutError) and (deadline.expired() or turn.expired()):
                 what, limit = ("It", self._timeout) if deadline.expired() else ("A turn", self._turn_timeout)
                 made = policy.progress or Outcome()

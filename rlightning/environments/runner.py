@@ -173,7 +173,7 @@ class EnvironmentRunner:
         return [environments] if isinstance(environments, Environment) else list(environments.values())
 
     async def _wait_for_cancelled(self) -> None:
-        await asyncio.sleep(0)  # lets tasks start that have just been submitted
+        await asyncio.sleep(0)  # lets tasks start that were just submitted
         await asyncio.sleep(0)
         cancelled = [task for task in self._running if task.cancelling() and task not in self._abandoned]
         if cancelled:
@@ -190,7 +190,7 @@ class EnvironmentRunner:
             returned = await await_user_code(environment.run_group(request.prompt, group))
             outcomes = read_outcomes(returned, request.num_trajectories)
         except RunError:
-            raise  # no trajectory can go on
+            raise  # no trajectory can continue
         except Exception as error:  # user code
             outcomes = [group.fail(error)] * request.num_trajectories
         trajectories = group.finish(outcomes, monotonic() - started_at)

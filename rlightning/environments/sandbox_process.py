@@ -205,7 +205,7 @@ def become_own_user(folder: str | None) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # else this process may not write its own maps
+    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # else this process may not write its id maps
 
 
 def enter_namespaces(has_mounts: bool) -> Init:
@@ -276,7 +276,7 @@ def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
         init.end()
         return
     children = Path("/proc/thread-self/children")
-    while pids := [int(pid) for pid in children.read_text().split()]:  # those with sessions of their own
+    while pids := [int(pid) for pid in children.read_text().split()]:  # processes in their own sessions
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:

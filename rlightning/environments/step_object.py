@@ -50,7 +50,7 @@ class SerialThread:
             try:
                 future.set_result(context.run(function))
             except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-                # No future can hold the first; the others end event loops.
+                # A future cannot store the first; the others end event loops.
                 future.set_exception(RuntimeError(f"the environment raised {describe_error(error)}"))
             except BaseException as error:
                 future.set_exception(error)
@@ -151,7 +151,7 @@ async def call_function(function: Callable[..., object], arguments: Mapping[str,
 
 
 def read_state(state: object, *names: str) -> JsonObject:
-    """Validate a state in a checkpoint; raises a TrajectoryLostError if another environment has reported it."""
+    """Validate a state in a checkpoint, which must have the keys ``names``; raises a TrajectoryLostError otherwise."""
     if not isinstance(state, Mapping) or set(state) != set(names):
         raise TrajectoryLostError("its snapshot is another environment's", is_cause=False)
     return dict(state)

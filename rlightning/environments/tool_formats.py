@@ -326,7 +326,7 @@ class RenderersParser:
                 config = config_from_name(name)
                 known = {key: value for key, value in arguments.items() if key in type(config).model_fields}
                 self._renderer = create_renderer(tokenizer, config.model_copy(update=known))
-            except Exception as error:  # renderers assert what they expect of tokenizers
+            except Exception as error:  # renderers check tokenizers by assertions
                 reason = cut_line(error)
             else:
                 return

@@ -204,7 +204,7 @@ class Tools(Environment):
     async def _report(self, policy: Policy, attempt: _Attempt, observations: list[Message]) -> None:
         state = None
         if self._has_snapshots:
-            with suppress(asyncio.TimeoutError):  # a call that took too long is under way: the state before stays
+            with suppress(asyncio.TimeoutError):  # a call that timed out is still running: keep the earlier state
                 snapshots = {
                     owner.__qualname__: await asyncio.wait_for(made.call("snapshot"), self.tool_timeout)
                     for owner, made in attempt.objects.items()
@@ -223,7 +223,7 @@ class Tools(Environment):
         turn, known = attempt.counts.turns, next(iter(self._tools))
         places = message.error_places or [len(observations)] * len(message.errors)
         failed = enumerate(zip(places, message.errors, strict=True))
-        for number, (place, error) in reversed(list(failed)):  # an insertion moves those that follow
+        for number, (place, error) in reversed(list(failed)):  # an insertion shifts later indices
             call_id = f"fail{turn:03d}{number:02d}"
             content = f"Error: {error}"
             observations.insert(place, {"role": "tool", "tool_call_id": call_id, "name": known, "content": content})
@@ -303,7 +303,7 @@ def write_result(result: object) -> str:
         return result
     try:
         return json.dumps(result, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):  # mappings with keys that are no strings, for example
+    except (TypeError, ValueError, RecursionError):  # for example mappings with keys that are not strings
         return str(result)
 
 

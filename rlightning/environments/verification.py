@@ -162,7 +162,7 @@ class TrajectoryVerifier:
 
     async def _compare(self, branch: Branch) -> NDArray[np.float64]:
         """Return the absolute difference of each sampled token of a branch, up to the sampler's maximum length."""
-        room = self._max_length - 1  # an engine samples a token after what it scores
+        room = self._max_length - 1  # an engine samples a token after the scored ones
         async with self._places:
             scores = await self._sampler.score(list(branch.token_ids[:room]))
         mask = np.asarray(branch.is_sampled[:room], np.bool_)

@@ -144,7 +144,7 @@ class EnvironmentWorker:
         try:
             outcome = await await_user_code(self._environment.run(prompt, policy))
         except LimitReachedError as error:
-            raise LimitReachedError(str(error)) from None  # may be a subclass, but the class's name is what is sent
+            raise LimitReachedError(str(error)) from None  # may be a subclass; only the class's name is sent
         return check_outcome(outcome, f"{type(self._environment).__name__}.run()")
 
     async def _finish(self) -> None:

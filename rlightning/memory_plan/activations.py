@@ -132,7 +132,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
             eager = trace_layer(kind, replace(decoder, gradient_checkpointing=False))[0] if is_checkpointed else layer
             compiled = trace_compiled(reduce([kind]), replace(decoder, gradient_checkpointing=False), tokens, longest)
             saved = max(eager @ KEPT - compiled, 0)
-            if is_checkpointed:  # the backward has the activations of a layer at a time
+            if is_checkpointed:  # the backward has the activations of one layer at a time
                 beside -= saved * BACKWARD
             else:
                 layer -= saved * UPDATE
@@ -190,7 +190,7 @@ def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, long
         compiled = aot_function(
             lambda weights, hidden, others: functional_call(layer, weights, (hidden,), others),
             fw_compiler=count,
-            bw_compiler=boxed_nop,  # type: ignore[arg-type]  # typed for fewer inputs than it takes
+            bw_compiler=boxed_nop,  # type: ignore[arg-type]  # typed for fewer inputs than it accepts
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )
@@ -213,7 +213,7 @@ def _fake_model(
     """Yield the model, its inputs and a byte counter, in a mode in which tensors have no memory."""
     length = min(longest, tokens)
     try:
-        # While a strategy has a model made, tensors are by default on its device, which autocast here does not know.
+        # While a strategy builds a model, the default device is the strategy's, for which autocast is not enabled here.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
@@ -230,8 +230,8 @@ def _fake_model(
             with LiveBytes([*model.parameters(), *model.buffers(), ids, bounds]) as live:
                 yield model.eval(), inputs, live  # no dropout, as in training
     except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
-        # Where code asks for a value, or for an operator that is not for a CPU, and where fewer layers do not fit
-        # together; torch's partitioner has asserts, too.
+        # Code that needs a value, an operator that the CPU lacks, or fewer layers that do not fit together; torch's
+        # partitioner has assertions, too.
         lines = str(error).strip().splitlines() or [""]
         raise ConfigError(
             f"The memory of a {config.model_type} cannot be planned: its code does not run without values "
@@ -290,7 +290,7 @@ class LiveBytes(TorchDispatchMode):
         """Reset the peak to the bytes that are allocated now."""
         self.peak = self.now
 
-    # Typed as torch types it.
+    # Typed as in torch.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
         result = grouped_product(*args, **kwargs or {}) if is_product else func(*args, **(kwargs or {}))
@@ -342,7 +342,7 @@ def layer_lists(text_config: PreTrainedConfig) -> dict[str, list[object]]:
 def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: int) -> PreTrainedConfig:
     """Return a configuration with only the given layers, one rank's part of each, and a tiny vocabulary."""
     small = copy.deepcopy(config)
-    text_config: Any = small.get_text_config()  # each architecture's has attributes of its own
+    text_config: Any = small.get_text_config()  # each architecture has its own attributes
     heads, size = text_config.num_attention_heads, tensor_parallel_size
     if size > 1 or vars(text_config).get("head_dim", 0) is None:
         text_config.head_dim = head_size(config)

@@ -147,7 +147,7 @@ class MemoryPlan:
         layer = trainer.layer_backward(activations)
         is_in_layer, most = layer + workspace > logits, max(logits, layer + workspace)
         kept = max(int(activations.kept), int(activations.forward) - most) + trainer.others_activations(tokens)
-        # Moments are taken out when activations are gone.
+        # Moments are copied to the device after activations are freed.
         moments = max(0, trainer.moments_at_a_time() - kept - most)
         return self._with_slack(
             replace(

@@ -91,7 +91,7 @@ class TrainerMemory:
     def _is_state_on_host(self) -> bool:
         return self.work.parallelism.cpu_offload != "none"
 
-    # Memory that is held throughout
+    # Memory that is used in all phases
 
     def parameters(self) -> int:
         """Return the bytes of trained parameters."""
@@ -186,7 +186,7 @@ class TrainerMemory:
         work, head, text_config = self.work, self.weights.head, self.work.config.get_text_config()
         row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
         states: int = work.compute_itemsize * tokens * text_config.hidden_size
-        is_cast = work.is_autocast and self.adapter is None  # a frozen one is held as it is computed with
+        is_cast = work.is_autocast and self.adapter is None  # a frozen model is stored in the dtype of its computation
         chunk = row * min(tokens, chunk_tokens(row)) + (work.compute_itemsize * head if is_cast else 0)
         if not has_gradient:
             return chunk + states

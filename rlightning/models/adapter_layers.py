@@ -96,7 +96,7 @@ def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def adapter_off(policy: nn.Module) -> Iterator[None]:
     """Context manager in which the policy computes with its base weights alone, without gradients."""
     layers = [layer for _, layer in adapted_layers(policy)]
-    # Not PEFT's enable_adapters(), which says of the adapter's weights that they are not trained: FSDP may ask then.
+    # Not PEFT's enable_adapters(), which marks the adapter's weights as frozen, and FSDP may read that mark meanwhile.
     for layer in layers:
         layer._disable_adapters = True
     assert all(layer.disable_adapters for layer in layers), "PEFT has another name for it"
@@ -161,7 +161,7 @@ def merge(layer: AdaptedLinear) -> nn.Parameter:
     base, a, b = layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     local = local_tensor(base.detach())
     whole = torch.empty(a.shape, dtype=torch.float32, device=local.device)
-    gather_into([whole], [a.detach()])  # base and B are cut alike, by their rows
+    gather_into([whole], [a.detach()])  # base and B are both sharded by rows
     merged = add_product(local, whole, local_tensor(b.detach()), layer.scaling[NAME])
     return nn.Parameter(with_local_tensor(base.detach(), merged), requires_grad=False)
 

@@ -142,13 +142,13 @@ def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bo
     """
     dtypes = [torch.float32, torch.bfloat16] if device_type == "cuda" else [torch.float32]
     try:
-        # Not the dtype and the device of the strategy that this may run in, and gradients whatever runs now. Mixed
-        # precision around this would round products of the backward pass, too.
+        # Independent of the dtype and device of an active strategy, and with gradients enabled. Active mixed precision
+        # would round products of the backward pass, too.
         exact = torch.autocast(device_type, enabled=False)
         with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), exact, exact_float32():
             policy = nn.Module.to(_build_small(config), device_type)
             return all(_gives_the_same(policy, dtype) for dtype in dtypes)
-    except BUILD_ERRORS:  # its code takes no further arguments
+    except BUILD_ERRORS:  # its code accepts no further arguments
         return False
 
 

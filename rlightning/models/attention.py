@@ -128,8 +128,8 @@ def packed_attention(
     if attend is not padded_attention and sliding_window is None:
         bounds = cu_seq_lens_q, max_length_q, segments, max_segment
         return segment_attention(q, k, v, *bounds, scaling).unsqueeze(0), None
-    # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end, and a
-    # window, which differs from token to token of a segment, counts from there.
+    # A sequence's own tokens, the last of its path, attend to the whole path: the causal mask is aligned at the end,
+    # from which a window, which differs between the tokens of a segment, is counted too.
     k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]
     ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
     return attend(q, k, v, ends, longest, scaling, sliding_window).unsqueeze(0), None
@@ -141,7 +141,7 @@ def _choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_window: bool, as_on_c
     obstacle = kernel_obstacle(*sizes) if as_on_cuda else varlen_obstacle(q.device, *sizes)
     if obstacle is not None:
         return padded_attention
-    if as_on_cuda:  # FlashAttention 4 takes no more memory
+    if as_on_cuda:  # FlashAttention 4 needs no more memory
         return varlen_attention
     heads_per_key = q.shape[1] // k.shape[1]
     slower = flash_attention_obstacle(q.device, q.dtype, q.shape[-1], heads_per_key, has_window)
@@ -169,7 +169,7 @@ class _Gather(torch.autograd.Function):
         return total.index_add(0, rows, grad.to(wide)).to(grad.dtype), None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # asks the driver, which torch.compile cannot trace
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # calls the driver, which torch.compile cannot trace
 def varlen_obstacle(
     device: torch.device, dtype: torch.dtype, head_size: int, value_size: int | None = None
 ) -> str | None:
@@ -233,7 +233,7 @@ def varlen_attention(
     options: dict[str, Any] = {"scale": scaling}
     if q.shape[1] != k.shape[1]:
         options |= SHARED_HEADS
-    # Tokens to the left that one sees beside itself, and to the right; -1 is all.
+    # Numbers of tokens to the left (without the token itself) and to the right that it attends to; -1 for all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = varlen_attn(q, k, v, *_pair(cu_seqlens), *_pair(max_length), **options)
@@ -260,7 +260,7 @@ def padded_attention(
         query_steps, key_steps = (torch.arange(length, device=q.device) for length in longest)
         if is_suffix:
             own, whole = (part.diff(append=part[-1:]).long() for part in bounds)
-            # Each query's place among its keys; padding sees something, too, as the softmax of nothing is not a number.
+            # Each query's position among its keys. Padding attends to a key too: a softmax over no keys is NaN.
             places = ((whole - own)[:, None] + query_steps).clamp(max=longest[1] - 1)  # [N+1, longest of queries]
             distance = (places[:, :, None] - key_steps)[:, None]
         else:

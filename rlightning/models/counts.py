@@ -135,13 +135,13 @@ def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
     """Return whether a configuration has one value of this name for all layers, and it is not None."""
     try:
         return read_setting(config, name) is not None
-    except RuntimeError:  # transformers' answer where layers differ and have configs of their own
+    except RuntimeError:  # raised by transformers if layers have different configs
         return False
 
 
 def _read_all(config: PreTrainedConfig, names: Sequence[str]) -> list[int]:
     """Return the values under these names in a configuration and in those of its layers, without None and 0."""
-    own = read_setting(config, "ffn_config")  # DBRX's feed-forward has its own part
+    own = read_setting(config, "ffn_config")  # DBRX has a separate config for the feed-forward
     parts = [config, own] if isinstance(own, PreTrainedConfig) else [config]
     return [value for part in parts for name in names for value in _read_layers(part, name) if value]
 
@@ -150,7 +150,7 @@ def _read_layers(config: PreTrainedConfig, name: str) -> Iterator[int | None]:
     """Yield a configuration value for each layer: from a single value, a list, or each layer's own configuration."""
     try:
         value = read_setting(config, name)
-    except RuntimeError:  # transformers' answer where layers differ and have configs of their own
+    except RuntimeError:  # raised by transformers if layers have different configs
         yield from (getattr(layer, name, None) for layer in read_setting(config, "per_layer_config"))
         return
     yield from value if isinstance(value, (list, tuple)) else (value,)
@@ -289,7 +289,7 @@ def model_flops(config: PreTrainedConfig) -> ModelFlops:
     head = policy.get_output_embeddings()
     assert head is not None
     heads: int = config.get_text_config().num_attention_heads
-    # Keys and values of latent attention (DeepSeek-V2, arXiv:2405.04434) have sizes of their own.
+    # Keys and values of latent attention (DeepSeek-V2, arXiv:2405.04434) have different sizes.
     sizes = [read_setting(config, name) or head_size(config) for name in ("qk_head_dim", "v_head_dim")]
     share = num_active_experts(config) / num_experts(config) if num_experts(config) else 1.0
     matrices = [
@@ -315,6 +315,6 @@ def _is_expert(name: str) -> bool:
 def count_windows(config: PreTrainedConfig) -> tuple[tuple[int | None, int], ...]:
     """Return each size of sliding window in tokens, or None for no window, with the number of layers that have it."""
     window: int | None = read_setting(config, "sliding_window")
-    # Where layers have no types, a window is that of all.
+    # Without layer types, the window applies to all layers.
     kinds = read_setting(config, "layer_types") or ["sliding_attention"] * config.get_text_config().num_hidden_layers
     return tuple(Counter(window if kind == "sliding_attention" else None for kind in kinds).items())

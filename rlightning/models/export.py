@@ -63,7 +63,7 @@ def save_policy(
     weights = exported_weights(policy)
     dtypes = dict.fromkeys(weights, dtype) | {
         name: buffer.dtype for name, buffer in policy.named_buffers() if name in weights
-    }  # a router's biases stay as they are: they decide between experts whose scores are close together
+    }  # a router's biases keep their dtype: they decide between experts with close scores
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
     batch_bytes = math.inf if _is_stored_converted(policy) else max_file_bytes
     batches = list(split_by_bytes(sizes, sizes.__getitem__, batch_bytes))
@@ -187,10 +187,10 @@ def _write_rest(policy: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dty
     """Write the files of a model's folder that are not weights."""
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
-    config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # FSDP derives a class of its own
+    config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # FSDP derives its own class
     config.save_pretrained(folder)
     generation = policy.generation_config
     if generation is not None:
-        # save_pretrained refuses to write some configs that transformers has read
+        # save_pretrained rejects some configs that transformers can read
         generation.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)

@@ -88,12 +88,12 @@ def _find_obstacle(
     except ImportError as error:
         return f"is not installed ({error}): pip install 'rlightning[fa4]'"
     compare = functools.partial(_compare, device, dtype, head_size, heads_per_key, has_window)
-    # A thread has none of the modes of this one: autocast, no_grad, the hooks of gradient checkpointing.
+    # A new thread has none of this thread's modes: autocast, no_grad, hooks of gradient checkpointing.
     thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
     try:
-        with _TRIAL, thread, warnings.catch_warnings(action="ignore"):  # of its compiler, on its own code
+        with _TRIAL, thread, warnings.catch_warnings(action="ignore"):  # the compiler's warnings
             difference = float(torch.tensor(list(thread.map(compare, TRIALS))).max())
-    except Exception as error:  # whatever kernels that are compiled here may raise: the run has others
+    except Exception as error:  # kernels that are compiled here may raise any exception; the run can use others
         obstacle = f"fails here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     else:
         if difference <= ROUNDING:
@@ -176,7 +176,7 @@ def _backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    # The package has no public function for its backward alone; torch's own integration of it calls this one, too.
+    # The package has no public function for its backward alone; torch's integration calls this function, too.
     grads: tuple[Tensor, Tensor, Tensor] = import_module(INTERFACE)._flash_attn_bwd(
         q,
         k,

@@ -71,7 +71,7 @@ def compiler_obstacle(device: torch.device) -> str | None:
 def cache_folder() -> str:
     """Return the folder for compiled code; torch's default is in TMPDIR, which may be deleted with the job."""
     name = "TORCHINDUCTOR_CACHE_DIR"
-    if os.environ.get(name) in (None, default_cache_dir()):  # torch may have written its default there
+    if os.environ.get(name) in (None, default_cache_dir()):  # torch may have set it to its default
         os.environ[name] = str(user_cache() / "torchinductor")
     return os.environ[name]
 
@@ -87,10 +87,10 @@ def compile_layers(policy: PreTrainedModel) -> None:
     The policy must have packed attention. It may be whole or sharded, on any device, including meta.
     """
     cache_folder()
-    # It would cut a layer's graph at the borders of DDP's buckets. Gradients are reduced between layers as it is.
+    # It would split a layer's graph at the bounds of DDP's buckets. Gradients are already reduced between layers.
     torch._dynamo.config.optimize_ddp = False
     for module in policy.modules():
-        # FSDP's mark makes torch.compile take a module's integers, the size of heads among them, for variables.
+        # FSDP's mark makes torch.compile treat a module's integers, such as the head size, as variables.
         module._is_fsdp_managed_module = False  # type: ignore[assignment]
     for layer in decoder_layers(policy):
         layer.forward = _compile(layer.forward)
@@ -102,7 +102,7 @@ def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
     The backward frees the last layers' activations first, so that checkpointing the first layers saves the most.
     """
     for layer in list(decoder_layers(policy))[:count]:
-        # There is no dropout whose random numbers would have to be drawn again.
+        # There is no dropout that would need the same random numbers again.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -112,9 +112,9 @@ def _compile(forward: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(forward)
     def run(hidden_states: Tensor, *args: object, **kwargs: object) -> T:
-        if hidden_states.shape[1] == 1:  # torch.compile takes that for a constant: the filler would cost a graph
+        if hidden_states.shape[1] == 1:  # the padding batch, for which torch.compile would make another graph
             return forward(hidden_states, *args, **kwargs)
-        # A layer's own numbers, such as the scale of attention, never change: found out later, it is traced again.
+        # A layer's own numbers, such as the scale of attention, are constants: torch would trace again to detect it.
         with torch._dynamo.config.patch(specialize_float=True):
             return compiled(hidden_states, *args, **kwargs)
 

@@ -49,7 +49,7 @@ def compute_packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`packed_logprobs` for a model whose weights are not sharded, or are gathered."""
-    # A critic's model, say, may mix tokens in another way than the actor, for which the micro-batch was made.
+    # Another model, such as a critic, may mix tokens in other ways than the actor, for which the micro-batch was built.
     shared = batch.shared
     if shared is not None and not can_share_prefixes(model.config, batch.token_ids.device.type):
         shared = None
@@ -58,7 +58,7 @@ def compute_packed_logprobs(
     asked = batch.sampled_index
     before = asked - 1 if shared is None else shared.places[asked - 1]
     temperatures = batch.temperatures(temperature)
-    # the hidden state before a token predicts it
+    # the hidden state before a token predicts that token
     picked, entropy = chunked_logprobs(
         hidden[before],
         model.get_output_embeddings().weight,

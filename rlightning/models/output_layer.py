@@ -162,7 +162,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(logits, rounded, out=grad_hidden[own])
             if grad_weight is not None:
                 add_product(grad_weight, logits.T, hidden[own])
-            del logits  # its memory is free once the chunks are through, before the weight's gradient is rounded
+            del logits  # its memory is freed after the last chunk, before the weight's gradient is rounded
         if grad_hidden is not None and settings.group is not None:
             dist.all_reduce(grad_hidden, group=settings.group)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
@@ -233,7 +233,7 @@ def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
     shifted = scaled - largest[:, None]
     weights = shifted.exp()
     total = weights.sum(-1)
-    # two terms of one sign, so that nothing cancels
+    # two terms of the same sign, so that nothing cancels
     return largest + total.log(), total.log() - (weights * shifted).sum(-1) / total
 
 

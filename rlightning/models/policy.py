@@ -77,7 +77,7 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"model='{model}' has no readable tokenizer: {cut_line(error)}") from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}:
-        raise ConfigError(  # transformers then makes one up, to which every text is empty
+        raise ConfigError(  # transformers then creates one that has no tokens for any text
             f"model='{model}' has no tokenizer: none of its files has tokens. Copy tokenizer.json and "
             "tokenizer_config.json there from the model that it comes from."
         )
@@ -131,7 +131,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
                 dtype=dtype,
                 attn_implementation=PACKED_ATTENTION,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, with the names of the weights
+                ignore_mismatched_sizes=True,  # rejected below, with the names of the weights
             )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error

@@ -72,7 +72,7 @@ def load_sharded_policy(
     keep_routers_float32(policy)
     shard(policy, sharding)
     policy.to_empty(device=sharding.storage_device)
-    policy.tie_weights()  # to_empty has given each tied parameter memory of its own
+    policy.tie_weights()  # to_empty has allocated separate memory for each tied parameter
     initialize_buffers(model, policy, sharding.device)
     load_shards(model, policy)
     if adapter is not None:
@@ -180,7 +180,7 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
                     if list(stored.get_shape()) != list(targets[name].shape):
                         raise other_shape(model, name, stored.get_shape(), targets[name].shape)
                     target = local_tensor(targets[name])
-                    if target.numel():  # a shard may be empty, which some versions of safetensors refuse to read
+                    if target.numel():  # a shard may be empty, which some versions of safetensors cannot read
                         own = _slices(targets[name])
                         target.copy_(stored[own] if own else file.get_tensor(name))
         except (OSError, SafetensorError) as error:

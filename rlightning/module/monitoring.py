@@ -230,12 +230,12 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         return super()._should_save_on_train_epoch_end(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        stop_signal(trainer).keep_step()  # a save that has started is finished
+        stop_signal(trainer).keep_step()  # a save that has started must end
         super()._save_checkpoint(trainer, filepath)
 
     def _save_if_due(self, trainer: Trainer) -> None:
         if is_nothing_to_save(self, trainer):
-            self._is_due = False  # above all where this step is saved already
+            self._is_due = False  # even if this step is already saved
         if not self._is_due or not self._is_logged(trainer):
             return
         self._is_due = False

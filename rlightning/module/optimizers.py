@@ -37,7 +37,7 @@ def checked(configure_optimizers: Callable[..., object]) -> Callable[..., object
     @functools.wraps(configure_optimizers)
     def configure(*args: object, **kwargs: object) -> object:
         found = configure_optimizers(*args, **kwargs)
-        if found is None:  # Lightning would warn of it, and train nothing
+        if found is None:  # Lightning would only warn, and train nothing
             raise ConfigError(f"{METHOD} returns no optimizer of the model's parameters: it returns None. {FORMS}")
         check_form(found)
         return _without_nones(found)
@@ -206,7 +206,7 @@ def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) ->
     """Step each schedule after every rollout, or after every n-th rollout if its ``frequency`` is n."""
     for config in schedules:
         if num_rollouts % config.frequency == 0:
-            config.scheduler.step()  # type: ignore[call-arg]  # one by a metric has been refused
+            config.scheduler.step()  # type: ignore[call-arg]  # one that needs a metric has been rejected
 
 
 def learning_rates(optimizers: Sequence[LightningOptimizer]) -> dict[str, float]:

@@ -119,7 +119,7 @@ class PolicyModule(Ranks, SavedModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        # Checkpoints hold them as the optimizer's.
+        # Checkpoints contain them as the optimizer's settings.
         self.lr, self.weight_decay, self.betas = to_python((lr, weight_decay, betas))
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
         self.optimizer_states: OptimizerStates = optimizer_states
@@ -134,7 +134,7 @@ class PolicyModule(Ranks, SavedModule):
         if self._is_folder:
             check_folder(model, self.model_config)
         self.adapter = None if adapter is None else resolve_adapter(adapter, model, self.model_config)
-        self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
+        self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # set after construction, from a file
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
         self.share_prefixes = share_prefixes
         self.sends_adapter = False
@@ -173,8 +173,8 @@ class PolicyModule(Ranks, SavedModule):
         actor = self.load_model(self.model_path, is_trained=self.adapter is None, adapter=self.adapter)
         self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
         if next(actor.parameters()).is_cuda:
-            # Before any backward pass: autograd's threads keep the number of host threads that they start with, and
-            # torch.compile compiles anew for another one what they recompute.
+            # Before any backward pass: autograd's threads keep the number of host threads with which they start, and
+            # torch.compile would compile what they recompute again for another number.
             limit_host_threads()
         checkpoint_layers(actor, self.count_checkpointed_layers())
         return actor
@@ -212,7 +212,7 @@ class PolicyModule(Ranks, SavedModule):
                 model, strategy.sharding, dtype=dtype if is_trained else computes_in, adapter=adapter
             )
         else:
-            # What is cast is read on the host: on the device, Lightning's default here, float32 would need room first.
+            # Weights to cast are read on the host: on the device, the default here, float32 would need memory first.
             with nullcontext() if is_trained else torch.device("cpu"):
                 policy = load_policy(model, dtype)
             if not is_trained:
@@ -353,11 +353,11 @@ class PolicyModule(Ranks, SavedModule):
         """
         is_half = dtype.itemsize == 2
         plugin = self.trainer.precision_plugin
-        # Autocast may be on already; what it keeps of weights would miss the values that they have here.
+        # Autocast may be enabled already, and its cache of weights would not have the values that they have here.
         precision = (
             torch.autocast(self.device.type, dtype, cache_enabled=False) if is_half else plugin.forward_context()
         )
-        # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
+        # A few sequences now and then are not worth separate compiled graphs for a forward without gradient.
         is_merged = self.adapter is not None and not self.sends_adapter
         merged = merged_forward(self.loaded_actor) if is_merged else nullcontext()
         with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision, merged:

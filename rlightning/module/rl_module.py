@@ -152,7 +152,7 @@ class RLModule(EvaluationSteps):
         """Raise a ConfigError for invalid settings. Lightning calls this before an engine or a model is loaded."""
         ignore_warnings()
         stage = self.trainer.state.fn
-        # An override of the user's may need no reward function, and an environment may reward.
+        # A user's override may need no reward function, and an environment may give rewards.
         is_rewarded = any(has(one, HasEnvironment) and bool(one.environment) for one in callbacks_of(self.trainer))
         needs_function = self.generates and stage != "predict" and self._has_own_rewards and not is_rewarded
         if needs_function and not self.rewarder.functions:
@@ -235,7 +235,7 @@ class RLModule(EvaluationSteps):
         self.weight_version += 1
         if batch is not None:
             fire(self.trainer, self, "on_update_end", batch)
-        # Lightning would repeat the values of the step before where there are no new ones.
+        # Otherwise Lightning repeats the previous step's values of metrics that have no new ones.
         self._no_update |= dict.fromkeys(metrics, math.nan)
         self.log_dict(self._no_update | metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
 
@@ -256,7 +256,7 @@ class RLModule(EvaluationSteps):
             kept = [self._keep(sampled[0])]
             for _ in range(self.max_refills):
                 missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
-                # Every rank takes as many prompts as the others, though one alone may lack some.
+                # All ranks take the same number of prompts, although only one of them may lack some.
                 share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
                 if share <= 0:
                     break
@@ -344,7 +344,7 @@ class RLModule(EvaluationSteps):
         if self.kl_coef and self.kl_placement == "reward":
             batch.rewards = self.penalize_rewards(batch)
         advantages = self.compute_advantages(batch)
-        batch.rewards = rewards  # callbacks see what was rewarded
+        batch.rewards = rewards  # callbacks get the batch that was rewarded
         batch.advantages = returned_tensor(advantages, batch.num_tokens, "compute_advantages", "tokens")
         batch.check()
         if self.mask_truncated:

@@ -113,7 +113,7 @@ def make_optimizers(
         label = "" if name == ACTOR else name
         optimizers.append(make_optimizer(role.optimizer, *splits, is_state_on_host=is_on_host, name=label))
         max_steps = trainer.max_steps
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which has set it
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which sets it
             max_steps = max(max_steps, role.optimizer.warmup_steps + 1)
         schedules.append(make_lr_schedule(optimizers[-1], role.optimizer, max_steps=max_steps))
     return optimizers, schedules

@@ -137,7 +137,7 @@ class UpdateModule(PolicyModule):
         self.sampling = Sampling()
         self.weight_version = 0
         self._update_progress = 0.0
-        self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, which have been named
+        self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, of which a warning was logged
 
     @property
     def prompts_per_step(self) -> int:
@@ -207,13 +207,13 @@ class UpdateModule(PolicyModule):
             drop_untrained(self, optimizers, self._untrained)
             self.average_gradients()
             means.add(clip_by_role(self, self.roles))
-            # Lightning computes training_step() in mixed precision, which would round products of an optimizer.
+            # Lightning runs training_step() under autocast, which would round an optimizer's products.
             with torch.autocast(self.device.type, enabled=False), exact_float32():
                 step_optimizers(optimizers, is_last=number == len(minibatches))
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
         metrics = means.compute(self.all_sum, self.all_max)
-        if metrics.get(SKIPPED_SHARE) == 1:  # every token was skipped, and a mean over none says nothing
+        if metrics.get(SKIPPED_SHARE) == 1:  # every token was skipped: there is no mean
             computed = {name for name in metrics if name.startswith("policy/")} - {SKIPPED_SHARE}
             metrics |= dict.fromkeys(computed, math.nan)
         return metrics | rates
@@ -222,7 +222,7 @@ class UpdateModule(PolicyModule):
         """Advance the trainer's step count and the schedules without changing weights; return the update's metrics."""
         optimizers = wrapped_optimizers(self)
         for optimizer in optimizers:
-            optimizer.zero_grad()  # with gradients of None a step changes nothing
+            optimizer.zero_grad()  # with gradients of None, a step changes nothing
         step_optimizers(optimizers, is_last=True)
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
@@ -247,7 +247,7 @@ class UpdateModule(PolicyModule):
             skippable = batch.sum_tokens(has_advantage.long(), "N") == 0
         components = [replace(one, term=partial(checked_term, one)) for one in self.loss_components()]
         count_units(batch)
-        # Ranks make as many rounds as each other: a term may compute with a sharded model.
+        # All ranks make the same number of passes: a term may compute with a sharded model.
         candidates = batch.select(skippable.nonzero()[:, 0], "N")
         for sequences in self.split_microbatches(candidates, self.plan.max_tokens_per_microbatch):
             microbatch = self.to_microbatch(candidates, sequences)
@@ -276,7 +276,7 @@ class UpdateModule(PolicyModule):
             skipped = torch.stack([(minibatch.is_skipped * sampled).sum(), sampled.sum()])
             means.add_share(SKIPPED_SHARE, *move(skipped, self.device))
             minibatch = minibatch.select((~minibatch.is_skipped).nonzero()[:, 0], "N")
-        # Without a sequence on any rank gradients are 0 rather than absent: optimizers step, by their moments.
+        # If no rank has a sequence, gradients are 0 rather than None: optimizers then step by their moments.
         microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch) or [[]]
         for number, sequences in enumerate(microbatches, start=1):
             batch = self.to_microbatch(minibatch, sequences)
@@ -284,7 +284,7 @@ class UpdateModule(PolicyModule):
             num_computed = batch.num_tokens if batch.shared is None else batch.shared.unique.numel()
             shared = torch.tensor([batch.num_tokens - num_computed, batch.num_tokens * bool(sequences)])
             means.add_share(SHARED_SHARE, *move(shared, self.device))
-            # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
+            # The strategy averages gradients over ranks, but the loss is already divided by the tokens of all ranks.
             with self.local_gradients() if number < len(microbatches) else nullcontext():
                 self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
 

@@ -52,12 +52,12 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | N
     centred, groups, counts = _centre_groups(rewards, group_ids)
     if trajectory_ids is None:
         return (centred * (counts / (counts - 1).clamp(min=1))[groups]).float()
-    # A trajectory's part of a group, which is all of its turns there: [N] each, of the part that an entry is in.
+    # The part of a group that belongs to an entry's trajectory, all of its turns: [N] each.
     parts = torch.unique(torch.stack([groups, trajectory_ids]), dim=1, return_inverse=True)[1]
     sizes = torch.zeros_like(centred).index_add_(0, parts, torch.ones_like(centred))[parts]
     own = torch.zeros_like(centred).index_add_(0, parts, centred)[parts]
     others = counts[groups] - sizes
-    # Centred values sum to 0 over the group, so that those of the others sum to what is missing.
+    # Centred values sum to 0 over the group, so that the others' sum is minus the part's.
     return torch.where(others > 0, centred + own / others.clamp(min=1), 0).float()
 
 

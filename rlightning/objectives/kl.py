@@ -35,7 +35,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         case "k2":
             return 0.5 * difference**2
         case "k3":
-            # Beyond 20 nats by the tangent there: finite, and the gradient still pulls back, by e^20 - 1 a nat.
+            # Beyond 20 nats, continue by the tangent: finite, with a gradient of e^20 - 1.
             bounded = (-difference).clamp(max=20.0)
             return torch.exp(bounded) * (1 - difference - bounded) + difference - 1
 

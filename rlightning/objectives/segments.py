@@ -34,7 +34,7 @@ def sum_by_run(values: Tensor, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
     """
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[1:] = ids[1:] != ids[:-1]
-    # An empty sequence at the end begins where there is no token.
+    # An empty sequence at the end begins after the last token.
     firsts = cu_seqlens[:-1].long()
     starts = torch.cat([starts, starts.new_zeros(1)]).index_fill(0, firsts, True)[:-1]
     runs = starts.cumsum(0) - 1

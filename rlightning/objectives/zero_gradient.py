@@ -30,7 +30,7 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
     """
     with torch.random.fork_rng(devices=[batch.token_ids.device] if batch.token_ids.is_cuda else []):
         torch.manual_seed(0)
-        # Every term at every draw, though one may do: ranks find others, and a term may run a sharded model.
+        # Every term at every draw, although one may suffice: ranks would differ, and a term may run a sharded model.
         found = [
             _has_gradient(component, batch, scale, rollout_scale)
             for scale in LOG_RATIO_SCALES
@@ -38,7 +38,7 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
             for component in components
             if component.weight
         ]
-    return not found or not bool(torch.stack(found).any())  # waits for the device once
+    return not found or not bool(torch.stack(found).any())  # synchronizes with the device once
 
 
 def _has_gradient(component: LossComponent, batch: RolloutBatch, scale: float, rollout_scale: float | None) -> Tensor:
@@ -52,7 +52,7 @@ def _has_gradient(component: LossComponent, batch: RolloutBatch, scale: float, r
     )
     given = replace(batch, old_logprobs=torch.where(mask, old, 0))
     losses, _ = component.term(ForwardPass(logprobs, entropy), given)
-    # Each token with a weight of its own, so that gradients of different tokens' losses do not cancel out.
+    # Each token's loss with a different weight, so that gradients of several tokens do not cancel.
     total = torch.where(mask, losses * (0.5 + weights), 0).sum()
     if not total.requires_grad:
         return mask.new_zeros(())

@@ -102,11 +102,11 @@ class StoredMomentsAdamW(AdamW):
 
     def _convert_saved(self, saved: Mapping[str, Tensor], parameter: Tensor, seed: str) -> State:
         """Convert a saved state of any format to this optimizer's format."""
-        adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts its steps where it computes
+        adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts steps on its own device
         for name in SIGNED:
             keys = [key for key in (name, scale_name(name)) if key in saved]
             kept = {key: local_tensor(saved[key]) for key in keys}
-            if self.states != "8bit" or len(keys) == 1:  # 8 bits that are read as numbers would be rounded once more
+            if self.states != "8bit" or len(keys) == 1:  # 8-bit codes read as numbers would be rounded again
                 values = unpack_moment(name, kept).to(parameter.dtype)
                 kept = pack_moment(name, values, self.states, seeded(f"{seed} {name}", parameter, values.device))
             adopted |= {key: self._place(packed, parameter) for key, packed in kept.items()}

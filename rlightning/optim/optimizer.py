@@ -233,7 +233,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         squares = torch.stack(norms(parts, dtype)).square().sum()
         if where is not None:
             mesh, split_dims = where
-            squares = squares.to(mesh.device_type)  # gradients that are kept on the host are summed on the device
+            squares = squares.to(mesh.device_type)  # norms of gradients on the host are summed on the device
             for dim in split_dims:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         total = squares if total is None else total.to(squares.device) + squares

@@ -107,7 +107,7 @@ class _Barrier:
         try:
             arrival = _Arrival(self.number, self.name, time.time())
             self.store.set(f"{ARRIVAL}/{self.store.rank}", json.dumps(arrival))
-            # The others may have failed already, and their half of the all-reduce would still answer.
+            # Other ranks may have failed already, and their part of the all-reduce could still succeed.
             self._raise_decided()
             if not self.has_group:
                 self._wait_at_store()
@@ -143,7 +143,7 @@ class _Barrier:
         try:
             work.wait()
         except RuntimeError:
-            # After a stall of this process the operation may have timed out, which is later than the deadline.
+            # After this process was stalled, the operation may have timed out, which is later than the deadline.
             self._fail(self._not_reached if self.deadline.is_over else self._broken)
 
     def _ends_late(self, work: dist.Work) -> bool:
@@ -170,7 +170,7 @@ class _Barrier:
         diagnosis = _Diagnosis(*json.loads(text))
         self.store.add("num_readers", 1)
         if self.store.rank == 0:
-            # The store may be in this process, and ends with it: the others read the diagnosis first.
+            # The store may be in this process and end with it: other ranks must read the diagnosis before.
             num_present = len(self.store.ranks) - len(diagnosis.missing)
             deadline = Deadline(intervals.BARRIER_REPORT_GRACE)
             deadline.wait_until(lambda: self.store.add("num_readers", 0) >= num_present)
@@ -213,7 +213,7 @@ class _Barrier:
     def _lost_store(self) -> BarrierError:
         if self.deadline.is_over:
             record_all(f"the ranks' store does not answer at barrier '{self.name}'")
-        # Which process hosts it, the ranks cannot ask any more: without torchrun it is that of rank 0.
+        # The ranks can no longer find out which process hosts it: without torchrun, rank 0.
         return BarrierError(
             f"Barrier '{self.name}' broke: the ranks' store does not answer. Rank 0, which hosts it (torchrun, where "
             "that launched the ranks), has ended or cannot be reached.",
@@ -282,7 +282,7 @@ def _start_max(tensor: torch.Tensor, seconds: float) -> dist.Work:
     assert group is not None
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    # The deadline is ours; that of the operation has to be later, and soon: a process ends after its operations.
+    # This function enforces the deadline. The operation's own is a little later, since a process waits for it at exit.
     options.timeout = timedelta(seconds=seconds + intervals.BARRIER_REPORT_GRACE)
     return group.allreduce([tensor], options)
 

@@ -106,7 +106,7 @@ def read_state(path: Path) -> SavedState | None:
     try:
         checkpoint = read_plain(path / META if path.is_dir() else path)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
-    except Exception as error:  # a file that is cut short may raise anything
+    except Exception as error:  # a truncated file may raise any exception
         log.warning("%s is no checkpoint that can be read, and is skipped: %s.", path, _why_unreadable(path, error))
         return None
 

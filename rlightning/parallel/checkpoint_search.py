@@ -150,7 +150,7 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, object]]:
     for file in sorted(root.glob("config*.yaml")):
         try:
             trainer = read_keys(str(file)).get("trainer")
-        except ConfigError:  # a file of the user's with such a name, as are those without the keys
+        except ConfigError:  # a user's file of this name, as are files without the keys
             continue
         if isinstance(trainer, Mapping):
             former_root = trainer.get("default_root_dir")
@@ -186,7 +186,7 @@ def _locate(dirpath: Path, former_root: Path, root: Path) -> Path:
     inside, former = (Path(os.path.abspath(path)) for path in (dirpath, former_root))
     if inside.is_relative_to(former):
         return root / inside.relative_to(former)
-    # A run's folder is most often below the folder that it was started in.
+    # A run's folder is usually below the folder in which the run was started.
     folders = [above / dirpath for above in (root.resolve(), *root.resolve().parents)]
     return next((folder for folder in folders if folder.is_dir()), dirpath)
 

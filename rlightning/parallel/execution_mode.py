@@ -94,7 +94,7 @@ def check_execution_mode(
     requested: RequestedMode = "auto", *, strategy: object = None, controller: str | None = None
 ) -> ExecutionMode:
     """Return the mode that :func:`resolve_execution_mode` would determine, without setting it."""
-    # A controller has no device to ask: the strategy's is read from its configuration.
+    # A controller has no device: the strategy's device is read from its configuration.
     device = strategy.root_device if has(strategy, HasRootDevice) else None
     mode = decide(
         requested,

@@ -98,7 +98,7 @@ class FailureServer:
         for peer in self._peers.values():
             peer.close_copy()
 
-    # What ranks call
+    # Methods that ranks call
 
     async def fail(self, rank: int, failure: JsonObject) -> None:
         """Record a failure as the first one, unless the death of a rank turns out to be its cause."""
@@ -150,8 +150,9 @@ class FailureServer:
         if reported is not None and reported.rank == rank:
             if self._is_first():
                 self._announce(reported)
-        # The others' connections to a rank that died break, too, and may be reported first: the death decides at once.
-        # One that has reported a failure of its own, such as a signal, though not as the first, did not die of another.
+        # Other ranks' connections to a dead rank close too, and may be reported first: a death is the first failure
+        # immediately. A rank that has reported its own failure, such as a signal, even if not as the first, did not die
+        # because of another.
         elif rank not in self.cleaning_up and self._is_first():
             self._announce(Failure(rank, await self._find_cause(rank)))
 
@@ -175,7 +176,7 @@ class FailureServer:
 
 
 async def _notify(peer: Peer, method: str, argument: object) -> None:
-    with contextlib.suppress(ConnectionLostError):  # the server learns of the loss anyway
+    with contextlib.suppress(ConnectionLostError):  # the server detects the loss anyway
         await peer.notify(method, argument)
 
 

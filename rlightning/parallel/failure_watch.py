@@ -120,9 +120,9 @@ class FailureWatch:
         self._hang_watch = HangWatch(self.rank, others, shared, self._send, recorder, self._end_hung)
         self._connect(shared, recorder)
         os.register_at_fork(after_in_child=self._close_copies)
-        # After what else is done at a process's end. Processes that multiprocessing starts know no atexit.
+        # After the other functions at exit. Processes that multiprocessing starts do not run atexit functions.
         Finalize(None, self._end_failed, exitpriority=-100)
-        # Elsewhere no handler can be installed, and the signal would end the process without a word.
+        # In other threads no handler can be installed, and the signal would end the process without a message.
         self._can_interrupt = threading.current_thread() is threading.main_thread()
         if self._can_interrupt:
             signal.signal(SIGNAL, self._interrupt)
@@ -146,7 +146,7 @@ class FailureWatch:
                 on_leave=hang_watch.remove,
             )
             self._loop.run(self._server.start())
-            # The addresses at which other hosts may reach this one; the host name comes last.
+            # Addresses at which other hosts may reach this one, the host name last.
             addresses = [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
             place = [addresses, self._server.port, self._server.key.hex(), asdict(hang_watch.make_report())]
             shared.store.set("failure_server", json.dumps(place))
@@ -183,7 +183,7 @@ class FailureWatch:
         await peer.wait_closed()
         if not self._is_leaving and self._first is None:
             silent = self._hang_watch.find_silent()
-            # Another rank has killed it, if it did not run.
+            # Another rank has killed it if it was suspended.
             self._learn(Failure(0, f"hangs: it was last seen {silent[0].where}" if 0 in silent else DISCONNECTED))
 
     def stop(self) -> None:
@@ -318,11 +318,11 @@ class FailureWatch:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, SIGNAL)
-        # Python's threads stand still while the interpreter shuts down, where destructors can wait for ever.
+        # Python's threads do not run while the interpreter shuts down, when destructors can wait forever.
         faulthandler.dump_traceback_later(self.grace + 5, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         deadline = Deadline(self.grace)
         self._hang_watch.kill_silent([first.rank])
-        # A main thread that cleans up may yet wait for work that is queued behind a collective; any other is in one.
+        # A main thread that cleans up may still wait for work queued after a collective; any other is in a collective.
         if Deadline(intervals.ABORT_DELAY).wait_until(lambda: self._is_ending):
             time.sleep(intervals.ABORT_DELAY)
         abort_device_groups(deadline)

@@ -117,7 +117,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             mesh_dim_names=("replicate", "shard", "tensor_parallel"),
         )
         if self._timeout is not None:
-            # A mesh gives its groups a default of torch's own, not what the default group has.
+            # A mesh's groups have torch's default timeout, not that of the default group.
             for dim in range(self._device_mesh.ndim):
                 set_group_timeout(self._device_mesh.get_group(dim), self._timeout)
         set_device_mesh(self.lightning_module, self._device_mesh)
@@ -169,7 +169,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             module.set_reshard_after_backward(False, recurse=False)
         try:
             yield
-        except BaseException:  # the weights may be others before the next forward
+        except BaseException:  # the weights may change before the next forward
             for module in kept:
                 module.reshard()
             raise

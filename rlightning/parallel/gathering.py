@@ -170,7 +170,7 @@ def gather_into(
     sharded: dict[_Layout, list[tuple[Tensor, DTensor]]] = {}
     for output, tensor in zip(outputs, tensors, strict=True):
         if isinstance(tensor, DTensor):
-            # tensors that lie on the same ranks travel together, whichever of their dimensions is split
+            # tensors on the same ranks are gathered together, whichever of their dimensions is split
             layout = _Layout.of(tensor)
             sharded.setdefault(layout, []).append((output, tensor))
         elif is_wanted:
@@ -267,7 +267,7 @@ def _group(tensor: DTensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     assert world is not None
     if tuple(dist.get_process_group_ranks(world)) == ranks:
         return world
-    # Shards of tensor-parallel ranks below a replicating dimension. Only these ranks meet to make it.
+    # Shards of tensor-parallel ranks below a replicating dimension. Only these ranks create the group.
     if ranks not in _groups or _groups[ranks][0] is not world:
         made = dist.new_group(list(ranks), use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)

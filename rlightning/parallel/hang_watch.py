@@ -131,7 +131,7 @@ class HangWatch(threading.Thread):
             for state in list(self._others.values()):
                 state.tick()
             own = self.make_report()
-            # A rank 0 that is stopped reads nothing, and what it has not read would close the connection at last.
+            # If rank 0 is suspended it reads nothing, and the unread messages would eventually close the connection.
             if self.rank == 0 or self._num_unanswered < MAX_UNANSWERED:
                 self._num_unanswered += 1
                 self._send("report", asdict(own))

@@ -71,7 +71,7 @@ class HostMemory:
                 num_bytes += size
         finally:
             for device in devices:
-                synchronize_stream(device)  # the host memory is written anew, the tensors read on any stream
+                synchronize_stream(device)  # host memory may be overwritten, tensors read on any stream
         self._end = 0
         return num_bytes
 
@@ -99,7 +99,7 @@ def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[Un
     for tensor in tensors:
         for plain in _plain_tensors(tensor):
             storage = plain.untyped_storage()
-            # Memory that is not PyTorch's own cannot be shrunk; an empty storage is nothing, or on the host already.
+            # Memory that PyTorch does not own cannot be resized; an empty storage has no data, or is on the host.
             is_movable = storage.device.type == device_type and storage.nbytes() > 0 and storage.resizable()
             if is_movable and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

@@ -53,7 +53,7 @@ class RankLauncher(SubprocessLauncher):
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            # The callbacks' on_exception comes later, and takes its time: engines have to close.
+            # The callbacks' on_exception comes later and takes long, since engines have to close.
             report_failure(error)
             if active_watch() is None:
                 end_children(self.procs, 0)  # the other ranks wait in the rendezvous
@@ -130,7 +130,7 @@ def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
             rank, code = next(iter(failed.items()))
-            # Its own message is on the terminal; the others wait for it in the rendezvous.
+            # The child has shown its own message; the other ranks wait for it in the rendezvous.
             log.error("rank 0 ends because rank %d ended with exit code %d before the ranks had met", rank, code)
             end_children(children, 0)
             exit_now(code if code > 0 else 1)

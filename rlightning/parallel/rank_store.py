@@ -54,7 +54,7 @@ class RankStore:
         """Return the text of a key; None if it has no value."""
 
         def read(store: Store) -> str | None:
-            # A missing key would be waited for.
+            # get() would wait for a missing key.
             return store.get(self._prefix + key).decode() if store.check([self._prefix + key]) else None
 
         return self._ask(read)

@@ -32,7 +32,7 @@ class StackRecorder(threading.Thread):
         super().__init__(name="stack-recorder", daemon=True)
         self.path, self.process_name = path, name
         self.forward: Callable[[str], None] = do_nothing
-        self._raw = os.memfd_create("stacks")  # needs no disk, and is open for as long as the process lives
+        self._raw = os.memfd_create("stacks")  # needs no disk, and stays open until the process ends
         self._num_read = 0
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class StackRecorder(threading.Thread):
             finally:
                 os.close(file)
         except OSError:
-            return  # it only observes, and what it observes ends soon
+            return  # it only observes, and the process ends soon
 
     def _take_raw(self) -> str:
         """Return the output of ``faulthandler`` since the last call."""

@@ -70,7 +70,7 @@ class StopSignal:
 
     def handle_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle SIGTERM or Ctrl-C."""
-        if self._must_interrupt:  # sent by this process's own thread, see watch()
+        if self._must_interrupt:  # sent by this process's thread, see watch()
             self._must_interrupt = False
             self._interrupt()
         elif not self.signum:
@@ -89,7 +89,7 @@ class StopSignal:
         if asked:
             if not self.signum:  # another rank was asked to stop
                 self.asked_at, self.signum = time.monotonic(), asked
-            self.keep_step()  # what follows is the saving
+            self.keep_step()  # the state is saved next
             set_received_sigterm(self._trainer)
             raise SIGTERMException
 
@@ -99,7 +99,7 @@ class StopSignal:
             if not self._is_frozen:
                 self.can_interrupt = False
                 return
-        self._is_decided.wait()  # an interruption comes as a signal, here at the latest
+        self._is_decided.wait()  # an interruption arrives as a signal, here at the latest
         self.can_interrupt = False
 
     def watch(self) -> None:
@@ -138,7 +138,7 @@ class StopSignal:
     def _try_interrupt(self) -> None:
         """Interrupt the main thread if all ranks are sampling."""
         with self._lock:
-            if self._must_interrupt:  # the signal before has not been delivered yet
+            if self._must_interrupt:  # the previous signal has not been delivered yet
                 return
             self._is_frozen = can_interrupt = self.can_interrupt
             self._is_decided.clear()
@@ -148,7 +148,7 @@ class StopSignal:
         finally:
             if not must_interrupt:
                 self._unfreeze()
-        if must_interrupt:  # the main thread stays frozen until the signal has reached it
+        if must_interrupt:  # the main thread is suspended until the signal is delivered
             self._must_interrupt = True
             main = threading.main_thread().ident
             assert main is not None
@@ -182,7 +182,7 @@ class StopSignal:
             watch = active_watch()
             if watch is not None:
                 watch.keeps_groups = True
-            # Threads of the connection that was left may wait for other ranks until those have ended.
+            # Threads of the abandoned connection may wait for other ranks until those have ended.
             Finalize(None, exit_now, args=(self.exit_code,), exitpriority=-99)
         raise SIGTERMException
 
@@ -236,7 +236,7 @@ class EndOnSigterm(Callback):
         self._stop = stop_signal(trainer)
         self._stop.grace_period = self.grace_period
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # A new list: Lightning is going through this one. The others save and clean up before this one is through.
+        # A new list, since Lightning is iterating over this one. The other callbacks save and clean up before this one.
         trainer.callbacks = [*(c for c in callbacks if c is not self), self]  # type: ignore[attr-defined]
         if stage == "fit" and execution_mode() is not ExecutionMode.WORKER:
             self._stop.watch()
@@ -252,7 +252,7 @@ class EndOnSigterm(Callback):
 
     def _allow_interrupt(self, *_: object, **__: object) -> None:
         """Allow interruption; called when a step, a rollout or a validation starts."""
-        # A controller's workers would go on with a step that it has left.
+        # A controller's workers would continue with a step that the controller has left.
         if self._stop is not None and not is_controller():
             self._stop.can_interrupt = True
 
@@ -266,7 +266,7 @@ class EndOnSigterm(Callback):
         if self._stop is not None and not self._stop.signum:
             self._allow_interrupt()
 
-    # What a checkpoint holds changes between a step's update and its end. This is the last of the callbacks.
+    # The state of a checkpoint changes between a step's update and its end. This is the last callback.
     on_train_batch_start = on_rollout_start = on_validation_start = _allow_interrupt
     on_update_start = on_before_optimizer_step = on_save_checkpoint = _keep_step
     on_validation_epoch_end = on_train_epoch_end = _keep_step

@@ -65,14 +65,14 @@ class ConnectedRanks(ParallelStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._launcher is None or type(self._launcher) is SubprocessLauncher:
-            strategy: Any = self  # which has the counts that this mixin does not
-            # Also under torchrun and SLURM, where it starts nothing: it is the first to catch an exception.
+            strategy: Any = self  # which has the counts; this mixin does not
+            # Also under torchrun and SLURM, where the launcher starts nothing: it is the first to catch an exception.
             self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
     def setup_environment(self) -> None:
         """Connect to the other ranks and start the failure watch."""
         if self.root_device.type == "cuda":
-            # NCCL kills a process whose collective has timed out: the failure watch comes first, and lets it clean up.
+            # NCCL kills a process whose collective has timed out. The failure watch acts earlier, to clean up.
             self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
         try:
             self.connect_ranks()
@@ -136,7 +136,7 @@ class ConnectedRanks(ParallelStrategy):
         if is_mean:
             reduced = reduced / dist.get_world_size(group)
             if not tensor.is_floating_point():
-                # Lightning divides means by counts that it averages this way: cut to integers they would be wrong.
+                # Lightning divides means by counts that it averages here: rounded to integers they would be wrong.
                 return reduced.to(tensor.device)
         with torch.no_grad():
             return tensor.copy_(reduced)
@@ -152,7 +152,7 @@ class ConnectedRanks(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the exception to the other ranks; called when it ends the run."""
-        # Ranks that multiprocessing started have a launcher of Lightning's, which does not report.
+        # Ranks that multiprocessing started have Lightning's launcher, which does not report.
         report_failure(exception)
         super().on_exception(exception)
 

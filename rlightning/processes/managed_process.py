@@ -100,7 +100,7 @@ class ManagedProcess:
             self.wait(grace)
         code = self.exit_code  # read before the group is killed
         end_group(self.pid)
-        # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
+        # To leave no zombie: a killed process cannot be reaped before its last thread has ended.
         killed = self.wait(intervals.ENGINE_EXIT_GRACE)
         self._close_lifeline()
         return killed if code is None else code

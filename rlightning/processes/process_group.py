@@ -52,7 +52,7 @@ def end_group(group: int) -> None:
     while members := _others(group):
         killed.update(members)
         _send(signal.SIGKILL, (pid for pid in members if tracker_grace.is_over or not _is_tracker(pid)))
-        _send(signal.SIGCONT, members)  # a tracker that was stopped with its group would never clean up
+        _send(signal.SIGCONT, members)  # a tracker that is suspended with its group would never clean up
         if end.is_over:
             log.warning("Processes %s do not end, though killed.", members)
             return
@@ -64,7 +64,7 @@ def end_own_group(scratch: Path) -> None:
     """Remove the folder ``scratch``, then kill this process's group, including this process."""
     deadline, killed = Deadline(intervals.TRACKER_GRACE), {os.getpid()}
     while not deadline.is_over:
-        # Trackers stay: they see this process go, and clean up behind it.
+        # Trackers stay: they detect the end of this process, and clean up.
         members = [pid for pid in _others(os.getpgid(0)) if not _is_tracker(pid)]
         if not members:
             break

@@ -29,7 +29,7 @@ def find_process(pid: int) -> Process | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold anything
+    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may contain any character
     state, parent, group, *others = rest.split()
     return Process(pid, name, state, int(parent), int(group), int(others[16]))
 

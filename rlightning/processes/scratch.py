@@ -48,7 +48,7 @@ class ScratchFolder:
             except OSError as error:
                 if error.errno not in WITHOUT_LOCKS:
                     raise
-                return  # no other process can lock it either, which removing it would take
+                return  # no other process can lock it either, and so none removes it
             if self.path.exists():
                 return
             os.close(self._descriptor)  # another process has just removed it

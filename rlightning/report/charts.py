@@ -100,7 +100,7 @@ def stacked_chart(title: str, y_label: str, series: Mapping[str, Points]) -> str
 
 def _bar(steps: Sequence[int], stack: Mapping[str, float], axes: Axes) -> str:
     left, right = axes.x(steps[0] - 0.5), axes.x(steps[-1] + 0.5)
-    # A run of a few steps has bars, not walls.
+    # Bars of a run of a few steps are not wider than this.
     gap = max((right - left) * 0.12, (right - left - 40) / 2)
     shape, bottom = "", 0.0
     for i, value in enumerate(stack.values(), 1):

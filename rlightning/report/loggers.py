@@ -34,7 +34,7 @@ def adapt_loggers(loggers: Iterable[Logger]) -> None:
             continue
         kind = type(logger)
         own = next((own for base, own in _OWN.items() if isinstance(logger, base)), _Tolerant)
-        # As a local class: jsonargparse, which looks up bare names such as CSVLogger, would find two otherwise.
+        # A local class: otherwise jsonargparse, which looks up bare names such as CSVLogger, would find two.
         names = {"__qualname__": f"adapt_loggers.<locals>.{kind.__name__}", "__doc__": kind.__doc__}
         adapted: Any = type(kind.__name__, (own, kind), names)
         logger.__class__ = adapted
@@ -119,7 +119,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
     def _make_room(self) -> None:
         """Create the folder if it is missing; raise an OSError if it has no space for a file."""
         if not os.path.isdir(self.log_dir):
-            self._drop_files()  # a file without a name takes everything
+            self._drop_files()  # a file without a path discards what is written
             os.makedirs(self.log_dir)
         with tempfile.TemporaryFile(dir=self.log_dir) as file:
             file.write(bytes(ROOM_BYTES))

@@ -81,7 +81,7 @@ class PredictionFile:
             try:
                 if not line.endswith(b"\n"):
                     if line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
-                        break  # the kill came in the middle of it
+                        break  # the process was killed while it wrote this line
                     raise ValueError
                 row = json.loads(line)
                 self.num_completions += len(row["completions"]) if row["index"] not in found else 0

@@ -60,7 +60,7 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
         batch: a batch with all branches of its trajectories, and with rewards and advantages if computed.
         step: the rollout step, counted from 1.
     """
-    import pyarrow  # half a second that only a written table should cost
+    import pyarrow  # importing it takes half a second, which only writing a table should cost
 
     num = batch.num_trajectories
     of_batch: dict[str, Sequence[float | None]] = {

@@ -27,7 +27,7 @@ class AnswerCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level=None, check_same_thread=False)
-            self._database.execute("PRAGMA synchronous=OFF")  # an answer that a power cut loses is asked for again
+            self._database.execute("PRAGMA synchronous=OFF")  # answers lost in a power failure are requested again
             self._database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(

@@ -235,7 +235,7 @@ def _pickle(value: object) -> tuple[bytes | None, set[str]]:
         pickler.dump(value)
     except Exception:  # an object's own __reduce__ may raise anything
         return None, pickler.modules
-    # A worker has another __main__, and running the user's script again to get at it could do anything.
+    # A worker has another __main__; running the user's script again to import from it could have any side effect.
     return None if "__main__" in pickler.modules else file.getvalue(), pickler.modules
 
 

@@ -53,7 +53,7 @@ class CallRunner:
         """Run a call and return its outcome; a call that exceeds its timeout is cancelled."""
         CALL.set(key)
         self.timeouts[key] = timeout
-        # A wrapper of an async def may return its coroutine, or run it: on a loop of its own, which another forbids.
+        # A wrapper of an async def may return its coroutine, or run it on its own loop, which a running loop forbids.
         call = await_result if _is_coroutine_function(function) else self._call_in_thread
         task = asyncio.ensure_future(call(partial(function, **arguments)))
         try:
@@ -71,7 +71,7 @@ class CallRunner:
     async def finish(self) -> None:
         """Cancel the tasks that calls left running, and wait until they and async generators have cleaned up."""
         for task in call_tasks(self._loop):
-            if not task.cancelling():  # a second time would end its cleaning up
+            if not task.cancelling():  # a second cancellation would interrupt its clean-up
                 task.cancel()
         await self.wait_cancelled()
         await self._loop.shutdown_asyncgens()
@@ -96,7 +96,7 @@ class CallRunner:
             left = start + timeout + self.lost_seconds - lost - self._loop.time()
             if left <= 0:
                 return
-            # Not wait_for: that waits on for a function which ignores its cancellation.
+            # Not wait_for, which continues to wait for a function that ignores its cancellation.
             await asyncio.wait({task}, timeout=left)
 
     async def _call_in_thread(self, call: Callable[[], object]) -> RewardResult:

@@ -212,7 +212,7 @@ class Judge(CheckedArguments):
             future.exception()  # marks it as retrieved, as no caller may be waiting for it
             raise
         finally:
-            future.cancel()  # no effect if it is done; otherwise a waiting call asks anew
+            future.cancel()  # no effect if it is done; otherwise a waiting call requests again
             del asked[key]
         return answer
 
@@ -259,7 +259,7 @@ class Judge(CheckedArguments):
             key, answers = self._read_key(), None if self.cache is None else AnswerCache(self.cache)
             client = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=None,  # each request has one for all of it
+                timeout=None,  # each request has one timeout for all of it
                 limits=httpx.Limits(max_connections=self.max_concurrent),
             )
             self._connections[loop] = _Connection(client, asyncio.Semaphore(self.max_concurrent), {}, answers)

@@ -39,7 +39,7 @@ def numeric_answer(completion: str, answer: object) -> float:
     reference = _read_reference(answer)
     if isinstance(reference, Text) and completion.strip() == str(answer).strip():
         return 1.0
-    # What nests too deeply for the parsers is wrong too.
+    # A text that is nested too deeply for the parsers is wrong too.
     with _time_limit(), contextlib.suppress(RecursionError):
         given = find_answer(completion)
         return float(given is not None and answers_equal(reference, given))
@@ -60,7 +60,7 @@ def _time_limit() -> Iterator[None]:
         raise _TimeLimitError
 
     previous = signal.signal(signal.SIGALRM, stop)
-    # Again and again: an exception that is raised in a callback of the garbage collector's goes nowhere.
+    # Repeatedly: an exception that is raised in a callback of the garbage collector is lost.
     signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT, TIME_LIMIT)
     try:
         with contextlib.suppress(_TimeLimitError):

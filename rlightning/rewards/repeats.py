@@ -66,7 +66,7 @@ def _describe_noise(repeat: Repeat) -> str | None:
     if not num_different:
         return None
     distances = [abs(again - first) for first, again in pairs if not math.isnan(again - first)]
-    # Two calls of equal variance: their difference has twice that.
+    # Two calls have equal variance; their difference has twice as much.
     noise = math.sqrt(sum(d * d for d in distances) / (2 * len(distances))) if distances else math.nan
     return (
         f"asked again, it gave {num_different} of {len(pairs)} completions another result, up to "

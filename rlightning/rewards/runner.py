@@ -82,8 +82,8 @@ class RewardRunner:
                 )
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
-        self._opened: tuple[int, RewardPool] | None = None  # this process's, when there are calls
-        # By the id() of a trajectory's turns, which the trajectory keeps: its calls, by function.
+        self._opened: tuple[int, RewardPool] | None = None  # this process's loop, once there are calls
+        # The calls by function, by the id() of a trajectory's turns, which the trajectory keeps alive.
         self._submitted: dict[int, tuple[Trajectory, dict[int, Future[RewardResult]]]] = {}
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
@@ -247,7 +247,7 @@ class RewardRunner:
 
     @property
     def _pool(self) -> RewardPool:
-        if self._opened is None or self._opened[0] != os.getpid():  # the calls of a forked process's parent are not its
+        if self._opened is None or self._opened[0] != os.getpid():  # a forked process must not use its parent's calls
             self._opened = os.getpid(), RewardPool(self.functions, self.sources, self.num_workers)
         return self._opened[1]
 

@@ -157,7 +157,7 @@ def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
         return None
     try:
         return PathFinder.find_spec(name, folders)
-    except KeyError:  # a folder without __init__.py inside of another that has not been imported
+    except KeyError:  # a folder without __init__.py in another folder that was not imported
         last = name.rpartition(".")[2]
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [path for folder in folders if os.path.isdir(path := f"{folder}/{last}")]
@@ -184,7 +184,7 @@ def _imports(module: ModuleSource) -> Iterator[str]:
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     try:
         nodes = list(ast.walk(ast.parse(module.source)))
-    except (SyntaxError, ValueError):  # a module that only some calls import, and that fails there
+    except (SyntaxError, ValueError):  # a module that only some calls import, and that fails to import
         return
     for node in nodes:
         if isinstance(node, ast.Import):

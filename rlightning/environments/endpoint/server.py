@@ -207,7 +207,7 @@ class Endpoint:
                 await self._run(route, session, body, request, send)
         except APIError as error:
             _, shape = _error_event(error, request.path)
-            # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
+            # The SDKs repeat requests after a server error, but here the error has ended the trajectory.
             is_over = error.status >= 500
             await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
         except ClientGoneError:
@@ -223,7 +223,7 @@ class Endpoint:
                 raise APIError(f"The request's {HEADER} names no session that is open.", 404)
             return named
         session = self._sessions.get(parts[1]) if len(parts) == 3 else None
-        # The identifier is no secret, and the key that it finds is compared in constant time.
+        # The identifier is not a secret; the key found by it is compared in constant time.
         if session is None or not hmac.compare_digest(session.key.encode(), given.encode()):
             raise APIError("The API key is of no session that is open.", 401, code="invalid_api_key")
         return session

@@ -135,7 +135,7 @@ class Session:
             token_ids: list[int] = tokenizer(text).input_ids
             return token_ids
         known, turn, stops = max(seen, key=lambda one: len(one[0]))
-        # The string that ended the turn was sampled, and a client writes it itself where its text goes on.
+        # The string that ended the turn was sampled; a client that continues the text writes the string itself.
         sampled, rest = turn.sample.text[len(turn.message.content) :], text[len(known) :]
         ended = next((stop for stop in stops if sampled.startswith(stop) and rest.startswith(stop)), "")
         added = tokenizer(rest.removeprefix(ended), add_special_tokens=False).input_ids
@@ -182,7 +182,7 @@ class Session:
             )
         except LimitReachedError:
             if not policy.recorder.branches and len(self.requests) <= 1:
-                policy.temperature = before  # nothing was sampled: the temperature is not fixed yet
+                policy.temperature = before  # nothing was sampled: the temperature is not yet fixed
             raise
         except RequestRefusedError as error:
             if sampling.json_schema is None or isinstance(error, StreamLostError):

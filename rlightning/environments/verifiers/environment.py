@@ -226,7 +226,7 @@ class Verifiers(Environment):
         }
         if self.renderer is not None:
             client["renderer"] = self.renderer
-        # What is not said of the sampling is the run's own.
+        # Sampling settings that are left out are the run's.
         return {"task_data": self._find_task(prompt), "client": client, "model": name_model(policy), "sampling": {}}
 
     def _find_task(self, prompt: Prompt) -> Mapping[str, object]:

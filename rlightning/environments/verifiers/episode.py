@@ -129,7 +129,7 @@ class Trace(BaseModel):
         matched: list[Turn] = []
         for number, node in enumerate(self.nodes):
             if not node.sampled:
-                matched += [Turn(node.message)] if matched else []  # else it is of the prompt
+                matched += [Turn(node.message)] if matched else []  # otherwise it belongs to the prompt
                 continue
             for _ in range(asked.count(number) if node.sampled_ids else 0):
                 found = next((turn for turn in left if node.matches_turn(turn)), None)

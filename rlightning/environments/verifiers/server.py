@@ -154,7 +154,7 @@ class EnvironmentServer:
                 await asyncio.shield(self._send(secrets.token_hex(8), b"cancel", {"request_id": name}))
 
     def _make_environment(self) -> dict[str, str]:
-        folder = str(Path(self._python).absolute().parent)  # holds the programs of that interpreter, such as uv
+        folder = str(Path(self._python).absolute().parent)  # contains the programs of that interpreter, such as uv
         own = environment_without_key()
         paths = {"PATH": os.pathsep.join((folder, own.get("PATH", os.defpath)))}
         modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # for the processes that the server starts
@@ -187,7 +187,7 @@ class EnvironmentServer:
             name, kind, data = await self._socket.recv_multipart()
             heartbeat.beat()
             events = self.runs.get(name.decode())
-            if events is None:  # an answer to a heartbeat, or of a run that was cancelled
+            if events is None:  # a response to a heartbeat, or of a cancelled run
                 continue
             if kind == b"reply":
                 del self.runs[name.decode()]

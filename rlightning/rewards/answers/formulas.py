@@ -22,8 +22,8 @@ MAX_POWER = 10**5
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
-# What the parser reads as something else: two numbers side by side as their sum, "1.2.3" as a product, primes as
-# nothing, dots as nothing; and percent signs, which belong to numbers.
+# Texts that the parser misreads: two adjacent numbers as their sum, "1.2.3" as a product, primes and dots as nothing;
+# and percent signs, which belong to numbers.
 _MISREAD = re.compile(r"\d\.\d+\.|['%~?!]{2}|'|\\prime|\\[lc]?dots|\.\.\.|\\pm|\\mp|\\approx|\\equiv|\\pmod|\\text")
 _SIDE_BY_SIDE = re.compile(r"\d\s+\d")
 _ANGLE = re.compile(r"(\d*\.?\d*[a-zA-Z]?|\\[a-zA-Z]+|\([^()]*\)|\{[^{}]*\})\s*\^\s*\\circ(?![a-zA-Z])")
@@ -54,7 +54,7 @@ def parse(latex: str) -> Basic:
         expression = latex2sympy(
             text, is_real=True, convert_degrees=False, normalization_config=None, conversion_config=_CONVERSION
         )
-    except Exception:  # the parser's own are plain Exceptions, and sympy adds many kinds
+    except Exception:  # the parser raises plain Exceptions, and sympy many other types
         return None
     if isinstance(expression, sympy.MatrixBase):
         return expression

@@ -77,14 +77,14 @@ def _boxes(text: str) -> list[Mark]:
     boxes = []
     end = 0
     for match in BOX.finditer(text):
-        if match.start() < end:  # inside of another one
+        if match.start() < end:  # inside another box
             continue
         if text.startswith("{", match.end()):
             closing = closing_brace(text, match.end())
             end = len(text) if closing is None else closing
-            # A box that the token limit has cut holds no answer: 7 may be the beginning of 73.
+            # A box that the token limit has cut has no answer: 7 may be the beginning of 73.
             boxes.append(Mark(match.start(), "" if closing is None else text[match.end() + 1 : closing]))
-        else:  # Without braces it is what the model means, though TeX would box one character.
+        else:  # Without braces the whole text is meant, although TeX would box only one character.
             bare = re.match(r"[\w.,/-]+", text[match.end() :])
             boxes.append(Mark(match.start(), bare[0].rstrip(".,") if bare else ""))
     return boxes
@@ -101,7 +101,7 @@ def _hashes(text: str) -> list[Mark]:
         end = text.index(content, match.start(1)) + len(content)
         if not _ANYTHING.search(text, end) and (value is not None or not BOX.search(content)):
             return [Mark(match.start(), value or content)]
-        # With words after the number it is a heading, if numbers follow below.
+        # A number with words after it is a heading, if numbers follow below.
         is_bare = value is not None and re.fullmatch(r"\W*", normalize(content)[len(value) :]) and not words_of(value)
         if value is not None and (is_bare or not _DIGIT.search(text, end)):
             return [Mark(match.start(), value)]

@@ -150,7 +150,7 @@ def _decimal(digits: str, power: str | None) -> tuple[Fraction, Fraction]:
     decimals = decimals.rstrip("0")
     value = Fraction(int((whole or "0") + decimals), 10 ** len(decimals)) * scale
     is_exact = value.denominator == 1
-    # No more digits than a float64 has mean anything.
+    # Digits beyond those of a float64 have no meaning.
     return value, Fraction(0) if is_exact else max(scale / 10 ** len(decimals), abs(value) / 10**15)
 
 

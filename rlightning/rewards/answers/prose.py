@@ -97,7 +97,7 @@ def _read_run(run: str, following: str) -> Answer | None:
         return read_answer(run)
     answer = read_answer(result)
     if isinstance(answer, Number):
-        # In "84 / 12 = 7 dozen" it is 7 that is computed.
+        # In "84 / 12 = 7 dozen" the result is 7.
         computed = read_answer(sides[-2]) if len(sides) > 1 else None
         is_computed = isinstance(computed, Number) and computed.value == answer.value
         return answer if is_computed else read_answer(_with_unit(result, following))

@@ -62,7 +62,7 @@ CHUNKING = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_s
 
 
 def check_given(given: EngineArguments) -> None:
-    """Raise a ConfigError for keys of ``rollout.engine`` that only the run sets, that cannot work, or vLLM lacks."""
+    """Raise a ConfigError for keys of ``rollout.engine`` that the run itself sets, that cannot work, or are unknown."""
     reasons = {name: reason for reason, names in OF_THE_RUN.items() for name in names}
     known = argument_names()
     for name, value in given.items():
