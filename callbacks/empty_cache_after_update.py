@@ -98,7 +98,7 @@ class EmptyCacheAfterUpdate(RunCallback):
         before = platform.memory_use(device)
         if before is None or not self.pays(before):
             return
-        platform.synchronize(device)  # freeing waits for the device: that is not what it costs
+        platform.synchronize(device)  # freeing waits for the device, which is not part of its cost
         begun = perf_counter()
         platform.empty_cache(device)
         cost_ms = 1000 * (perf_counter() - begun)

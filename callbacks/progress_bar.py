@@ -126,7 +126,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
                 if self._status:
                     yield Text(self._status)
 
-            # Lightning names the class of its progress inside the method above: an instance is all there is to change.
+            # Lightning creates its progress object inside the method above: only the instance can be changed.
             progress.get_renderables = draw  # type: ignore[method-assign]
 
     @property
@@ -153,7 +153,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         return texts
 
     def _describe_seconds(self) -> list[str]:
-        # A step without a rollout is one update; its phases would say the same number with zeros around it.
+        # A step without a rollout is one update: its phases would show the same number, and zeros.
         if "generate" not in self.phase_seconds:
             return [f"{self.step_seconds:.1f}s"]
         shown = [phase for phase in PHASES if phase != "engine_start" or phase in self.phase_seconds]

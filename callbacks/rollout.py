@@ -329,7 +329,7 @@ class RolloutCallback(RLCallback, Generator):
             collector.is_training = is_training
             groups = collector.generate(requests, num_samples, sampling, on_completed)
         except BaseException:
-            self.begin_step()  # a loop may go on after Ctrl-C, and begin the step again
+            self.begin_step()  # a loop may continue after Ctrl-C, and begin the step again
             raise
         if is_training:
             self._log_environments(collector)

@@ -100,7 +100,7 @@ class SaveHF(RunCallback):
                 f"every_n_steps={self.every_n_steps} needs the number of finished steps, and "
                 f"{type(trainer).__name__} has no global_step. Set it, or leave every_n_steps out."
             )
-        # Each step comes twice at least: with its update, with its batch, and with each of its micro-batches.
+        # This is called at least twice in a step: after its update, its batch, and each of its micro-batches.
         step = trainer.global_step
         is_new, self._seen_step = step != self._seen_step, step
         if step == 0 or step % self.every_n_steps or not is_new:

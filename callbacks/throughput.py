@@ -144,6 +144,6 @@ def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
-    # Without /proc only the highest value so far is to be had: bytes on macOS, KiB elsewhere.
+    # Without /proc only the maximum so far is available: in bytes on macOS, else in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

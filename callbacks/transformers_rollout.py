@@ -86,7 +86,7 @@ class TransformersRollout(RolloutCallback):
             "max_model_len": work.longest,
         }
         copy = read_engine(work.config, arguments, block_tokens=CACHE_STEP)
-        # As sequences join the cache gets twice as many rows, beside those that are copied into them.
+        # When sequences join, the cache is copied into one with twice as many rows, while the old one still exists.
         rows, copied = min(max(MAX_PROMPT_TOKENS // max_prompt_tokens, 1) * num_samples, most), 0
         while rows < most:
             rows, copied = 2 * rows, rows

@@ -136,7 +136,7 @@ class VLLMRollout(RolloutCallback):
             arguments=engine or {},
         )
         self.max_staleness, self.keeps_cache = max_staleness, cache_after_sync == "keep"
-        # Not by the options: the engines that a controller has started are named by URL there too.
+        # Not from the options, in which engines that a controller has started are also URLs.
         self.engines_key = "rollout.engines" if engines else "rollout.num_engines"
         self.in_flight = InFlight(max_staleness)
         self.last: dict[str, float] = {}
@@ -167,7 +167,7 @@ class VLLMRollout(RolloutCallback):
         """
         trainer, module = self._trainer, self._module
         if stage == "fit":
-            self.in_flight.clear()  # left by an earlier run; those of a checkpoint are loaded after this
+            self.in_flight.clear()  # left by an earlier run; a checkpoint's groups are loaded later
             check_engine(trainer, module)
         files = replace(
             ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)),

@@ -176,7 +176,7 @@ def settle_options(options: Mapping[str, object]) -> Options:
     settled["default_root_dir"] = folder
     settle_lengths(settled)
     if settled["barebones"]:
-        settled["log_every_n_steps"] = settled["num_sanity_val_steps"] = 0  # Lightning refuses the defaults here
+        settled["log_every_n_steps"] = settled["num_sanity_val_steps"] = 0  # Lightning rejects the defaults here
     if settled["logger"] in (None, True):
         is_needed = not settled["fast_dev_run"] and not settled["barebones"]
         settled["logger"] = CSVLogger(folder, name="metrics") if is_needed else None
@@ -224,13 +224,13 @@ def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Opti
         if is_wanted and not any(isinstance(callback, taken) for callback in callbacks):
             callbacks.append(kind())
     folder = Path(options["default_root_dir"]) / FOLDER
-    # Every command has one, not `fit` alone: it is what finds `--ckpt_path last`.
+    # For every command, not only `fit`: this callback finds `--ckpt_path last`.
     has_checkpoints = options["enable_checkpointing"] is not False
     if has_checkpoints and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-        # Its names tell checkpoints apart already, and "last" is a link: nothing is written twice.
+        # Its file names are already unique, and "last" is a link: nothing is written twice.
         callbacks.append(ModelCheckpoint(folder, save_last="link", enable_version_counter=False))
     for callback in callbacks:
-        # Lightning's default is a folder of the first logger's.
+        # Lightning's default is a folder of the first logger.
         if not isinstance(callback, ModelCheckpoint):
             continue
         chosen = str(callback.dirpath or folder.resolve())

@@ -89,7 +89,7 @@ class Canary:
         device: torch.device,
         tolerance: float = MAX_DISTANCE,
     ) -> None:
-        # An engine samples a token for a sequence that it scores.
+        # An engine samples one token after a sequence that it scores.
         self.token_ids = canary_tokens(tokenizer, max_length - 1)
         self.tolerance, self._dtype = tolerance, dtype
         is_tf32 = dtype == torch.float32 and device.type == "cuda"
@@ -273,7 +273,7 @@ class Verification:
             return True
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0
-        self.num_syncs += 1  # counted here, on all ranks: an engine may die in the sync on one rank only
+        self.num_syncs += 1  # counted here, on all ranks: during the sync an engine may die on only one rank
         if any_rank(is_due or self.num_syncs % self.every == 0, name="canary"):
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
         return is_due
@@ -338,7 +338,7 @@ def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
         dtype = torch.get_autocast_dtype(device.type) if is_autocast else values.dtype
         size = max(rounding, ROUNDING.get(dtype, 0.0))
         if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)  # the run's own numbers are left alone
+            generators[device] = torch.Generator(device).manual_seed(seed)  # the run's random state does not change
         errors = torch.empty(values.shape, device=device).uniform_(-size, size, generator=generators[device])
         values.copy_(values * (1 + errors))
 

@@ -106,7 +106,7 @@ def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
 def _score(values: Floats, now: Floats, before: Floats) -> Floats:
     """Return the scores [S] of log-probabilities, from evaluations of the current and of the former weights."""
     variance = (now.var(0, ddof=1) + before.var(0, ddof=1)) / 2
-    variance = (variance + np.median(variance)) / 2  # that of few evaluations is itself uncertain
+    variance = (variance + np.median(variance)) / 2  # the noise of few evaluations is itself uncertain
     step = before.mean(0) - now.mean(0)
     side = values - (now.mean(0) + before.mean(0)) / 2
     unit = np.sqrt(variance + step**2 / 4) + LEAST_NOISE

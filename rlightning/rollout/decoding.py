@@ -162,7 +162,7 @@ def build_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dty
     """
     config = type(config).from_dict(config.to_dict())
     remove_dropout(config)
-    # Random numbers are drawn where that is fast; the run's own are left alone.
+    # Random numbers are drawn on the device, where that is fast; the run's random state does not change.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=CACHED_ATTENTION

@@ -35,7 +35,7 @@ def decode_completions(
     texts = []
     for token_ids in map(list, completions):
         text = decode_tokens(tokenizer, context + token_ids)
-        # A prompt that ends within a character is decoded to something else when that is whole.
+        # A prompt that ends within a character is decoded differently once the character is complete.
         text = text.removeprefix(before) if text.startswith(before) else decode_tokens(tokenizer, token_ids)
         texts.append(text.rstrip(UNFINISHED))
     return texts

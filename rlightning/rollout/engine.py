@@ -210,11 +210,11 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
         "json_schema": sampling.json_schema,  # the engine's process makes vLLM's parameters of it
-        # The trainer decides what ends a completion, whatever the engine has read.
+        # The trainer decides what ends a completion, not the files that the engine has read.
         "ignore_eos": True,
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
         "seed": sampling.seed,
-        # Of so many likeliest tokens, besides the sampled one: one more than a support has tells that more are left.
+        # Of this many most likely tokens, and the sampled one: one more than a support may have shows that it is cut.
         "logprobs": sampling.max_support and min(sampling.effective_top_k, sampling.max_support + 1),
         "max_support": sampling.max_support,
     }

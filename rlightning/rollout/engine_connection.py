@@ -66,7 +66,7 @@ class EngineConnection(ABC):
         self.ended: Future[EngineError] = Future()
         self._is_closing = False
         self._has_sampled = False
-        self._num_calls = Counter[bool]()  # under way, by whether they sample
+        self._num_calls = Counter[bool]()  # running calls, by whether they sample
         self._calls: set[asyncio.Future[Any]] = set()
         self._is_up, self._is_over = asyncio.Event(), asyncio.Event()
         self._peer: Peer | None = None
@@ -134,7 +134,7 @@ class EngineConnection(ABC):
         except ConnectionLostError:
             await self._is_over.wait()
             assert self.death is not None
-            raise self.death.with_traceback(None) from None  # all calls get the same one
+            raise self.death.with_traceback(None) from None  # all calls raise the same object
         finally:
             self._calls.discard(task)
 

@@ -180,7 +180,7 @@ class EngineOptions:
         num_engines = len(self.engines) or self.num_engines
         config = options._configure(module, device, sampling, max_prompt_tokens, log_file.parent, 0, num_engines)
         if sampling.seed is None:
-            # The other engines of the run must draw other numbers, and none knows which number it has.
+            # The engines of a run need different seeds, but an engine does not know its index.
             config.engine_args["seed"] = secrets.randbits(31)
         return replace(config, log_file=log_file, copies=read_copies(module.model_path))
 
@@ -344,10 +344,10 @@ def usual_arguments(module: SampledPolicy, sampling: Sampling, number: int) -> E
     """Return the arguments of engine ``number`` that do not depend on its device and the user's options."""
     return {
         "model": module.model_path,
-        "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
-        # engines that draw the same numbers would make different prompts' samples alike
+        "load_format": "dummy",  # the first sync sends all weights, or fails
+        # with equal seeds, engines would sample alike for different prompts
         "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, after temperature
         "max_logprobs": MAX_SUPPORT + 1,
         "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
         "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",

@@ -137,7 +137,7 @@ class EngineNetwork:
             key, hosts = gathered[COLLECTOR_RANK][0], {host for _, host in gathered}
             if engines and global_rank() != COLLECTOR_RANK:
                 own = "127.0.0.1"
-                if len(hosts) > 1:  # the address on the way to rank 0's host; the port does not matter
+                if len(hosts) > 1:  # the address from which rank 0's host is reached; the port does not matter
                     own = find_own_address(os.environ.get("MASTER_ADDR", own), 9)
                 self._relay = EngineRelay(engines, own, key)
         relay = None if self._relay is None else (self._relay.url, len(engines))

@@ -161,7 +161,7 @@ class InFlight:
         running = [group for group in groups if group.trajectories is None]
         for group in groups:
             group.requeue()
-        # A step that did not end has left groups selected.
+        # An unfinished step may have left selected groups.
         self._finished = [group for group in [*self._selected, *self._finished] if group.trajectories is not None]
         self._selected = []
         return running
@@ -194,7 +194,7 @@ class InFlight:
         num_due = 0 if num_groups < per_step else self._count_due(num_groups, weight_version, per_step, room)
         num_spare = len(self._selected) + len(self._finished) - num_groups
         if num_spare >= 0 and (num_due == len(self.running) or num_spare >= MAX_SURPLUS_GROUPS * num_due):
-            num_due = 0  # the engines, which run nothing else, or the trainer would wait for too long
+            num_due = 0  # otherwise the engines, which run nothing else, or the trainer would wait too long
         places = max(num_groups - num_due - len(self._selected), 0)
         self._finished.sort(key=lambda group: _first_version(group, weight_version))
         selected, self._finished = self._finished[:places], self._finished[places:]

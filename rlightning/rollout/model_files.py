@@ -62,7 +62,7 @@ class ModelFiles:
             "end_token_ids": sorted(end_token_ids),
             "tokenizer": digest_tokenizer(tokenizer),
         }
-        # As JSON, in which an engine tells its own.
+        # As JSON, in which an engine reports its facts.
         facts = json.loads(json.dumps(facts, default=str))
         return cls(tokenizer, tuple(sorted(end_token_ids)), facts)
 

@@ -80,7 +80,7 @@ class RankEngines(RankSamplers):
         self._make_sender = make_sender
         self._updater: WeightUpdater | None = None
         self._restarts = [RestartPolicy(MAX_RESTARTS) for _ in engines]
-        self._lost: dict[int, EngineError] = {}  # engines that are not started again, by number
+        self._lost: dict[int, EngineError] = {}  # indices of the engines that are not restarted
         self._sent: dict[Engine, EngineConnection] = {}
         self._is_pausing = self._has_served = self._has_waited = False
 
@@ -194,7 +194,7 @@ class RankEngines(RankSamplers):
                     number = self.samplers.index(engine)
                     log.warning("%s died as it went to sleep: %s", self._describe(number), error.line)
         finally:
-            pool.shutdown(wait=False)  # an interrupt need not wait for engines, which are ended next
+            pool.shutdown(wait=False)  # an interrupted run need not wait for engines, which are ended next
 
     def close(self) -> None:
         """End the engines, and release the bucket's memory. May be called twice, and on only one rank."""
@@ -230,7 +230,7 @@ class RankEngines(RankSamplers):
         if self.config.has_adapter:
             assert has(source, HasAdapter), "its adapter is what the engines were started for"
             source = adapter_source = AdapterSource(source)
-        self._has_waited = True  # the run has begun: from here on none is waited for beside one that is up
+        self._has_waited = True  # the run has begun: from now on one engine that is up suffices
         if self._updater is None:
             self._updater = WeightUpdater(self._make_sender(source), keeps_cache=self.keeps_cache)
         stale = [engine for engine in self.living if engine.is_up and engine.weight_version != weight_version]

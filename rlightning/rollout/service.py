@@ -49,7 +49,7 @@ class Client:
             end,
             {**methods, "describe": self._describe},
             name=f"the trainer at {address}",
-            heartbeat_timeout=float("inf"),  # a suspended trainer keeps its place
+            heartbeat_timeout=float("inf"),  # a suspended trainer stays connected
             check_alive=self._ping,
         )
         ended = asyncio.wrap_future(self.engine.ended)
@@ -86,7 +86,7 @@ class Client:
         except EngineError:
             if self.engine.death is None:
                 raise
-            # The trainer is told of it.
+            # The trainer gets the error.
             return await asyncio.Event().wait()
 
 

@@ -81,6 +81,6 @@ def cut_distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     ordered = ordered.masked_fill(torch.arange(size, device=device) >= most[:, None], -torch.inf)
     chances = ordered.softmax(-1)
     limits = torch.tensor([one.top_p for one in samplings], device=device)
-    # A token stays if those before it do not have the mass yet.
+    # A token is kept if the tokens before it do not yet have the mass.
     ordered = ordered.masked_fill((chances.cumsum(-1) - chances >= limits[:, None]) & (limits < 1)[:, None], -torch.inf)
     return torch.empty_like(logits).scatter_(1, order, ordered)

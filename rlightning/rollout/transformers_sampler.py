@@ -129,9 +129,9 @@ class TransformersSampler:
             raise EngineError(f"A sequence of up to {longest} tokens is longer than the sampler's {self.max_length}.")
         with self._queue_lock:
             self._waiting.extend(request.sequences)
-        # All that is asked for in this turn of the loop begins together, whatever the thread is doing.
+        # All requests of this iteration of the event loop begin together, whatever the thread is doing.
         asyncio.get_running_loop().call_soon(self._start_work)
-        return await asyncio.wrap_future(request.done)  # a cancelled one is dropped at the next step
+        return await asyncio.wrap_future(request.done)  # a cancelled request is dropped at the next step
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
@@ -287,7 +287,7 @@ class TransformersSampler:
     def _find_stop(self, sequence: _Sequence) -> str | None:
         """Return the stop string that the last token has completed, if there is one."""
         stop = sequence.request.sampling.stop
-        # Each token has a byte at least, unless it is a special one, and a character four at most.
+        # Each token has at least one byte, unless it is special, and a character at most four.
         split = max(len(sequence.token_ids) - 4 * max(map(len, stop)) - CONTEXT_TOKENS, 0)
         before = sequence.request.token_ids + sequence.token_ids[:split]
         (text,) = decode_completions(self.files.tokenizer, before, [sequence.token_ids[split:]])

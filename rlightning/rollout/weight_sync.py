@@ -141,14 +141,14 @@ class WeightSync:
         samplers, version = self._samplers, self._module.weight_version
         while True:
             self._restart_dead()
-            if not samplers.is_colocated:  # they are sent weights only once they are up
+            if not samplers.is_colocated:  # weights are sent to them only once they are up
                 self._wait_for_start()
             states = gather_objects(samplers.states(version), name="weights are there")
             check_living(states)
             if not any(state.is_stale for state in states):
                 break
             if samplers.can_sleep and any(state.serving for state in states):
-                samplers.sleep_before_sync()  # they have memory that the actor needs, for the others' sync
+                samplers.sleep_before_sync()  # they use memory that the actor needs for the sync of others
             self._sync()
         if self._pool is not None and self._loop is not None:
             serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
@@ -167,7 +167,7 @@ class WeightSync:
             return
         if self._pool is not None and self._loop is not None:
             self._loop.call(self._pool.remove, {EngineId(COLLECTOR_RANK, number) for number in dead})
-        if self._samplers.can_sleep:  # an engine that starts takes all of its memory at once
+        if self._samplers.can_sleep:  # a starting engine allocates all of its memory immediately
             self._memory.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
         self._samplers.restart_dead()
 
@@ -189,7 +189,7 @@ class WeightSync:
             self._send(is_proof=True)
             if samplers.can_sleep:
                 samplers.sleep_before_sync()
-            for sampler in samplers.updated:  # it is sent others next
+            for sampler in samplers.updated:  # it gets other weights next
                 sampler.weight_version, sampler.is_verified = None, False
         self._send()
 
@@ -199,7 +199,7 @@ class WeightSync:
         if samplers.can_sleep:
             self._memory.on_weight_sync_start(trainer, module, version)
         with module.perturbed_adapter() if is_proof and has(module, HasAdapter) else nullcontext():
-            # While the actor has the device: its memory may be somewhere else once the engine is awake.
+            # Before the engine wakes: afterwards the actor's memory may be offloaded.
             is_due = self._verification.evaluate(module, samplers.samplers, is_proof=is_proof)
             self._wait_for_start()
             samplers.send_weights(module, version, unproven=is_proof)
@@ -208,7 +208,7 @@ class WeightSync:
             self._memory.on_engine_wake(trainer, module)
         samplers.activate_weights(version)
         for sampler in samplers.updated if is_due else ():
-            with suppress(EngineDiedError):  # it is found dead at the next sync
+            with suppress(EngineDiedError):  # its death is detected at the next sync
                 self._verification.verify(module, sampler)
                 sampler.is_proven |= is_proof
         if samplers.can_sleep:

@@ -66,7 +66,7 @@ def parse_url(url: str) -> tuple[str, int]:
     Raises:
         ValueError: the URL has another form.
     """
-    with contextlib.suppress(ValueError):  # the port is no number
+    with contextlib.suppress(ValueError):  # the port is not a number
         parts = urlsplit(url)
         if parts.scheme == SCHEME and parts.hostname and parts.port and not parts.path.strip("/"):
             return parts.hostname, parts.port

@@ -60,7 +60,7 @@ async def connect(
     except ConnectionLostError:
         raise
     except OSError as error:
-        # asyncio's text has the address alone; getaddrinfo's errors have no positive number.
+        # asyncio's message has only the address; getaddrinfo's errors have no positive number.
         reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
         raise ConnectionLostError(f"{url} cannot be reached: {reason}") from error
     settings.setdefault("name", url)
@@ -150,7 +150,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, *, closes_at_exit: bool = True) -> None:
-        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()  # the policy's may be another library's
+        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()  # the policy may belong to another library
         self._submitted: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

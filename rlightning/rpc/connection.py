@@ -178,7 +178,7 @@ class Connection(asyncio.BufferedProtocol):
             await self._may_write.wait()
             self._write(frame)
             for buffer in buffers:
-                # In pieces: what the system does not take at once is copied.
+                # In pieces: data that the system does not accept immediately is copied.
                 for start in range(0, len(buffer), WRITE_BUFFER_BYTES):
                     await self._may_write.wait()
                     self._write(buffer[start : start + WRITE_BUFFER_BYTES])
@@ -203,7 +203,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio once the transport exists."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:

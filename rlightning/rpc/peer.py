@@ -167,7 +167,7 @@ class Peer:
             await self._connection.send(message)
         except ConnectionLostError as error:
             lost = self.closed.result() if self.closed.done() else error
-            raise lost.with_traceback(None) from None  # many callers get the same one
+            raise lost.with_traceback(None) from None  # many callers raise the same object
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine in a task that is cancelled when the connection ends."""
@@ -272,7 +272,7 @@ class Peer:
             self._slots.release()
             if not answer.done():
                 answer.set_exception(lost)
-                answer.exception()  # marks it as retrieved: a caller that has yet to send gets the error there
+                answer.exception()  # marks it as retrieved: a caller that has not sent its call yet gets it there
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:

@@ -30,7 +30,7 @@ class Worker:
         end_with_parent(lifeline)
         os.dup2(2, 1)
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # a pipe's lines would wait, and be lost in a crash
+            sys.stdout.reconfigure(line_buffering=True)  # buffered lines would be late, and lost in a crash
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         faulthandler.enable(stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)

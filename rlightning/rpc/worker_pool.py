@@ -282,7 +282,7 @@ class _Call:
     def cancel_requests(self) -> None:
         """Cancel the worker's requests, because the call has ended."""
         for request in self._requests:
-            if not request.cancelling():  # else it cleans up already, and a second time would end that
+            if not request.cancelling():  # else it is cleaning up, which a second cancellation would end
                 request.cancel()
 
 

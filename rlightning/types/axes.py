@@ -130,7 +130,7 @@ def to(batch: Batch, device: torch.device) -> Batch:
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on ``device``; a copy from host to GPU is asynchronous."""
-    # only from page-locked memory a copy goes on by itself
+    # only copies from pinned memory are asynchronous
     is_upload = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=is_upload)
 

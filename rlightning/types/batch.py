@@ -114,7 +114,7 @@ class RolloutBatch:
     _sampled_index: Tensor | None = field(default=None, repr=False)
     _supports: Tensor | None = field(default=None, repr=False)
 
-    if not TYPE_CHECKING:  # a type checker would take any name for a field
+    if not TYPE_CHECKING:  # otherwise a type checker accepts any name as a field
 
         def __setattr__(self, name: str, value: object) -> None:
             try:
@@ -230,7 +230,7 @@ class RolloutBatch:
     @property
     def sampled_lengths(self) -> Tensor:
         """The number of sampled tokens of each sequence: [N] int64."""
-        # Exact up to 2^24 tokens a sequence, and without an index a token.
+        # Exact up to 2^24 tokens in a sequence, and without an index for each token.
         return torch.segment_reduce(self.is_sampled.float(), "sum", lengths=self.lengths, unsafe=True).long()
 
     @property

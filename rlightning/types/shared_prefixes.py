@@ -127,7 +127,7 @@ def share_prefixes(cu_seqlens: Tensor, prefixes: Prefixes) -> SharedPrefixes:
         unique[own:end] = np.arange(bounds[n] + kept, bounds[n + 1])
     found = _find_segments(lengths.tolist(), shared.tolist(), starts.tolist())
     segments = _lay_out(found, int(starts[-1]))
-    # The kernel sets to zero what has no key, or no query. Single queries it would take to be one a sequence.
+    # The kernel sets results without a key or a query to zero. With a maximum of 1 it would assume one query each.
     longest = [max(int(rows.diff().max()), 2) for rows in (segments[::2], segments[1::2])]
     return SharedPrefixes(
         unique=torch.from_numpy(unique),
@@ -160,7 +160,7 @@ def _find_segments(lengths: Sequence[int], shared: Sequence[int], starts: Sequen
         starts: [N+1], the first of each sequence's own tokens among the ``U`` tokens.
     """
     segments = []
-    # Pieces of the path: begin and end in it, place of the first token, and where the own tokens of sharers begin.
+    # Pieces of the path: start and end in it, index of the first token, first own token of the sharing sequences.
     path: list[tuple[int, int, int, int]] = []
     for n, kept in enumerate([*shared, 0]):
         while path and path[-1][1] > kept:

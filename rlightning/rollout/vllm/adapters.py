@@ -53,7 +53,7 @@ def install_adapter(
     )
     packed = {name for names in adapters.packed_modules.values() for name in names}
     unplaced = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
-    # All: what a worker remembers of the last batch's adapters goes too, and a sleep has changed its memory.
+    # All: this also resets the worker's record of the last batch's adapters, whose memory a sleep has changed.
     manager.remove_all_adapters()
     forget_last_mapping(adapters)
     adapters.add_adapter(adapter)

@@ -107,7 +107,7 @@ class EngineProcess(EngineConnection):
             return EngineDiedError("The engine has been closed.")
         loop = asyncio.get_running_loop()
         try:
-            # One that has closed its connection is about to exit by itself; one that refuses its arguments serves on.
+            # A process that closed its connection exits by itself; one that rejects its arguments continues to serve.
             is_leaving = how == "died" and (self._peer is None or self._peer.closed.done())
             grace = intervals.ENGINE_EXIT_GRACE if is_leaving else 0.0
             code = await loop.run_in_executor(None, self._process.wait, grace)
@@ -123,7 +123,7 @@ class EngineProcess(EngineConnection):
         end = f" ({self._process.describe_end()})" if code is not None else ""
         place = f"(Its log is {self.config.log_file})"
         log_tail = f"The end of {self.config.log_file}:\n{self._process.log_tail()}"
-        # An engine that exits by itself while it starts would do so again.
+        # An engine that exits by itself while starting would do so again.
         if not self.ready.done() and code is not None and (code > 0 or -code in FAULTS):
             cause = self._find_cause()
             if cause:
@@ -164,23 +164,23 @@ def engine_environment(config: EngineConfig, scratch: str) -> dict[str, str]:
     environment |= {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",  # a signal that ends it, as by a full /dev/shm, is said in its log
-        "PYTHONWARNINGS": "ignore:resource_tracker",  # trackers clean up behind a killed engine: see process_group
+        "PYTHONFAULTHANDLER": "1",  # its log reports a signal that ends it, such as for a full /dev/shm
+        "PYTHONWARNINGS": "ignore:resource_tracker",  # trackers clean up after a killed engine: see process_group
         "VLLM_NO_USAGE_STATS": "1",
-        # vLLM leaves its sockets and rendezvous files behind.
+        # vLLM does not remove its sockets and rendezvous files.
         "VLLM_RPC_BASE_PATH": scratch,
         "TMPDIR": scratch,
     }
     # The cache of compiled code outlives the engine; by default it would be in TMPDIR.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
-    # What torch does on the host in an engine beside a GPU is small.
+    # torch computes little on the host of an engine with a GPU.
     environment.setdefault("OMP_NUM_THREADS", "1" if config.device.type == "cuda" else str(torch.get_num_threads()))
     if config.device.type == "cuda":
         if config.visible_devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(config.visible_devices)
     else:
-        # Its log-probability code is compiled even in eager mode, 3 to 15 s that gain nothing on a CPU.
+        # vLLM compiles its log-probability code even in eager mode: 3 to 15 s without a gain on a CPU.
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-        # Or vLLM makes a process for its only worker, and 400 MB of shared memory to talk to it.
+        # Otherwise vLLM starts a process for its only worker, with 400 MB of shared memory for messages.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment | config.environment

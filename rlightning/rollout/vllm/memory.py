@@ -69,7 +69,7 @@ class EngineMemory:
     @property
     def wanted(self) -> int:
         """Bytes of the KV caches: the user's size, or enough for ``max_sequences`` sequences of the maximum length."""
-        # A block more for each: vLLM schedules a step ahead.
+        # One more block for each: vLLM schedules a step ahead.
         most = self.max_sequences * (self.sequence + self.block_tokens * self.token)
         return most if self.kv_cache_bytes is None else self.kv_cache_bytes
 
@@ -123,7 +123,7 @@ def read_engine(
     heads = text_config.num_attention_heads + 2 * num_key_value_heads(config)
     width = 3 * text_config.hidden_size + (heads * head_size(config) + 3 * inner_size(config)) // size
     activations = itemsize * num_engines * int(arguments["max_num_batched_tokens"]) * width
-    # The sampler works in float32 on logits, log-probabilities and noise.
+    # The sampler computes in float32 on logits, log-probabilities and noise.
     activations += 3 * 4 * num_sequences * text_config.vocab_size
     kv_itemsize = 1 if "fp8" in cache or "int8" in cache else itemsize
     return EngineMemory(

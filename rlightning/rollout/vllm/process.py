@@ -95,7 +95,7 @@ class EngineHost:
         await asyncio.Event().wait()
 
     async def _watch_core(self, server: VLLMServer) -> None:
-        # A call other than generate() that its end finds waiting would wait for ever.
+        # A call other than generate() that is waiting when the engine ends would wait forever.
         while not server.engine.errored:
             await asyncio.sleep(intervals.POLL_INTERVAL)
         await self._fail(server.engine.dead_error)
@@ -116,7 +116,7 @@ class ParentWatch:
         self._thread.start()
 
     def _run(self) -> None:
-        # A child that the trainer has forked holds the pipe open too: its end alone does not tell.
+        # A child that the trainer has forked holds the pipe open too: waiting for the pipe's end does not suffice.
         while os.getppid() == self._parent:
             if select.select([self._lifeline], [], [], intervals.HEARTBEAT_INTERVAL)[0]:
                 break
@@ -141,7 +141,7 @@ def main() -> None:
     folder, connection, lifeline = sys.argv[1:4]
     raise_open_files()
     gc.freeze()  # what is imported stays: vLLM collects garbage five times as it starts, each time 0.3 s over that
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     watch = ParentWatch(int(lifeline), Path(folder))
 
     async def run() -> None:
@@ -150,7 +150,7 @@ def main() -> None:
         except Exception:  # into the log, which the trainer quotes
             traceback.print_exc()
         watch.finish()
-        os._exit(1)  # vLLM's own way out takes seconds; the trainer ends what it leaves
+        os._exit(1)  # vLLM's own shutdown takes seconds; the trainer ends remaining processes
 
     asyncio.run(run())
 

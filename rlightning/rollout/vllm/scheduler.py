@@ -85,7 +85,7 @@ class DeferredSequences:
         self.stop_ids = np.array([], np.int64)
         self._free = list(range(most))
         self._due: dict[int, list[str]] = defaultdict(list)
-        # Of each row: the first step, the step before which it ends, what vLLM counts at the first; what has come back.
+        # Of each row: the first step, the step before which it ends, vLLM's count at the first; the outputs so far.
         self._first, self._end, self._computed, self._prompt, self._count = np.zeros((5, most), np.int64)
         size = (most, block_tokens + MOST_IN_FLIGHT)
         self._ids, self._ranks = np.zeros((2, *size), np.int64)
@@ -202,7 +202,7 @@ class RolloutScheduler(Scheduler):
 
     def _is_plain(self) -> bool:
         """Whether this module reproduces everything that vLLM does with a sequence inside a block."""
-        groups = self.kv_cache_config.kv_cache_groups  # layers with a window free blocks as the sequence grows
+        groups = self.kv_cache_config.kv_cache_groups  # layers with a sliding window free blocks as the sequence grows
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
@@ -278,7 +278,7 @@ class RolloutScheduler(Scheduler):
         """Return the number of steps, beginning with the next, in which a request only gets one more token."""
         if not self._may_defer or request.request_id not in self.unsent or request.is_prefill_chunk:
             return 0
-        # A piece of a prompt is still in flight, or what was when the request had to make way for others.
+        # A chunk of the prompt is still in flight, or was when the request was preempted.
         if _counted(request, "num_in_flight_tokens") > MOST_IN_FLIGHT:
             return 0
         if _counted(request, "num_stale_output_tokens") or _counted(request, "async_tokens_to_discard"):
@@ -286,7 +286,7 @@ class RolloutScheduler(Scheduler):
         computed = request.num_computed_tokens
         offset = computed % self.block_size
         most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        # A step that computes token p samples token p + 2 of all, if p counts from 0.
+        # A step that computes token p (counted from 0) samples the token after it, so that there are p + 2 tokens.
         num_steps = min(self.block_size - 1 - offset, most_tokens - 3 - computed)
         return num_steps if offset and num_steps > 0 else 0
 
@@ -336,7 +336,7 @@ class RolloutScheduler(Scheduler):
         """Whether a request's output is sent now, with its tokens that were not yet sent."""
         name, has_ended = output.request_id, output.finish_reason is not None
         unsent = self.unsent.get(name)
-        if unsent is None:  # the first one also says what vLLM found of the prompt
+        if unsent is None:  # the first output also has the number of cached prompt tokens
             if not has_ended and self._may_hold_back and is_seen_whole(self.requests[name]):
                 self._expect(self.requests[name])
             return True

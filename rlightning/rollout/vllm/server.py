@@ -41,7 +41,7 @@ def start_engine(engine_args: EngineArguments) -> AsyncLLM:
         ArgumentsRefusedError: vLLM does not accept them.
     """
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(ALL_AT_ONCE)
-    # On a CPU vLLM sets it to "spawn" in what follows, and imports all of itself again: half of an engine's start.
+    # On a CPU vLLM would set it to "spawn" below, and import itself again: half of an engine's start time.
     method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     try:
         arguments = AsyncEngineArgs(**engine_args)
@@ -212,7 +212,7 @@ class VLLMServer:
                 if self._is_asleep:
                     await self._wake("weights")
                 else:
-                    # AsyncLLM.pause_generation is this and 20 ms of sleep, which need not suffice for what comes next.
+                    # AsyncLLM.pause_generation is this plus a sleep of 20 ms, which may not suffice for the next call.
                     await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
                     await self._take_in_outputs()
             except BaseException:
@@ -280,7 +280,7 @@ class VLLMServer:
             async with self._admission:
                 if has_versions:
                     self.versions.begin(request_id, params.n)
-                # The salt keeps it from the keys and values that other weights have computed for the same prompt.
+                # The salt keeps the request from using keys and values that other weights computed for the same prompt.
                 prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._num_updates)}
                 collector = await self.engine.add_request(request_id, prompt, params, lora_request=self._adapter)
                 if params.detokenize and params.logprobs:
@@ -294,7 +294,7 @@ class VLLMServer:
                 output.outputs = stream.outputs
             lengths = [len(one.token_ids) for one in output.outputs]
         except asyncio.CancelledError:
-            # vLLM's own name for the request makes it forget the samples that have finished, too.
+            # With vLLM's own name for the request, vLLM also forgets samples that have finished.
             await self.engine.abort(request_id if collector is None else collector.request_id, collector is not None)
             raise
         finally:
@@ -309,7 +309,7 @@ class VLLMServer:
 
     async def _take_in_outputs(self) -> None:
         """Wait until all outputs that the engine's core has sent are processed; relies on ``ALL_AT_ONCE``."""
-        # What a step has sampled comes on the same socket as the answer that it has paused, and before it.
+        # A step's tokens arrive on the same socket as the reply that the engine has paused, and before that reply.
         while not self.engine.engine_core.outputs_queue.empty():
             if self.engine.errored:
                 raise EngineDeadError()
@@ -325,7 +325,7 @@ class VLLMServer:
 def _read_logprobs(
     flat: FlatLogprobs, max_support: int
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]] | None]:
-    if not max_support:  # one entry a position: the sampled token
+    if not max_support:  # one entry for each position: the sampled token
         return np.asarray(flat.logprobs, np.float32), None
     logprobs, token_ids, sizes = read_supports(flat, max_support)
     return logprobs, (token_ids, sizes)

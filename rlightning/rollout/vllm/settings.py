@@ -55,7 +55,7 @@ def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool)
     """
     most = MOST_SEQUENCES["cuda" if is_cuda else "cpu"]
     completions = work.num_prompts * work.samples_per_prompt
-    most = min(most, int(given.get("max_num_batched_tokens") or most))  # vLLM refuses more sequences than tokens
+    most = min(most, int(given.get("max_num_batched_tokens") or most))  # vLLM rejects more sequences than tokens
     num_seqs = int(given.get("max_num_seqs") or max(min(completions, most), min(LEAST_SEQUENCES, most)))
     derived: EngineArguments = {
         "max_num_seqs": num_seqs,

@@ -29,7 +29,7 @@ from rlightning.rollout.vllm.packed_weights import keep_experts_unpacked, pack_w
 from rlightning.rollout.vllm.vllm_internals import keep_linears_unpacked
 from rlightning.rollout.weights import ChunkPlan, driver
 
-die_with_parent()  # the workers must not outlive an engine process that is killed and can end no process any more
+die_with_parent()  # workers must not outlive an engine process that is killed, and so cannot end them
 
 if current_platform.is_cpu():
     keep_linears_unpacked()
@@ -107,7 +107,7 @@ class WorkerExtension:
     def _rl_receive_adapter(self, chunk: int, plan: ChunkPlan, received: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Store a chunk of an adapter; after the last, install the adapter and return weights without a module."""
         self._rl_adapter = {} if chunk == 0 else self._rl_adapter
-        # the sender refills the bucket, and vLLM scales what it is given in place
+        # the sender refills the bucket, and vLLM scales the tensors in place
         self._rl_adapter |= {name: tensor.clone() for name, tensor in received}
         synchronize_stream(self.device)
         if chunk < plan.num_adapter_chunks - 1:
@@ -138,7 +138,7 @@ class StoredForm:
 
     def __init__(self, model: ModelConfig) -> None:
         config = read_config(model.model, trust_remote_code=model.trust_remote_code)
-        if type(config).__module__.startswith("vllm."):  # registered by vLLM in the place of transformers' own
+        if type(config).__module__.startswith("vllm."):  # registered by vLLM in place of transformers' class
             name = CONFIG_MAPPING_NAMES[config.model_type]
             config = resolve_name(f"transformers:{name}").from_pretrained(model.model)
         with torch.device("meta"):
@@ -170,7 +170,7 @@ class ReadWeights(TorchFunctionMode):
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, which are contiguous, and record their addresses."""
-        self._is_recording = False  # the operations that make the tensors are not the loader's
+        self._is_recording = False  # operations that create the tensors are not the loader's
         for name, weight in weights:
             self._addresses[name] = range(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
             self._is_recording = True

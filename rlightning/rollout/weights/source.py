@@ -179,7 +179,7 @@ def fill_bucket(
         for slot, tensor in _take(weights, chunk):
             if isinstance(tensor, DTensor):
                 sharded.append((slot.view(bucket), tensor))
-            else:  # at once: a source may make each weight as it is asked for it, which then has not to be kept
+            else:  # immediately: a source may compute each weight on request, and need not keep it
                 gather_into([slot.view(bucket)], [tensor], destination=destination)
         gather_into([place for place, _ in sharded], [tensor for _, tensor in sharded], destination=destination)
         # Another process reads the bucket, which this process's streams do not order.

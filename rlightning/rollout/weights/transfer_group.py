@@ -55,7 +55,7 @@ class TransferGroup:
 
     def __init__(self, place: Place, device: torch.device, server: RendezvousServer | None = None) -> None:
         self.place, self.device = place, device
-        # torch holds the C++ part of the store only
+        # torch keeps only the C++ part of the store
         self._store = join_rendezvous(place) if server is None else server.store
         self._server = server
         self._group: Any = None
@@ -93,7 +93,7 @@ class TransferGroup:
             raise TransferOverError("There is no connection.")
         work = self._group.broadcast(data, SENDER)
         self._wait_until(work.is_completed, intervals.TRANSFER_POLL_INTERVAL)
-        work.wait()  # It is over: this raises what went wrong, and lets the current stream go on after the transfer's.
+        work.wait()  # The work has ended: this raises its error, and orders the current stream after the transfer's.
 
     def interrupt(self, reason: str) -> None:
         """On the sender, make the running or next operation of all members fail with ``reason``. Thread-safe."""

@@ -50,7 +50,7 @@ def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]
     if global_rank() != COLLECTOR_RANK:
         return ShardSender(plan, destination=COLLECTOR_RANK)
     destination = COLLECTOR_RANK if world_size() > 1 else None
-    # A worker that receives answers nothing else, and must not count as hanging.
+    # A receiving worker answers no other call, and must not count as hanging.
     timeout = min(intervals.TRANSFER_TIMEOUT, config.hang_timeout / 2)
     if config.weight_folder is not None:
         folder = config.weight_folder
