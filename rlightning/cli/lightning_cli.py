@@ -288,7 +288,7 @@ class RLCLI(LightningCLI):
             raise
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ConfigError(f"trainer: {error}") from error
-        stop_signal(trainer).command = command_to_go_on(self.args, config["default_root_dir"])
+        stop_signal(trainer).command = resume_command(self.args, config["default_root_dir"])
         return trainer
 
     def make_own_callbacks(self, listed: Sequence[object]) -> list[Callback]:
@@ -342,7 +342,7 @@ def make_run_folder() -> str:
             return path
 
 
-def command_to_go_on(args: list[str], folder: str) -> str:
+def resume_command(args: list[str], folder: str) -> str:
     """Return the shell command that resumes the run of the options ``args`` from its run folder."""
     kept = [arg for arg in args if not arg.startswith("--ckpt_path=")]
     if "--ckpt_path" in kept:

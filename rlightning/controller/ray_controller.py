@@ -262,19 +262,19 @@ class RayController(ControllerStrategy):
             self.group.record_stacks(reason)
 
     def _worker_config(self, trainer: Trainer) -> "WorkerConfig":
-        from rlightning.controller.worker_trainer import WorkerConfig, settings_of
+        from rlightning.controller.worker_trainer import WorkerConfig, trainer_settings
 
         assert self._standing is not None
         callbacks = [self._start_engines(callback, trainer) for callback in self.worker_callbacks]
         return WorkerConfig(
             module=self._standing.configured,
-            data=self._settled_data(trainer),
+            data=self._data_for_workers(trainer),
             strategy=self.worker_strategy,
             callbacks=callbacks,
             wanted_hooks=wanted_hooks(trainer.callbacks),  # type: ignore[attr-defined]
             accelerator=self.worker_accelerator or "auto",
             precision=trainer.precision,
-            settings=settings_of(trainer),
+            settings=trainer_settings(trainer),
             root_dir=str(Path(trainer.default_root_dir).absolute()),
             checkpoint_io=given_checkpoint_io(self),
             seed=run_seed(),
@@ -283,7 +283,7 @@ class RayController(ControllerStrategy):
             run_key=None if self._engines is None else self._engines.run_key,
         )
 
-    def _settled_data(self, trainer: Trainer) -> LightningDataModule | None:
+    def _data_for_workers(self, trainer: Trainer) -> LightningDataModule | None:
         """Return the data module that is sent to the workers: a copy without rows, if the module provides one."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         return data.without_rows() if isinstance(data, RowlessData) else self._data
@@ -296,7 +296,7 @@ class RayController(ControllerStrategy):
         if self._engines is None or callback is not self._engines.callback or not is_needed:
             return callback
         assert self._driver is not None
-        data = self._settled_data(trainer)
+        data = self._data_for_workers(trainer)
         longest = data.max_prompt_tokens if has(data, HasPromptLimit) else None
         return self._engines.start(configured, longest, Path(trainer.default_root_dir), self._driver)
 

@@ -95,7 +95,7 @@ class WorkerConfig:
         data: the data module, before ``setup``.
         strategy: the workers' strategy: an object, a name in Lightning's registry, or a class by its path.
         wanted_hooks: names of the RL hooks that callbacks in the controller override.
-        settings: additional arguments of the Trainer (:func:`settings_of`).
+        settings: additional arguments of the Trainer (:func:`trainer_settings`).
         checkpoint_io: used by strategies that write a checkpoint as one file.
         fast_dev_run: the Trainer's value, for schedules and callbacks that read it; the limits it implies are in
             ``settings``.
@@ -223,7 +223,7 @@ def make_trainer(
     return trainer
 
 
-def settings_of(trainer: Trainer) -> dict[str, object]:
+def trainer_settings(trainer: Trainer) -> dict[str, object]:
     """Return a Trainer's numerical settings and limits on steps and epochs, as arguments for the workers' Trainers."""
     deterministic: bool | str = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():

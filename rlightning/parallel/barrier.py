@@ -134,7 +134,7 @@ class _Barrier:
             try:
                 self._raise_decided()
                 if self.store.get("is_broken"):
-                    self._fail(self._broken)
+                    self._fail(self._diagnose_disconnect)
                 if self.deadline.is_over and not self._ends_late(work):
                     self._fail(self._not_reached)
             except StoreError as error:
@@ -144,7 +144,7 @@ class _Barrier:
             work.wait()
         except RuntimeError:
             # After this process was stalled, the operation may have timed out, which is later than the deadline.
-            self._fail(self._not_reached if self.deadline.is_over else self._broken)
+            self._fail(self._not_reached if self.deadline.is_over else self._diagnose_disconnect)
 
     def _ends_late(self, work: dist.Work) -> bool:
         """Return whether the last rank arrived just after the deadline, so that the barrier succeeds after all."""
@@ -180,13 +180,13 @@ class _Barrier:
         arrivals = self._arrivals()
         missing = self._missing(arrivals)
         if not missing:
-            return self._broken()
+            return self._diagnose_disconnect()
         if self.store.add("num_recorders", 1) == 1:
             record_all(f"{name_ranks(missing)} did not reach barrier '{self.name}'")
         rule = f"Barrier '{self.name}' was not reached by {name_ranks(missing)} within {self.seconds:g} s"
         return _Diagnosis(f"{rule}: {self._describe(missing, arrivals)}.", missing)
 
-    def _broken(self) -> _Diagnosis:
+    def _diagnose_disconnect(self) -> _Diagnosis:
         """Return the diagnosis for a closed connection: ranks that do not answer count as disconnected."""
         self.store.set("is_broken", "1")
 

@@ -261,7 +261,7 @@ class EndOnSigterm(Callback):
         if self._stop is not None:
             self._stop.keep_step()
 
-    def _go_on(self, *_: object, **__: object) -> None:
+    def _end_if_stopped(self, *_: object, **__: object) -> None:
         """End the run now if a signal has arrived; called after a step or a validation has ended and is saved."""
         if self._stop is not None and not self._stop.signum:
             self._allow_interrupt()
@@ -270,7 +270,7 @@ class EndOnSigterm(Callback):
     on_train_batch_start = on_rollout_start = on_validation_start = _allow_interrupt
     on_update_start = on_before_optimizer_step = on_save_checkpoint = _keep_step
     on_validation_epoch_end = on_train_epoch_end = _keep_step
-    on_train_batch_end = on_validation_end = _go_on
+    on_train_batch_end = on_validation_end = _end_if_stopped
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Set the exit code of Lightning's exception; called after all other callbacks have cleaned up."""
@@ -278,7 +278,7 @@ class EndOnSigterm(Callback):
             exception.code = self._stop.exit_code
         is_asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if is_asked and trainer.state.fn == "fit" and trainer.is_global_zero:
-            self._log_command_to_go_on(trainer)
+            self._log_resume_command(trainer)
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -290,7 +290,7 @@ class EndOnSigterm(Callback):
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    def _log_command_to_go_on(self, trainer: Trainer) -> None:
+    def _log_resume_command(self, trainer: Trainer) -> None:
         assert self._stop is not None
         step, path = last_saved(trainer)
         if not path:

@@ -145,7 +145,7 @@ class Canary:
             f"{length} tokens were compared. The architecture: {'; '.join(traits) or 'unknown'}."
         )
 
-    def check_is_seen(self) -> None:
+    def check_adapter_effect(self) -> None:
         """Raise an EngineError if the adapter has too little effect on the actor to detect it in an engine."""
         assert self._latest is not None and self._base is not None, "evaluate comes first, of an adapter"
         found = compare(self._latest.logprobs, self._base.mean(0))
@@ -269,7 +269,7 @@ class Verification:
         adapter_off = module.adapter_off if has(module, HasAdapter) and module.adapter is not None else None
         if is_proof:
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
-            self.canary.check_is_seen()
+            self.canary.check_adapter_effect()
             return True
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0

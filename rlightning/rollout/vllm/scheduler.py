@@ -124,7 +124,7 @@ class DeferredSequences:
         output.num_scheduled_tokens |= dict.fromkeys(names, 1)
         output.total_num_scheduled_tokens += len(names)
 
-    def take_in(self, output: ModelRunnerOutput) -> tuple[set[str], list[str]]:
+    def record(self, output: ModelRunnerOutput) -> tuple[set[str], list[str]]:
         """Record the sampled tokens of a step.
 
         Returns:
@@ -168,7 +168,7 @@ def is_tested(version: str) -> bool:
     return False
 
 
-def is_seen_whole(request: Request) -> bool:
+def is_read_at_end(request: Request) -> bool:
     """Return whether a request's output is read only at its end, has no stop strings, and only the sampled tokens."""
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
@@ -312,7 +312,7 @@ class RolloutScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Record the sampled tokens of a step, and return the outputs to send."""
         if self.deferred.rows:
-            quiet, loud = self.deferred.take_in(model_runner_output)
+            quiet, loud = self.deferred.record(model_runner_output)
             self._wake(loud)
             left = {name: n for name, n in scheduler_output.num_scheduled_tokens.items() if name not in quiet}
             scheduler_output = replace(scheduler_output, num_scheduled_tokens=left)
@@ -337,8 +337,8 @@ class RolloutScheduler(Scheduler):
         name, has_ended = output.request_id, output.finish_reason is not None
         unsent = self.unsent.get(name)
         if unsent is None:  # the first output also has the number of cached prompt tokens
-            if not has_ended and self._may_hold_back and is_seen_whole(self.requests[name]):
-                self._expect(self.requests[name])
+            if not has_ended and self._may_hold_back and is_read_at_end(self.requests[name]):
+                self._hold_back(self.requests[name])
             return True
         if output.new_logprobs is not None:
             ids, logprobs, ranks = output.new_logprobs[:3]
@@ -353,7 +353,7 @@ class RolloutScheduler(Scheduler):
             self.unsent[name] = Tokens()
         return True
 
-    def _expect(self, request: Request) -> None:
+    def _hold_back(self, request: Request) -> None:
         """From now on, do not send a request's tokens one by one."""
         self.unsent[request.request_id] = Tokens()
         params: Any = request.sampling_params

@@ -214,7 +214,7 @@ class VLLMServer:
                 else:
                     # AsyncLLM.pause_generation is this plus a sleep of 20 ms, which may not suffice for the next call.
                     await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-                    await self._take_in_outputs()
+                    await self._await_outputs()
             except BaseException:
                 self._admission.release()
                 raise
@@ -307,7 +307,7 @@ class VLLMServer:
             if state.external_req_id == request_id and state.logprobs_processor is not None:
                 state.logprobs_processor.tokenizer = None
 
-    async def _take_in_outputs(self) -> None:
+    async def _await_outputs(self) -> None:
         """Wait until all outputs that the engine's core has sent are processed; relies on ``ALL_AT_ONCE``."""
         # A step's tokens arrive on the same socket as the reply that the engine has paused, and before that reply.
         while not self.engine.engine_core.outputs_queue.empty():

@@ -57,7 +57,7 @@ class BroadcastSender(WeightSender):
             for group in self._groups:
                 group.connect()
         except (OSError, RuntimeError) as error:
-            self._tell(str(error))
+            self._leave_groups(str(error))
             raise EngineError(f"The engines' workers could not be connected for weights: {error}.") from error
 
     def send(self, chunk: int) -> None:
@@ -66,7 +66,7 @@ class BroadcastSender(WeightSender):
             for group in self._groups:
                 group.broadcast(self.plan.filled(self.bucket, chunk))
         except (OSError, RuntimeError) as error:
-            self._tell(str(error))
+            self._leave_groups(str(error))
             raise EngineError(f"The engines' workers did not take chunk {chunk} of the weights: {error}.") from error
 
     def interrupt(self, reason: str) -> None:
@@ -80,10 +80,10 @@ class BroadcastSender(WeightSender):
         super().close()
 
     def _leave(self, reason: str) -> None:
-        self._tell(reason)
+        self._leave_groups(reason)
         self._groups = []
 
-    def _tell(self, reason: str) -> None:
+    def _leave_groups(self, reason: str) -> None:
         for group in self._groups:
             group.leave(reason)
 
