@@ -144,7 +144,7 @@ def _open_locked(path: Path) -> int:
             if error.errno not in WITHOUT_LOCKS:
                 os.close(descriptor)
                 raise
-            log.warning("%s: this disk has no file locks. See to it that no other run uses the folder.", path.parent)
+            log.warning("%s: this disk has no file locks. Make sure that no other run uses the folder.", path.parent)
         if _is_same(path, descriptor):
             _write_holder(path, descriptor)
             return descriptor

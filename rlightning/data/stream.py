@@ -91,7 +91,7 @@ class PromptStream:
             if state[name] != mine[name]:
                 raise ConfigError(
                     f"The checkpoint was written with {state[name]} {noun}, this run has {mine[name]}: "
-                    f"its position means nothing here. {way_out}"
+                    f"its position does not apply here. {way_out}"
                 )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(

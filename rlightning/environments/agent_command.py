@@ -54,7 +54,7 @@ class AgentCommand:
                 f"environment.command: there is no program '{self.command[0]}'. Install it, or write its path."
             )
         if self.folder is not None and not Path(self.folder).is_dir():
-            raise ConfigError(f"environment.folder={self.folder} is no folder. Name one whose files the program needs.")
+            raise ConfigError(f"environment.folder={self.folder} is not a folder. Name one with files for the program.")
 
     async def run(self, prompt: Prompt, messages: list[Message] | None, variables: Mapping[str, str]) -> Outcome:
         """Run the command once, for one trajectory; raises a ChildProcessError if it failed.

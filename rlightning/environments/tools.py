@@ -117,7 +117,7 @@ class Tools(Environment):
             what = f"Tools: broken_by={given}"
             kind = import_object(given, what)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                raise ConfigError(f"{what} is no exception. Name a class, such as builtins.TimeoutError.")
+                raise ConfigError(f"{what} is not an exception. Name a class, such as builtins.TimeoutError.")
             found.append(kind)
         return tuple(found)
 

@@ -98,7 +98,7 @@ class TrajectoryVerifier:
                 self._has_warned = True
                 log.warning(
                     "rollout.verify_trajectories: no trajectory of the step was sampled at temperature 1 and by the "
-                    "current weights alone, so that none could be verified. Said once."
+                    "current weights alone, so that none could be verified. This is logged only once."
                 )
             return Gap()
         await self._roll_out_single_turns(chosen, sampling)
@@ -127,7 +127,7 @@ class TrajectoryVerifier:
                 f"log-probabilities of their {what} differ by {gap.mean:.3g} nats in the mean of {gap.num_tokens} "
                 f"tokens, and those of single-turn rollouts by {self.single_turns.mean:.3g}, so that {limit:.3g} are "
                 f"allowed. The token that is furthest off, by {worst[0]:.3g}: {worst[1]}. Look at how the "
-                "environment or its client hands on the history; rollout.verify_trajectories: false goes on unverified."
+                "environment or its client passes on the history; rollout.verify_trajectories: false turns this off."
             )
 
     def _limit(self, gap: Gap) -> float:

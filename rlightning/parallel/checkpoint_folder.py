@@ -241,7 +241,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> StateDict:
 
 
 def find_tied(module: nn.Module) -> dict[str, str]:
-    """Return the names of tied parameters, and for each the name under which ``named_parameters()`` lists it."""
+    """Return for each further name of a tied parameter the name under which ``named_parameters()`` lists it."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     everything: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
     return {name: names[parameter] for name, parameter in everything if names[parameter] != name}

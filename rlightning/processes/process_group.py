@@ -54,7 +54,7 @@ def end_group(group: int) -> None:
         _send(signal.SIGKILL, (pid for pid in members if tracker_grace.is_over or not _is_tracker(pid)))
         _send(signal.SIGCONT, members)  # a tracker that is suspended with its group would never clean up
         if end.is_over:
-            log.warning("Processes %s do not end, though killed.", members)
+            log.warning("Processes %s do not end, although they were killed.", members)
             return
         time.sleep(intervals.SHORT_POLL_INTERVAL)
     _remove_torch_memory(killed)

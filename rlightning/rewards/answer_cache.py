@@ -57,4 +57,4 @@ class AnswerCache:
     def _warn(self, error: Exception) -> None:
         if not self._is_warned:
             self._is_warned = True
-            log.warning("The judge's cache %s fails, and answers are asked for again: %s", self.path, error)
+            log.warning("The judge's cache %s fails, so that answers are requested again: %s", self.path, error)

@@ -74,7 +74,7 @@ class RewardRunner:
                 )
             if function.state is not None:
                 logger.warning(
-                    "Reward '%s' changes %s. Each worker process has a copy of its own, which the others do not know "
+                    "Reward '%s' changes %s. Each worker process has its own copy, which other processes do not get, "
                     "and which is lost with the process. Compute rewards from the arguments alone, or make it an async "
                     "def: these run in one process.",
                     function.name,

@@ -131,7 +131,7 @@ class Tally:
     def _fail(self, sample: int, name: str, error: str) -> None:
         if name not in self.reported:
             self.reported.add(name)
-            logger.warning("Reward '%s' failed on a sample, which is left out; said once:\n%s", name, error)
+            logger.warning("Reward '%s' failed on a sample, which is left out; logged only once:\n%s", name, error)
         if sample not in self.failed:
             self.failed.add(sample)
             self.failures.add(name, sample, error)

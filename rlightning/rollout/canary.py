@@ -152,8 +152,8 @@ class Canary:
         if not found.distance > SEEN * found.noise:
             raise EngineError(
                 f"Whether the engine uses the adapter cannot be told: with other values in it the actor's canary moves "
-                f"by {found.distance:.3g} nats, where rounding makes {found.noise:.3g}. rollout.verify_every: 0 goes "
-                "on without."
+                f"by {found.distance:.3g} nats, and by {found.noise:.3g} from rounding. rollout.verify_every: 0 turns "
+                "the check off."
             )
 
     def _find_adapter_fault(self, actor: Floats, engine: Floats, *, is_far: bool) -> str | None:
@@ -193,7 +193,7 @@ class Canary:
             return None
         return (
             f"they differ by {found.distance:.3g} nats, {found.distance / found.noise:.3g} times the "
-            f"{found.noise:.3g} that rounding makes of the actor's, where rollout.verify_tolerance allows "
+            f"{found.noise:.3g} by which rounding changes the actor's, where rollout.verify_tolerance allows "
             f"{self.tolerance:g} times: the engine holds other weights, or computes otherwise than the actor"
         )
 

@@ -303,7 +303,7 @@ class ServedEngine(EngineConnection):
                 )
             if is_first:
                 log.warning(
-                    "The engine at %s cannot be reached yet: %s. Trying for %.0f s.", url, reason, deadline.remaining
+                    "The engine at %s cannot be reached yet: %s. Retrying for %.0f s.", url, reason, deadline.remaining
                 )
             await asyncio.sleep(min(intervals.RECONNECT_INTERVAL, deadline.remaining))
 

@@ -192,7 +192,7 @@ class RankEngines(RankSamplers):
                     done.result()
                 except EngineDiedError as error:
                     number = self.samplers.index(engine)
-                    log.warning("%s died as it went to sleep: %s", self._describe(number), error.line)
+                    log.warning("%s died while it freed its memory: %s", self._describe(number), error.line)
         finally:
             pool.shutdown(wait=False)  # an interrupted run need not wait for engines, which are ended next
 

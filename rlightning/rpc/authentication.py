@@ -88,11 +88,11 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
     greeting = await _receive(end, len(MAGIC) + 1 + NONCE_BYTES)
     magic, mode, their_nonce = greeting[: len(MAGIC)], greeting[len(MAGIC) : len(MAGIC) + 1], greeting[-NONCE_BYTES:]
     if magic != MAGIC or mode not in (WITH_KEY, WITHOUT_KEY):
-        raise AuthenticationError("it is no server that this version of rlightning understands")
+        raise AuthenticationError("it is not a server of this version of rlightning")
     if key is None and mode == WITH_KEY:
-        raise AuthenticationError("it asks for a key, and here is none")
+        raise AuthenticationError("it requires a key, and this process has none")
     if key is not None and mode == WITHOUT_KEY:
-        raise AuthenticationError("it has no key, but here is one")
+        raise AuthenticationError("it has no key, but this process has one")
     if key is None and not is_of_this_user(end):
         raise AuthenticationError("it belongs to another user, or is not on this host: both sides need a key")
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -106,7 +106,7 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
     ):
         raise AuthenticationError("it has another key")
     if verdict is Verdict.BUSY:
-        raise BusyError("it serves as many others as it can")
+        raise BusyError("it has its maximum number of clients")
 
 
 async def authenticate_client(end: socket.socket, key: bytes | None, admit: Callable[[], bool]) -> None:

@@ -255,8 +255,8 @@ class VLLMServer:
             if "out of memory" not in str(error).lower():
                 raise
             raise MemoryError(
-                f"The engine found no room for its {tag.replace('_', ' ')} when it woke, though the trainer has given "
-                "back what it can do without: others hold the device's memory. Lower rollout.gpu_memory_utilization."
+                f"The engine has too little memory for its {tag.replace('_', ' ')} when it wakes, although the "
+                "trainer has freed what it can: other processes use it. Lower rollout.gpu_memory_utilization."
             ) from error
 
     async def ping(self) -> None:

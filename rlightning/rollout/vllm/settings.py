@@ -98,8 +98,8 @@ def check_engine_model(config: PreTrainedConfig | None, *, is_cuda: bool) -> Non
     longrope_gap = describe_longrope_gap(config)
     if longrope_gap is not None:
         raise ConfigError(
-            f"Of this {config.model_type}'s longrope positions vLLM and transformers scale sines and cosines by other "
-            f"factors: {longrope_gap}. Use a model whose config.json leaves the factor to the lengths."
+            f"vLLM and transformers scale the longrope positions of this {config.model_type} by different factors: "
+            f"{longrope_gap}. Use a model whose config.json leaves the factor to the lengths."
         )
     is_latent = read_setting(config, "kv_lora_rank") is not None
     gap = CPU_GAPS.get(config.model_type, LATENT_GAP if is_latent else None)
