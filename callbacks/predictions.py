@@ -167,7 +167,7 @@ class JSONLPredictions(RLCallback):
         return own
 
     def _read_earlier(self, own: PredictionFile, files: list[PredictionFile]) -> dict[int, int]:
-        """Return the prompts in the files of all ranks, some of which may be complete and others partial after a kill."""
+        """Return the prompts in the files of all ranks; after a kill some may be complete and others partial."""
         if own.path.exists() and not any(file.is_begun for file in files if len(files) > 1):
             raise ConfigError(
                 f"path='{own.path}' is there already and is not overwritten. Name another file, or move it away."
