@@ -18,7 +18,7 @@ Integers = NDArray[np.integer[Any]]
 
 
 class Note(IntFlag):
-    """Flags for prompts that were changed, or may be wrong, which are counted and logged."""
+    """Properties of a prompt, as flags, that are worth a log line: they are counted over the set."""
 
     DROPPED_BOS = 1
     DROPPED_EOS = 2
