@@ -145,8 +145,7 @@ class Trainer(lightning.pytorch.Trainer):
             return super().predict(model, dataloaders, datamodule, return_predictions, path, weights_only)
 
     def _settle_checkpoint(self, command: str, ckpt_path: str | Path | None) -> str | None:
-        """Return the path of the checkpoint to load; after this object's own fit, leave None and "best" to Lightning.
-        """
+        """Return the path of the checkpoint to load; after this object's fit, leave None and "best" to Lightning."""
         if self._has_fitted and ckpt_path in (None, "best"):
             return None if ckpt_path is None else "best"
         listed: list[Callback] = self.callbacks  # type: ignore[attr-defined]

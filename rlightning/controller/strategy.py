@@ -209,7 +209,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
-        """Have the workers write a checkpoint in their strategy's format, which runs without controller can load.
+        """Have the workers write a checkpoint in their strategy's format, which a run without a controller can load.
 
         The controller's part contains loops, callbacks and the position in the data.
         """

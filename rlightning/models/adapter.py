@@ -284,7 +284,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
 
 
 def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, object]) -> None:
-    """Raise a ConfigError, which names the setting, for a variant of LoRA whose computation differs."""
+    """Raise a ConfigError for a variant of LoRA: a setting with another than its ``usual`` value, which is named."""
     for name, value in settings.items():
         if name not in READ and value != usual.get(name) and value not in (None, [], {}, False):
             raise ConfigError(f"{where} has {name}={cut_line(value)}, which is not trained here: plain LoRA alone is.")

@@ -63,7 +63,7 @@ class RankState(Heartbeat):
         self.status, self.silent_seconds = status, silent_seconds
 
     def tick(self) -> float:
-        """Count the time since the last call as silent; return the seconds for which the rank has been silent."""
+        """Count the time since the last call as silence; return the seconds since the rank's last heartbeat."""
         self.interval = intervals.HEARTBEAT_INTERVAL
         return super().tick()
 
