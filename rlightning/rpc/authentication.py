@@ -90,7 +90,7 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
     if magic != MAGIC or mode not in (WITH_KEY, WITHOUT_KEY):
         raise AuthenticationError("it is not a server of this version of rlightning")
     if key is None and mode == WITH_KEY:
-        raise AuthenticationError("it requires a key, and this process has none")
+        raise AuthenticationError("it asks for a key, and this process has none")
     if key is not None and mode == WITHOUT_KEY:
         raise AuthenticationError("it has no key, but this process has one")
     if key is None and not is_of_this_user(end):
